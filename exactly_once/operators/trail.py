@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 from exactly_once.sql.connections import with_table
+from exactly_once.sql.rows import value_of
 
 _T = TypeVar("_T")
 
@@ -266,15 +267,7 @@ def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None = None) -> l
 
 def moment_of(entry: Any, where: str, database: str) -> HistoryEvent:
     """The moment that an entry of a trail records."""
-    return HistoryEvent(
-        at=entry.at,
-        where=where,
-        was=entry.was,
-        became=entry.became,
-        process=entry.process,
-        reason=entry.reason,
-        database=database,
-    )
+    return value_of(HistoryEvent, entry, where=where, database=database)
 
 
 MOST_ROWS = 500

@@ -1,6 +1,5 @@
 """The history of one message in the inbox: its trail in every handler, and the data of its rows."""
 
-import uuid
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
@@ -10,6 +9,8 @@ from django.db.models import QuerySet
 from exactly_once.failures import DEFERRED
 from exactly_once.operators.trail import ChainRow, HistoryEvent, PartOfHistory, PresentState, moment_of
 from exactly_once.process.clock import utcnow
+from exactly_once.sql.rows import value_of
+from exactly_once.wire.identity import uuid_in
 from inbox.conf import inbox_options
 from inbox.models import CHAINED, InboxMessage, TrailEntry
 from inbox.states import DUE, State
@@ -66,20 +67,13 @@ def rows_of(alias: str, correlation_id: str, most: int) -> list[ChainRow]:
     chained = InboxMessage.objects.using(alias).filter(CHAINED, correlation_id=correlation_id)
     rows += chained.defer(*_LARGE).order_by("id")[: most - len(rows)]
     return [
-        ChainRow(
+        value_of(
+            ChainRow,
+            row,
             app="inbox",
-            pk=row.pk,
-            message_id=row.message_id,
-            correlation_id=row.correlation_id,
-            causation_id=row.causation_id,
-            topic=row.topic,
-            biz_id=row.biz_id,
             where=row.handler,
-            state=row.state,
             began_at=row.received_at,
-            settled_at=row.settled_at,
             published_at=row.created_at,
-            attempts=row.attempts,
             error=row.last_error,
             database=alias,
         )
@@ -100,10 +94,7 @@ def _rows(alias: str, message_id: str) -> QuerySet[InboxMessage]:
 
 def _spellings(message_id: str) -> set[str]:
     """The given id and its normal form, which this project uses. A message without an id cannot be searched."""
-    try:
-        return {message_id, str(uuid.UUID(message_id))}
-    except ValueError:
-        return {message_id} - {""}
+    return {message_id, str(uuid_in(message_id) or message_id)} - {""}
 
 
 def _moments(alias: str, handler: str, chain: Sequence[InboxMessage], entries: Sequence[TrailEntry]) -> Iterator[HistoryEvent]:
@@ -124,12 +115,10 @@ def _standing(alias: str, row: InboxMessage) -> PresentState:
         f"{row.duplicates:,} duplicates suppressed" if row.duplicates else "",
         "held back by the maximum message age" if row.quarantined else "",
     ]
-    return PresentState(
+    return value_of(
+        PresentState,
+        row,
         where=row.handler,
-        state=row.state,
-        topic=row.topic,
-        biz_id=row.biz_id,
-        attempts=row.attempts,
         due=row.next_attempt_at if row.state in DUE else None,
         error=row.last_error,
         also=", ".join(filter(None, also)),
