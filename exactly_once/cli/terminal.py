@@ -20,6 +20,7 @@ from django.utils.timezone import is_naive, make_aware
 from django.utils.translation import gettext as _
 
 from exactly_once.process.clock import monotonic, utcnow
+from exactly_once.wire.identity import uuid_in
 
 STANDARD = "-"
 """The name of the standard input or output."""
@@ -128,11 +129,10 @@ def message_id(given: str) -> uuid.UUID:
     Raises:
         CommandError: it is not a message id.
     """
-    try:
-        return uuid.UUID(given)
-    except ValueError as error:
-        words = _("%(given)s is not a message id: it must be a UUID, as %(example)s.")
-        raise CommandError(words % {"given": repr(given), "example": uuid.UUID(int=0)}) from error
+    if found := uuid_in(given):
+        return found
+    words = _("%(given)s is not a message id: it must be a UUID, as %(example)s.")
+    raise CommandError(words % {"given": repr(given), "example": uuid.UUID(int=0)})
 
 
 def refuse_unknown(given: Iterable[str], found: Iterable[object], states: Iterable[str]) -> None:

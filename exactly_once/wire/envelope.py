@@ -13,7 +13,6 @@ import binascii
 import json
 import math
 import re
-import uuid
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -21,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from exactly_once.wire.body import BODY_LIMIT_BYTES, Undecodable, decode_payload
+from exactly_once.wire.identity import uuid_in
 from exactly_once.wire.text import NAME_LENGTH, describe, fit, fits, printable
 
 JSON = "application/json"
@@ -147,7 +147,7 @@ class Envelope(NamedTuple):
         """
         if self.biz_id or not self.id:
             return self.biz_id
-        return self.id if _is_uuid(self.id) else fit(f"{self.source}#{self.id}" if self.source else self.id)
+        return self.id if uuid_in(self.id) else fit(f"{self.source}#{self.id}" if self.source else self.id)
 
 
 def from_delivery(*, properties: Mapping[str, Any], headers: Mapping[str, Any], body: bytes, routing_key: str) -> Envelope:
@@ -308,11 +308,3 @@ def _json_safe(value: object) -> HeaderValue:
         case int():
             return "a whole number of more than 64 bits"
     return printable(str(value), _HEADER_LENGTH)
-
-
-def _is_uuid(text: str) -> bool:
-    try:
-        uuid.UUID(text)
-    except ValueError:
-        return False
-    return True

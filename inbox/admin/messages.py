@@ -1,8 +1,6 @@
 """Admin pages of inbox messages: their state, why a message was not handled, and the operators' actions."""
 
-import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -45,6 +43,7 @@ from exactly_once.operators.redaction import Redaction
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import COMPRESSION
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
+from exactly_once.wire.identity import uuid_in
 from inbox.admin.dry_run import DRY_RUN
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
@@ -203,9 +202,7 @@ class InboxMessageAdmin(MessageAdmin):
         handlers, topics = accounting.handlers_and_topics(self.using)
         of_biz_id = Receipt.objects.using(self.using).filter(handler__in=handlers, topic__in=topics, biz_id=term)
         by_name = Q(handler=term) | Q(pk__in=list(of_biz_id.values_list("pk", flat=True)))
-        ids = {term}
-        with suppress(ValueError):
-            ids |= {str(uuid.UUID(term)), uuid.UUID(term).hex}
+        ids = {term, *([str(found), found.hex] if (found := uuid_in(term)) else [])}
         named = Q(message_id__in=sorted(ids)) | Q(conflicts__gt=0, conflicting_id__in=sorted(ids))
         return by_name | named | (Q(handler__in=handlers, topic=term) if term in topics else Q())
 

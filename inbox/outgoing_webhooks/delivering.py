@@ -6,7 +6,6 @@ same id and the same body.
 
 import hashlib
 import json
-import uuid
 from collections.abc import Mapping
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
@@ -14,6 +13,7 @@ from functools import partial, update_wrapper
 from http import HTTPStatus
 
 from exactly_once.process.clock import utcnow
+from exactly_once.wire.identity import uuid_in
 from exactly_once.wire.text import printable
 from inbox.conf import inbox_options
 from inbox.errors import Reject, RetryLater
@@ -84,10 +84,8 @@ def _webhook_id(message: Message) -> str:
     Another producer's id may be missing, unfit for a header, or unique for that producer only (CloudEvents 1.0.2). Then it is a
     digest of what the inbox deduplicates on.
     """
-    try:
-        return str(uuid.UUID(message.id))
-    except ValueError:
-        return hashlib.sha256(f"{message.topic}\n{message.biz_id}".encode()).hexdigest()
+    found = uuid_in(message.id)
+    return str(found) if found else hashlib.sha256(f"{message.topic}\n{message.biz_id}".encode()).hexdigest()
 
 
 def _settle(alias: str, endpoint: Endpoint, answer: Answer) -> None:
