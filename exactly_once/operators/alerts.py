@@ -104,7 +104,6 @@ class Evaluator:
     def __init__(self, app: str, alias: str) -> None:
         self._app = app
         self._alias = alias
-        self._table = AlertTable(app)
         self._lease = TableLease(alias, lease_name(app))
 
     def round(self) -> list[tuple[str, Any]] | None:
@@ -114,15 +113,13 @@ class Evaluator:
         if not given.ENABLED or not self._lease.take(_LEASED_ROUNDS * given.EVERY):
             return None
         found = {key: words for key, words in conditions.evaluate(self._alias, given).items() if key[0] not in given.IGNORE}
-        changed = self._table.apply(
-            self._alias, found, raise_after=given.RAISE_AFTER, clear_after=given.CLEAR_AFTER, channels=given.channels
-        )
+        changed = self._apply(found, given)
         self._lease.record_done()
         for event, alert in changed:
             logger.warning("alerts: %s on %r: %s: %s", event, self._alias, alert, one_line(alert.summary))
             alert_changed.send_robust(sender=type(alert), event=event, app=self._app, database=self._alias, alert=alert)
         self._send(given)
-        self._table.delete_cleared(self._alias, _KEPT_CLEARED)
+        self._alerts().filter(cleared_at__lt=DatabaseTime(-_KEPT_CLEARED)).delete()
         return changed
 
     def release(self) -> None:
@@ -130,7 +127,7 @@ class Evaluator:
         self._lease.release()
 
     def _send(self, given: AlertOptions) -> None:
-        for alert in self._table.unsent(self._alias)[:_MOST_SENT]:
+        for alert in self._alerts().filter(send_at__lte=DatabaseTime()).order_by("send_at", "id")[:_MOST_SENT]:
             if not self._lease.take(_LEASED_ROUNDS * given.EVERY):
                 return
             left, error = [], ""
@@ -143,7 +140,7 @@ class Evaluator:
                     logger.warning("alerts: %s of %s was not sent by %s: %s", event, alert, channel, describe(failure))
             attempts = alert.send_attempts + 1
             delay = min(_FIRST_DELAY * 2 ** (attempts - 1), given.RETRY_CAP)
-            self._table.sent(self._alias, alert.pk, left, error, delay if attempts < given.GIVE_UP_AFTER else None)
+            self._sent(alert.pk, left, error, delay if attempts < given.GIVE_UP_AFTER else None)
 
     def _content(self, event: str, alert: Any) -> dict[str, Any]:
         return {
@@ -159,6 +156,67 @@ class Evaluator:
             "cleared_at": alert.cleared_at.isoformat() if alert.cleared_at else None,
             "host": socket.gethostname(),
         }
+
+    def _apply(self, found: Mapping[Key, str], given: AlertOptions) -> list[tuple[str, Any]]:
+        """Store the result of an evaluation; return the alerts that it has raised and cleared, each with the event.
+
+        Args:
+            found: the conditions that are met, each with its summary.
+        """
+        changed: list[tuple[str, Any]] = []
+        with transaction.atomic(using=self._alias):
+            rows: dict[Key, Any] = {
+                (row.condition, row.object): row for row in self._alerts().filter(cleared_at=None).select_for_update()
+            }
+            for (condition, name), summary in found.items():
+                key = condition, fit(name)  # as it is stored
+                row = rows.pop(key, None) or Alert(
+                    app=self._app, condition=condition, object=key[1], first_seen_at=DatabaseTime()
+                )
+                if self._meet(row, summary, given):
+                    changed.append(("raised", row))
+            changed += [("cleared", row) for row in rows.values() if self._miss(row, given)]
+        return changed
+
+    def _meet(self, row: Any, summary: str, given: AlertOptions) -> bool:
+        row.met, row.unmet = row.met + 1, 0
+        row.summary, row.seen_at = printable(summary, ERROR_LENGTH), DatabaseTime()
+        is_raised = row.state == _State.PENDING and row.met >= given.RAISE_AFTER
+        if is_raised:
+            row.state, row.raised_at = _State.RAISED, DatabaseTime()
+            _send_on(row, "raised", given.channels)
+        self._save(row)
+        return bool(is_raised)
+
+    def _miss(self, row: Any, given: AlertOptions) -> bool:
+        row.met, row.unmet = 0, row.unmet + 1
+        if row.state == _State.PENDING:
+            self._alerts().filter(pk=row.pk).delete()
+            return False
+        is_cleared = row.unmet >= given.CLEAR_AFTER
+        if is_cleared:
+            row.state, row.cleared_at = _State.CLEARED, DatabaseTime()
+            _send_on(row, "cleared", given.channels)
+        self._save(row)
+        return bool(is_cleared)
+
+    def _save(self, row: Any) -> None:
+        row.save(using=self._alias)
+        row.refresh_from_db(using=self._alias)
+
+    def _sent(self, pk: int, left: Sequence[Sequence[str]], error: str, again_after: timedelta | None) -> None:
+        """Store the result of a delivery: what is left, why, and when it is tried again; None: never."""
+        values: dict[str, Any] = {"unsent": list(left), "send_error": printable(error, ERROR_LENGTH)}
+        values["send_at"] = DatabaseTime(again_after) if left and again_after is not None else None
+        rows: Any = self._alerts().select_for_update().filter(pk=pk)
+        with transaction.atomic(using=self._alias):
+            row = rows.first()
+            if row is not None:
+                values["send_attempts"] = row.send_attempts + 1 if left else 0
+                rows.update(**values)
+
+    def _alerts(self) -> QuerySet[Any]:
+        return QuerySet(Alert, using=self._alias).filter(app=self._app)
 
 
 def _mail(content: Mapping[str, Any], given: AlertOptions) -> None:
@@ -199,118 +257,32 @@ def _seconds() -> float:
     return min((conditions.options().EVERY.total_seconds() for conditions in _conditions.values()), default=60.0)
 
 
-class Alerting:
-    """A loop beside a relay or a consumer that evaluates the alerts of some databases. No error ends it."""
+def _keep_evaluating(aliases: Collection[str], stop: StopRequest) -> None:
+    """Evaluate the alerts of these databases, until asked to stop. No error ends it."""
+    evaluators: dict[tuple[str, str], Evaluator] = {}
+    turns = Turns("alerts", "alerts: an evaluation on %r failed; it is tried again in a minute.")
 
-    def __init__(self, aliases: Collection[str]) -> None:
-        self._aliases = aliases
-        self._evaluators: dict[tuple[str, str], Evaluator] = {}
-        self._turns = Turns("alerts", "alerts: an evaluation on %r failed; it is tried again in a minute.")
-
-    def run(self, stop: StopRequest) -> None:
-        try:
-            while not stop.wait(_seconds()):
-                for alias in with_table(Alert, self._aliases)[0]:
-                    self._turns.take(alias, partial(self._evaluate, alias), stop)
-                # The next round is in a minute.
-                connections.close_all()
-            for evaluator in self._evaluators.values():
-                evaluator.release()
-        finally:
-            connections.close_all()
-
-    def _evaluate(self, alias: str) -> None:
+    def evaluate(alias: str) -> None:
         for app in evaluated_apps(alias):
-            self._evaluators.setdefault((app, alias), Evaluator(app, alias)).round()
+            evaluators.setdefault((app, alias), Evaluator(app, alias)).round()
+
+    try:
+        while not stop.wait(_seconds()):
+            for alias in with_table(Alert, aliases)[0]:
+                turns.take(alias, partial(evaluate, alias), stop)
+            # The next round is in a minute.
+            connections.close_all()
+        for evaluator in evaluators.values():
+            evaluator.release()
+    finally:
+        connections.close_all()
 
 
 def alerting(aliases: Collection[str], stop: StopRequest) -> AbstractContextManager[None]:
     """Evaluate the alerts of these databases on a thread of its own during the block."""
     watched: Sequence[str] = [alias for alias in aliases if not connections[alias].in_atomic_block]  # as in a test
     end = stop.follower()
-    return beside([("alerts", partial(Alerting(watched).run, end))], end, seconds=_LONGEST_GOODBYE_SECONDS)
-
-
-class AlertTable:
-    """The alerts of one app.
-
-    Args:
-        app: its package.
-    """
-
-    def __init__(self, app: str) -> None:
-        self._app = app
-
-    def apply(
-        self, alias: str, found: Mapping[Key, str], *, raise_after: int, clear_after: int, channels: Sequence[str]
-    ) -> list[tuple[str, Any]]:
-        """Store the result of an evaluation; return the alerts that it has raised and cleared, each with the event.
-
-        Args:
-            found: the conditions that are met, each with its summary.
-            channels: where raised and cleared alerts are reported.
-        """
-        changed: list[tuple[str, Any]] = []
-        with transaction.atomic(using=alias):
-            open_rows = self._alerts(alias).filter(cleared_at=None).select_for_update()
-            rows: dict[Key, Any] = {(row.condition, row.object): row for row in open_rows}
-            for key, summary in found.items():
-                key = (key[0], fit(key[1]))  # noqa: PLW2901 - as it is stored
-                row = rows.pop(key, None) or self._begun(*key)
-                if self._meet(alias, row, summary, raise_after, channels):
-                    changed.append(("raised", row))
-            changed += [("cleared", row) for row in rows.values() if self._miss(alias, row, clear_after, channels)]
-        return changed
-
-    def _begun(self, condition: str, name: str) -> Alert:
-        return Alert(app=self._app, condition=condition, object=name, first_seen_at=DatabaseTime())
-
-    def _meet(self, alias: str, row: Any, summary: str, raise_after: int, channels: Sequence[str]) -> bool:
-        row.met, row.unmet = row.met + 1, 0
-        row.summary, row.seen_at = printable(summary, ERROR_LENGTH), DatabaseTime()
-        is_raised = row.state == _State.PENDING and row.met >= raise_after
-        if is_raised:
-            row.state, row.raised_at = _State.RAISED, DatabaseTime()
-            _send_on(row, "raised", channels)
-        self._save(alias, row)
-        return bool(is_raised)
-
-    def _miss(self, alias: str, row: Any, clear_after: int, channels: Sequence[str]) -> bool:
-        row.met, row.unmet = 0, row.unmet + 1
-        if row.state == _State.PENDING:
-            self._alerts(alias).filter(pk=row.pk).delete()
-            return False
-        is_cleared = row.unmet >= clear_after
-        if is_cleared:
-            row.state, row.cleared_at = _State.CLEARED, DatabaseTime()
-            _send_on(row, "cleared", channels)
-        self._save(alias, row)
-        return bool(is_cleared)
-
-    def _alerts(self, alias: str) -> QuerySet[Any]:
-        return QuerySet(Alert, using=alias).filter(app=self._app)
-
-    def _save(self, alias: str, row: Any) -> None:
-        row.save(using=alias)
-        row.refresh_from_db(using=alias)
-
-    def unsent(self, alias: str) -> QuerySet[Any]:
-        """The alerts with a delivery that is due."""
-        return self._alerts(alias).filter(send_at__lte=DatabaseTime()).order_by("send_at", "id")
-
-    def sent(self, alias: str, pk: int, left: Sequence[Sequence[str]], error: str, again_after: timedelta | None) -> None:
-        """Store the result of a delivery: what is left, why, and when it is tried again; None: never."""
-        values: dict[str, Any] = {"unsent": list(left), "send_error": printable(error, ERROR_LENGTH)}
-        values["send_at"] = DatabaseTime(again_after) if left and again_after is not None else None
-        rows: Any = self._alerts(alias).select_for_update().filter(pk=pk)
-        with transaction.atomic(using=alias):
-            row = rows.first()
-            if row is not None:
-                values["send_attempts"] = row.send_attempts + 1 if left else 0
-                rows.update(**values)
-
-    def delete_cleared(self, alias: str, older_than: timedelta) -> int:
-        return self._alerts(alias).filter(cleared_at__lt=DatabaseTime(-older_than)).delete()[0]
+    return beside([("alerts", partial(_keep_evaluating, watched, end))], end, seconds=_LONGEST_GOODBYE_SECONDS)
 
 
 def raised(alias: str) -> QuerySet[Any]:
