@@ -10,6 +10,7 @@ is known.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
 from django.db import connections
 
@@ -18,6 +19,11 @@ from exactly_once.sql.connections import is_postgresql
 MOST_PINS = 20
 _MOST_INDEXES = 10
 _NAME = "CAST(CAST(c.oid AS regclass) AS text)"
+_SIZES = {
+    "postgresql": "SELECT pg_database_size(current_database())",
+    "sqlite": "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size",
+}
+"""Of the database, by `connection.vendor`."""
 
 
 @dataclass(frozen=True)
@@ -78,37 +84,27 @@ class Pin:
 
 def database_bytes(alias: str) -> int | None:
     """The size of the database."""
-    connection = connections[alias]
-    with connection.cursor() as cursor:
-        if is_postgresql(connection):
-            cursor.execute("SELECT pg_database_size(current_database())")
-            return int(cursor.fetchone()[0])
-        if connection.vendor != "sqlite":
-            return None
-        pages = []
-        for pragma in ("page_count", "page_size"):
-            cursor.execute(f"PRAGMA {pragma}")
-            pages.append(int(cursor.fetchone()[0]))
-    return pages[0] * pages[1]
+    if (statement := _SIZES.get(connections[alias].vendor)) is None:
+        return None
+    with connections[alias].cursor() as cursor:
+        cursor.execute(statement)
+        return int(cursor.fetchone()[0])
 
 
 def tables(alias: str, names: Sequence[str]) -> list[TableHealth] | None:
     """These tables and their partitions, the largest first; None on a database that has no statistics of sizes."""
-    if not is_postgresql(connections[alias]):
-        return None
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            f"SELECT {_NAME}, pg_table_size(c.oid), pg_indexes_size(c.oid), s.n_live_tup, s.n_dead_tup, "  # noqa: S608 - our own names
-            "greatest(s.last_vacuum, s.last_autovacuum), greatest(s.last_analyze, s.last_autoanalyze), "
-            "coalesce(CAST(ours.parent AS text), '') FROM ("
-            "SELECT to_regclass(name) AS oid, NULL::regclass AS parent FROM unnest(%s::text[]) name UNION ALL "
-            "SELECT tree.relid, CASE WHEN tree.level > 1 THEN tree.parentrelid END "
-            "FROM unnest(%s::text[]) name, pg_partition_tree(to_regclass(name)) tree WHERE tree.isleaf"
-            ") ours JOIN pg_class c ON c.oid = ours.oid AND c.relkind = 'r' LEFT JOIN pg_stat_user_tables s ON s.relid = c.oid",
-            [list(names), list(names)],
-        )
-        found = [TableHealth(*row) for row in cursor.fetchall()]
-    return sorted(found, key=lambda table: table.total_bytes, reverse=True)
+    rows = _read(
+        alias,
+        f"SELECT {_NAME}, pg_table_size(c.oid), pg_indexes_size(c.oid), s.n_live_tup, s.n_dead_tup, "  # noqa: S608 - our own names
+        "greatest(s.last_vacuum, s.last_autovacuum), greatest(s.last_analyze, s.last_autoanalyze), "
+        "coalesce(CAST(ours.parent AS text), '') FROM ("
+        "SELECT to_regclass(name) AS oid, NULL::regclass AS parent FROM unnest(%s::text[]) name UNION ALL "
+        "SELECT tree.relid, CASE WHEN tree.level > 1 THEN tree.parentrelid END "
+        "FROM unnest(%s::text[]) name, pg_partition_tree(to_regclass(name)) tree WHERE tree.isleaf"
+        ") ours JOIN pg_class c ON c.oid = ours.oid AND c.relkind = 'r' LEFT JOIN pg_stat_user_tables s ON s.relid = c.oid",
+        [list(names), list(names)],
+    )
+    return None if rows is None else _largest_first([TableHealth(*row) for row in rows])
 
 
 def with_partitions_summed(found: Sequence[TableHealth]) -> list[TableHealth]:
@@ -117,8 +113,11 @@ def with_partitions_summed(found: Sequence[TableHealth]) -> list[TableHealth]:
     for table in found:
         parents.setdefault(table.parent, []).append(table)
     plain = parents.pop("", [])
-    lines = [*plain, *(_summed(parent, tables) for parent, tables in parents.items())]
-    return sorted(lines, key=lambda table: table.total_bytes, reverse=True)
+    return _largest_first([*plain, *(_summed(parent, tables) for parent, tables in parents.items())])
+
+
+def _largest_first(found: Sequence[TableHealth]) -> list[TableHealth]:
+    return sorted(found, key=lambda table: table.total_bytes, reverse=True)
 
 
 def _summed(name: str, partitions: Sequence[TableHealth]) -> TableHealth:
@@ -137,36 +136,36 @@ def _summed(name: str, partitions: Sequence[TableHealth]) -> TableHealth:
 
 def largest_indexes(alias: str, names: Sequence[str]) -> list[IndexHealth] | None:
     """The largest indexes of these tables, without those of partitions of history; None on a database other than PostgreSQL."""
-    if not is_postgresql(connections[alias]):
-        return None
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            f"SELECT {_NAME}, pg_relation_size(c.oid), s.idx_scan "  # noqa: S608 - our own names
-            "FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid "
-            "LEFT JOIN pg_stat_user_indexes s ON s.indexrelid = c.oid "
-            "WHERE i.indrelid IN (SELECT to_regclass(name) FROM unnest(%s::text[]) name) AND c.relkind = 'i' "
-            f"ORDER BY 2 DESC LIMIT {_MOST_INDEXES}",
-            [list(names)],
-        )
-        return [IndexHealth(*row) for row in cursor.fetchall()]
+    rows = _read(
+        alias,
+        f"SELECT {_NAME}, pg_relation_size(c.oid), s.idx_scan "  # noqa: S608 - our own names
+        "FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid "
+        "LEFT JOIN pg_stat_user_indexes s ON s.indexrelid = c.oid "
+        "WHERE i.indrelid IN (SELECT to_regclass(name) FROM unnest(%s::text[]) name) AND c.relkind = 'i' "
+        f"ORDER BY 2 DESC LIMIT {_MOST_INDEXES}",
+        [list(names)],
+    )
+    return None if rows is None else [IndexHealth(*row) for row in rows]
 
 
 def pins(alias: str) -> list[Pin] | None:
     """What keeps the vacuum horizon of this database, the oldest first; None on a database without one."""
-    if not is_postgresql(connections[alias]):
-        return None
-    with connections[alias].cursor() as cursor:
-        cursor.execute(_PINS)
-        return [Pin(*row) for row in cursor.fetchall()]
+    rows = _read(alias, _PINS)
+    return None if rows is None else [Pin(*row) for row in rows]
 
 
 def sees_all_sessions(alias: str) -> bool:
     """May this user see the transactions of other users?"""
+    return _read(alias, "SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE')") == [(True,)]
+
+
+def _read(alias: str, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]] | None:
+    """The rows of a statement for PostgreSQL; None on another database."""
     if not is_postgresql(connections[alias]):
-        return False
+        return None
     with connections[alias].cursor() as cursor:
-        cursor.execute("SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE')")
-        return bool(cursor.fetchone()[0])
+        cursor.execute(statement, parameters)
+        return list(cursor.fetchall())
 
 
 _PINS = f"""
