@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections
 from django.db.models import Func, IntegerField
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.now import NOW, now_after
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -20,10 +20,12 @@ LIVE = 0
 FIRST_DAY = LIVE + 1
 """The first `day` of history. The planners of PostgreSQL and SQLite exclude live rows for `day >= 1`, but not for `day > 0`."""
 
-DAY_OF_NOW = {
-    "postgresql": "CAST(floor(EXTRACT(EPOCH FROM statement_timestamp()) / 86400) AS int)",
-    "sqlite": "CAST(julianday('now') - 2440587.5 AS int)",
+_DAY = {
+    "postgresql": "CAST(floor(EXTRACT(EPOCH FROM {}) / 86400) AS int)",
+    "sqlite": "CAST(julianday({}) - 2440587.5 AS int)",
 }
+"""The day of an instant, by `connection.vendor`."""
+DAY_OF_NOW = {"postgresql": _DAY["postgresql"].format(NOW["postgresql"]), "sqlite": _DAY["sqlite"].format("'now'")}
 """The present day, by `connection.vendor`."""
 _EPOCH = date(1970, 1, 1)
 
@@ -45,13 +47,7 @@ def day_of(alias: str, ago: timedelta = timedelta()) -> int:
     """The present day by the database's clock, or the day `ago` before now."""
     connection = connections[alias]
     with connection.cursor() as cursor:
-        if is_postgresql(connection):
-            cursor.execute(
-                "SELECT CAST(floor(EXTRACT(EPOCH FROM statement_timestamp() - make_interval(secs => %s)) / 86400) AS int)",
-                [ago.total_seconds()],
-            )
-        else:
-            cursor.execute("SELECT CAST(julianday('now') - 2440587.5 - %s AS int)", [ago / timedelta(days=1)])
+        cursor.execute(f"SELECT {_DAY[connection.vendor].format(now_after(connection))}", [-ago.total_seconds()])
         day: int = cursor.fetchone()[0]
     return day
 

@@ -26,16 +26,8 @@ class DatabaseTime(Func):
     def __init__(self, after: timedelta = timedelta()) -> None:
         super().__init__(Value(after.total_seconds()))
 
-    def as_sql(
-        self,
-        compiler: SQLCompiler,
-        connection: BaseDatabaseWrapper,
-        function: str | None = None,
-        template: str | None = None,
-        arg_joiner: str | None = None,
-        **extra_context: Any,
-    ) -> Any:
-        raise NotSupportedError(f"{connection.vendor} is not supported: use PostgreSQL, or SQLite to begin with.")
+    def as_sql(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, *args: Any, **context: Any) -> Any:
+        _refuse_unsupported(connection)
 
     def as_postgresql(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **context: Any) -> Any:
         return super().as_sql(compiler, connection, template=_template("postgresql"), **context)
