@@ -7,7 +7,6 @@ standard library, of installed packages and of this package are not the project'
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -72,16 +71,12 @@ def _frames(error: BaseException) -> traceback.StackSummary:
 
 def _chain(error: BaseException) -> list[BaseException]:
     """The exception and its causes, as a traceback shows them: the last one raised first."""
-    return list(_causes(error))
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
     one: BaseException | None = error
-    seen: set[int] = set()
-    while one is not None and id(one) not in seen and len(seen) < _MOST_CAUSES:
-        seen.add(id(one))
-        yield one
+    found: dict[int, BaseException] = {}
+    while one is not None and id(one) not in found and len(found) < _MOST_CAUSES:
+        found[id(one)] = one
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    return [*found.values()]
 
 
 @lru_cache(maxsize=1024)

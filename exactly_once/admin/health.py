@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.apps import apps
 from django.contrib import admin
 from django.http import HttpRequest
 from django.utils.translation import gettext as _
@@ -19,8 +18,8 @@ from exactly_once.models import DatabaseHealth
 from exactly_once.operators import database_health as health
 from exactly_once.operators.database_health import Pin, TableHealth
 from exactly_once.operators.minutes import database_time
+from exactly_once.sql.schema import our_apps
 
-_PACKAGES = {"exactly_once", "outbox", "inbox"}
 _MOST_PARTITIONS = 31
 _LONG = timedelta(minutes=10)
 _MANY_TRANSACTIONS = 1_000_000
@@ -57,8 +56,7 @@ class DatabaseHealthAdmin(PageAdmin):
 
 def _table_names() -> list[str]:
     """The tables of the installed apps and of their optional packages."""
-    configs = (config for config in apps.get_app_configs() if config.name.partition(".")[0] in _PACKAGES)
-    return sorted({model._meta.db_table for config in configs for model in config.get_models() if not model._meta.proxy})
+    return sorted({model._meta.db_table for app in our_apps() for model in app.get_models() if not model._meta.proxy})
 
 
 def our_tables(alias: str) -> list[TableHealth] | None:

@@ -283,8 +283,8 @@ class View:
             ],
             "failing_title": section.failing,
             "failing": [
-                (each.subject, each.failed, self._url(listed(section.model, q=each.subject, stuck="any")))
-                for each in minutes.failing(self._alias, HOUR, section.failures, _MOST_FAILING)
+                (subject, failed, self._url(listed(section.model, q=subject, stuck="any")))
+                for subject, failed in minutes.failing(self._alias, HOUR, section.failures, _MOST_FAILING)
             ],
         }
 

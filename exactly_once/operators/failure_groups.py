@@ -103,19 +103,13 @@ class FailureGroups:
         )
         if not counted["count"]:
             return None
-        named = list(newest.values_list(self._who, flat=True)[:_MOST_NAMED])
-        is_cut = counted["count"] > _MOST_COUNTED
         return FailureGroup(
             error_class=error_class,
             place=place,
-            count=min(counted["count"], _MOST_COUNTED),
-            dead=counted["dead"],
-            is_cut=is_cut,
+            **{**counted, "count": min(counted["count"], _MOST_COUNTED)},
+            is_cut=counted["count"] > _MOST_COUNTED,
             first_at=messages.aggregate(at=Min("failing_since"))["at"],
-            last_at=counted["last_at"],
-            new=counted["new"],
-            new_before=counted["new_before"],
-            who=sorted(set(named)),
+            who=sorted({*newest.values_list(self._who, flat=True)[:_MOST_NAMED]}),
             error=newest.values_list("last_error", flat=True).first() or "",
         )
 

@@ -136,14 +136,6 @@ class Step:
     counted: Counted
 
 
-@dataclass(frozen=True)
-class Failing:
-    """A subject with failures. `subject` is `OTHER` for the sum of those that are not counted one by one."""
-
-    subject: str
-    failed: int
-
-
 class Minutes:
     """Reads the statistics of one app.
 
@@ -182,15 +174,15 @@ class Minutes:
         """Has any process written statistics within the last day?"""
         return self._rows(alias).filter(subject=ALL, minute__gte=DatabaseTime(-timedelta(days=1))).exists()
 
-    def failing(self, alias: str, duration: timedelta, names: Sequence[str], most: int) -> list[Failing]:
-        """The subjects with the most failures, the worst first.
+    def failing(self, alias: str, duration: timedelta, names: Sequence[str], most: int) -> list[tuple[str, int]]:
+        """The subjects with the most failures and their numbers, the worst first; `OTHER` for those not counted one by one.
 
         Args:
             names: the counts that are failures.
         """
         condition = f"subject <> %s AND counted.key IN ({', '.join(['%s'] * len(names))})"
         failed = self._summed(alias, duration, "subject", condition, [ALL, *names])
-        return [Failing(subject, count) for subject, count in failed.items() if count][:most]
+        return [(subject, count) for subject, count in failed.items() if count][:most]
 
     def by_subject(self, alias: str, duration: timedelta) -> dict[str, Counted]:
         """What was counted of each subject in this time until now."""
@@ -225,4 +217,4 @@ def _counted(counts: Mapping[str, int], times: Mapping[str, Mapping[str, int] | 
     return Counted(Counter(counts), {name: Counter(histogram) for name, histogram in histograms.items()})
 
 
-__all__ = ["ALL", "KEPT", "MINUTE", "OTHER", "Failing", "MinuteWriter", "Minutes", "Step", "database_time"]
+__all__ = ["ALL", "KEPT", "MINUTE", "OTHER", "MinuteWriter", "Minutes", "Step", "database_time"]

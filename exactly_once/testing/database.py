@@ -10,14 +10,13 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
-from django.apps import apps
 from django.core import mail
 from django.db import DEFAULT_DB_ALIAS, OperationalError, models, router, transaction
 from django.db.models import F, Model, QuerySet
 
 from exactly_once.sql.faults import is_collision
+from exactly_once.sql.schema import our_apps
 
-_APPS = ("exactly_once", "outbox", "inbox")
 _TRIES = 20
 
 
@@ -61,11 +60,9 @@ def _update(rows: QuerySet[Any], values: Mapping[str, Any]) -> None:
 
 
 def _models(using: str) -> Iterator[type[Model]]:
-    for config in apps.get_app_configs():
-        if config.name.partition(".")[0] in _APPS:
-            for model in config.get_models():
-                if not model._meta.proxy and router.allow_migrate_model(using, model):
-                    yield model
+    for model in (model for app in our_apps() for model in app.get_models()):
+        if not model._meta.proxy and router.allow_migrate_model(using, model):
+            yield model
 
 
 def require_tests(function: str) -> None:
