@@ -21,7 +21,7 @@ from exactly_once.admin.acting import ActingAdmin, LeanChangeList
 from exactly_once.admin.columns import computed, instant, shown, text
 from exactly_once.admin.filters import FAILING, in_states
 from exactly_once.admin.sections import listed, view_permission
-from exactly_once.admin.timeline import timeline
+from exactly_once.admin.trail import timeline
 from exactly_once.display import NOTHING, as_json, flow_link, headline, identifier, number, state_badge, visible
 from exactly_once.operators.actions import Action, operated
 from exactly_once.operators.audit import Subject, actor_of, record

@@ -10,7 +10,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.messages import MessageAdmin
-from exactly_once.admin.timeline import attempts
+from exactly_once.admin.trail import attempts
 from exactly_once.display import Tone, badge, visible
 from exactly_once.operators.actions import Action, ActionForm, Given
 from inbox.operators.dry_run import LONGEST, NotRunDry, dry_run, why_not

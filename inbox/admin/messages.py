@@ -20,7 +20,7 @@ from exactly_once.admin.acting import counted
 from exactly_once.admin.columns import instant, shown, text
 from exactly_once.admin.failures import FailureFilter, failure_text
 from exactly_once.admin.messages import EXPORT, MessageAdmin
-from exactly_once.admin.timeline import attempts
+from exactly_once.admin.trail import attempts
 from exactly_once.display import (
     NOTHING,
     Tone,

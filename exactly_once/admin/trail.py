@@ -1,18 +1,29 @@
-"""The history of a message on its page: every transition in order of time, its present states, and its failed attempts."""
+"""The history of messages: that of one on its page, and the page of flows, which shows a chain.
+
+The page of a message has every transition in order of time, its present states, and its failed attempts. A chain is found by
+its correlation id, and shows each publish, its effects, and what its handlers published.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from django.contrib import admin
+from django.http import HttpRequest
 from django.template.loader import render_to_string
 from django.utils.safestring import SafeString
 
+from exactly_once.admin.pages import PageAdmin, may_see_messages, message_url
 from exactly_once.display import exact, visible
-from exactly_once.operators.trail import MessageHistory
+from exactly_once.models import Flow
+from exactly_once.operators.trail import MOST_ROWS, ChainRow, MessageHistory, apps_asked, chain_of
 from exactly_once.process.clock import utcnow
+from exactly_once.wire.text import fit
 
 _MOST_NAMESAKES = 10
+_DEEPEST = 8
+"""Deeper messages are drawn at this depth: a narrow window has no room for more."""
 
 
 def timeline(history: MessageHistory, may_see: Callable[[str], bool], flow: str, hidden: str, error: str) -> SafeString:
@@ -68,3 +79,39 @@ def _parts(failure: Mapping[str, Any]) -> dict[str, str]:
         return {**texts, "at": exact(datetime.fromisoformat(texts["at"]))}
     except ValueError:
         return {**texts, "at": visible(texts["at"])}
+
+
+@admin.register(Flow)
+class FlowAdmin(PageAdmin):
+    """One chain, found by its correlation id or the id of one of its messages."""
+
+    template = "exactly_once/flow.html"
+
+    def content(self, request: HttpRequest) -> dict[str, Any]:
+        name = fit(request.GET.get("id", "").strip())
+        if not name:
+            return {"name": ""}
+        chain = chain_of(name, apps=[app for app in apps_asked() if may_see_messages(request, app)])
+        by_id = {message.message_id: message for message in chain.messages}
+        return {
+            "name": name,
+            "address": request.path,
+            "using": self.using,
+            "correlation_id": chain.correlation_id,
+            "chain": [
+                {
+                    "of": message,
+                    "depth": min(message.depth, _DEEPEST),
+                    "cause": by_id.get(message.first.causation_id),
+                    "url": self._url(message.publication),
+                    "effects": [(row, self._url(row)) for row in message.effects],
+                }
+                for message in chain.messages
+            ],
+            "is_cut": chain.is_cut,
+            "most": MOST_ROWS,
+            "unavailable": ", ".join(chain.unavailable),
+        }
+
+    def _url(self, row: ChainRow | None) -> str:
+        return message_url(self.admin_site, row.app, row.pk) if row and row.database == self.using else ""
