@@ -13,8 +13,7 @@ from typing import Any
 from django.db import OperationalError
 from django.db.models import F
 
-from exactly_once.difference import difference
-from exactly_once.display import as_editable
+from exactly_once.display import as_editable, difference
 from exactly_once.sql.faults import is_collision
 from exactly_once.wire.body import Undecodable, decode_payload
 from exactly_once.wire.envelope import COMPRESSION, JSON, compression_of, headers_as_json

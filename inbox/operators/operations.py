@@ -11,7 +11,7 @@ from django.db.models import Q
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.difference import as_html
+from exactly_once.display import difference_as_html
 from exactly_once.failures import without_line
 from exactly_once.operators.actions import Action, ActionForm, Canary, CanaryResult, Given, by_name, reason_field
 from exactly_once.operators.failure_groups import FailureGroups, Notes
@@ -138,7 +138,7 @@ class EditForm(ActionForm):
         if "payload" not in given:
             return given
         try:
-            self.preview = as_html(correct(self._stored, given["payload"]).changes)
+            self.preview = difference_as_html(correct(self._stored, given["payload"]).changes)
         except NotEditable as error:
             self.add_error("payload", str(error))
             return given
