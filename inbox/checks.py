@@ -23,7 +23,7 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.options import past_in_words
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.operators.purging import HISTORY
+from inbox.operators.housekeeping import HISTORY
 from inbox.operators.renaming import names_without_code, warnings_of_new_names
 
 _BROKER_HINT = "Use amqp://user:password@host//, or local:// for this service's own messages."

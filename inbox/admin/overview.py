@@ -38,9 +38,9 @@ from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler
 from inbox.operators import accounting
 from inbox.operators.alerting import newly_conflicting
+from inbox.operators.housekeeping import HISTORY
 from inbox.operators.operations import groups
 from inbox.operators.processes import consumers, unattended, what_to_start
-from inbox.operators.purging import HISTORY
 from inbox.states import State
 
 _DAY = timedelta(days=1)

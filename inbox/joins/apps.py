@@ -11,6 +11,6 @@ class JoinsConfig(AppConfig):
     def ready(self) -> None:
         from inbox.joins import checks  # noqa: F401 - importing it registers the checks
         from inbox.joins.models import Run
-        from inbox.operators.purging import Remains, add_remains, history_lifetime
+        from inbox.operators.housekeeping import Remains, add_remains
 
-        add_remains(Remains(name="runs", model=Run, message="row_id", at="opened_at", kept=history_lifetime))
+        add_remains(Remains(name="runs", model=Run, message="row_id", at="opened_at"))

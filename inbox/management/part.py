@@ -17,7 +17,7 @@ from inbox.handlers.options import past_in_words
 from inbox.handlers.registry import registry
 from inbox.leases.stores import LeaseStoreUnavailable, lease_store
 from inbox.models import TrailEntry
-from inbox.operators import accounting, pausing, purging
+from inbox.operators import accounting, housekeeping, pausing
 from inbox.operators.dead_letters import letters
 from inbox.operators.operations import operations
 from inbox.operators.processes import CONSUMERS, unattended
@@ -38,9 +38,8 @@ _STYLES: Mapping[str, str] = {State.DEAD: RED, State.RETRYING: YELLOW, State.WAI
 
 
 class InboxPart(Part):
-    processes, kind = CONSUMERS, "consumer"
-    letters, history, trail, operations, options = letters, purging.HISTORY, TrailEntry, operations, staticmethod(inbox_options)
-    remains = purging.remains
+    processes, kind, history, remains = CONSUMERS, "consumer", housekeeping.HISTORY, housekeeping.remains
+    letters, trail, operations, options = letters, TrailEntry, operations, staticmethod(inbox_options)
 
     def retention(self) -> timedelta:
         return inbox_options().KEEP_HISTORY

@@ -15,7 +15,7 @@ from exactly_once.sql import counts as counting
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import FIRST_DAY
 from inbox.models import InboxMessage, TrailEntry
-from inbox.operators.purging import HISTORY
+from inbox.operators.housekeeping import HISTORY
 from inbox.states import SETTLED, State
 from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE
 from inbox.store.due import longest_due

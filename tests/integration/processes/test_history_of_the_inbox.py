@@ -13,8 +13,7 @@ from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.operators.housekeeping import Housekeeper
-from inbox.operators.purging import HISTORY
+from inbox.operators.housekeeping import HISTORY, Housekeeper
 from inbox.outcome import Outcome
 from inbox.receiving.reading import read
 from inbox.store import receipts

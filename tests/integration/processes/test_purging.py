@@ -19,9 +19,8 @@ from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Receipt, TrailEntry
 from inbox.operators.decisions import retry, skip
 from inbox.operators.editing import conflict_token, run_conflicting
-from inbox.operators.housekeeping import Housekeeper
+from inbox.operators.housekeeping import HISTORY, Housekeeper
 from inbox.operators.processes import consumers
-from inbox.operators.purging import HISTORY
 from inbox.outcome import Outcome
 from inbox.states import State
 from tests.support.apps.effects.models import Effect
@@ -173,7 +172,7 @@ def test_receipts_that_are_left_to_another_service_are_not_read_again_in_each_ro
     keeper.drain(StopRequest())
     assert receipts() == {"tests.before"}, "only what is behind those that were read"
 
-    monkeypatch.setattr("inbox.operators.purging.monotonic", lambda: monotonic() + 3600)
+    monkeypatch.setattr("inbox.operators.housekeeping.monotonic", lambda: monotonic() + 3600)
     keeper.drain(StopRequest())
     assert receipts() == set(), "all of them once an hour"
 

@@ -17,7 +17,7 @@ from inbox import Lease, Ordered, Reject
 from inbox.errors import NotEditable
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Step, TrailEntry
-from inbox.operators import accounting, decisions, purging
+from inbox.operators import accounting, decisions, housekeeping
 from inbox.operators.editing import correct, editable, replace_message
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit, hand_over
@@ -236,7 +236,7 @@ class TestCorrectedMessage:
         new = corrected(row)
         make_older(InboxMessage.objects.filter(pk=row.pk), 2 * OPTIONS.KEEP_HISTORY)
 
-        assert sum(purging.HISTORY.purge("default", OPTIONS.KEEP_HISTORY)) == 1
+        assert sum(housekeeping.HISTORY.purge("default", OPTIONS.KEEP_HISTORY)) == 1
         drain()
 
         assert (the_row(pk=new.pk).state, seen[-1].biz_id) == (State.DONE, "order-7")

@@ -15,7 +15,7 @@ from inbox import signals
 from inbox.consumer.runner import Runner
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.operators import decisions, purging
+from inbox.operators import decisions, housekeeping
 from inbox.outcome import Outcome
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
@@ -229,8 +229,8 @@ def test_purge_deletes_only_old_settled_messages(handles):
             rows.update(state=state)
         rows.update(received_at=utcnow() - old)
 
-    assert purging.HISTORY.purgeable("default", OPTIONS.KEEP_HISTORY) == 3
-    assert list(purging.HISTORY.purge("default", OPTIONS.KEEP_HISTORY, chunk=2)) == [2, 1]
+    assert housekeeping.HISTORY.purgeable("default", OPTIONS.KEEP_HISTORY) == 3
+    assert list(housekeeping.HISTORY.purge("default", OPTIONS.KEEP_HISTORY, chunk=2)) == [2, 1]
 
     left = set(InboxMessage.objects.values_list("biz_id", flat=True))
     assert {f"old {state}" for state in State} - left == {f"old {state}" for state in ("done", "skipped", "shed")}
