@@ -19,9 +19,8 @@ from exactly_once.testing.database import travel
 from inbox.testing.calling import run_handler
 from inbox.testing.crashing import assert_effect_once
 from inbox.testing.delivering import deliver, drain, redeliver
-from inbox.testing.messages import make_message
+from inbox.testing.messages import ReceivedMessage, assert_duplicate, assert_handled, dead, handled, make_message
 from inbox.testing.observing import HandlerFailed
-from inbox.testing.received import ReceivedMessage, assert_duplicate, assert_handled, dead, handled
 
 __all__ = [
     "HandlerFailed",

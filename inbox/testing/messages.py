@@ -1,22 +1,30 @@
-"""Messages for tests, and their wire format."""
+"""Messages for tests: how one is made, its wire format, and the states of those that the handlers under test have received."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import kombu
 from django.core.serializers.json import DjangoJSONEncoder
+from django.db import DEFAULT_DB_ALIAS
 
 from exactly_once.process.clock import utcnow
+from exactly_once.testing.matching import IsMeant, Messages, with_values
 from exactly_once.wire.envelope import JSON, Envelope
 from exactly_once.wire.identity import new_message_id
 from inbox.handlers.message import Message
+from inbox.models import InboxMessage
+from inbox.states import State
+from inbox.testing.observing import registered
 
 _SOURCE = "/tests"
 _PAYLOADS = DjangoJSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+What = str | Callable[..., Any] | None
+"""A topic, or a handler's function, or anything."""
 
 
 def make_message(
@@ -95,3 +103,151 @@ def as_delivered(message: Message, *, redelivered: bool) -> kombu.Message:
         properties={"message_id": message.id, "type": message.topic},
         headers=envelope.to_headers(),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceivedMessage:
+    """A message of one handler in the inbox of the test's database.
+
+    Attributes:
+        handler: the name of the handler.
+        id: the message id.
+        payload: decoded, as the handler gets it. Bytes if the body is not JSON.
+        state: "done", "retrying", "dead" and so on; see `inbox.states.State`.
+        attempts: the number of counted attempts. RetryLater does not count.
+        duplicates: deliveries after the first, whose effect was suppressed.
+        redeliveries: duplicates that the broker redelivered.
+        conflicts: duplicates with different content.
+        last_error: why the latest attempt failed, or "".
+        due_at: when it is due next, or None.
+        correlation_id: the id of the first message of its chain.
+        causation_id: the id of the message whose handler published it, or "".
+    """
+
+    handler: str
+    id: str
+    topic: str
+    payload: Any
+    biz_id: str
+    key: str
+    headers: Mapping[str, Any]
+    state: str
+    attempts: int
+    duplicates: int
+    redeliveries: int
+    conflicts: int
+    last_error: str
+    created_at: datetime | None
+    received_at: datetime
+    due_at: datetime | None
+    correlation_id: str
+    causation_id: str
+
+
+def handled(what: What = None, *, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> list[ReceivedMessage]:
+    """The messages whose effect is committed, in the order of their arrival; once per handler.
+
+    Args:
+        what: only messages of this topic, or of the handler with this function.
+        using: the database alias of the inbox.
+        expected: only messages with these values. A name is an attribute of `ReceivedMessage`, or a path into one:
+            `payload__order="1001"`, `handler="orders.reserve_stock"`, `duplicates=1`. A value is compared with `==`; in a
+            payload also in its JSON form, so that a UUID equals its text.
+
+    Raises:
+        LookupError: the function is not a handler.
+        TypeError: a name is not an attribute of `ReceivedMessage`.
+    """
+    return _MESSAGES.found(_MESSAGES.all(using), _is_meant(what), {"state": State.DONE.value, **expected})
+
+
+def dead(what: What = None, *, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> list[ReceivedMessage]:
+    """The dead letters, in the order of their arrival: out of attempts, rejected, or refused.
+
+    Args, Raises: as for `handled`.
+    """
+    return _MESSAGES.found(_MESSAGES.all(using), _is_meant(what), {"state": State.DEAD.value, **expected})
+
+
+def assert_handled(what: What, *, count: int = 1, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> ReceivedMessage:
+    """Assert that exactly `count` messages with these values were handled; return the first of them.
+
+    A message that several handlers take counts once for each of them.
+
+    Args:
+        count: at least 1.
+        what, using, expected: as for `handled`.
+
+    Raises:
+        AssertionError: another number was handled; the text lists the messages in the inbox.
+        LookupError, TypeError: as for `handled`.
+    """
+    __tracebackhide__ = True
+    if count < 1:
+        raise ValueError(f"count is {count}: it must be 1 or more. For none, assert that handled() is empty.")
+    messages, expected = _MESSAGES.all(using), {"state": State.DONE.value, **expected}
+    found = _MESSAGES.found(messages, _is_meant(what), expected)
+    if len(found) != count:
+        values = {name: value for name, value in expected.items() if name != "state"}
+        said = f"{_number(len(found), 'message')} handled{_described(what, values)} on {using!r}, {count} expected."
+        raise AssertionError(f"{said}\n{_MESSAGES.listed(messages, _is_meant(what), expected)}")
+    return found[0]
+
+
+def assert_duplicate(what: What, *, times: int = 1, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> ReceivedMessage:
+    """Assert that exactly one message has these values, and that exactly `times` duplicates of it were suppressed; return it.
+
+    Args:
+        times: at least 1.
+        what, using, expected: as for `handled`; the message may be in any state.
+
+    Raises:
+        AssertionError: there is no such message, or more than one, or another number of duplicates; the text lists
+            the messages in the inbox.
+        LookupError, TypeError: as for `handled`.
+    """
+    __tracebackhide__ = True
+    if times < 1:
+        raise ValueError(f"times is {times}: it must be 1 or more. For none, use assert_handled(..., duplicates=0).")
+    messages = _MESSAGES.all(using)
+    found = _MESSAGES.found(messages, _is_meant(what), expected)
+    if len(found) != 1:
+        said = f"{_number(len(found), 'message')} received{_described(what, expected)} on {using!r}, 1 expected."
+        raise AssertionError(f"{said}\n{_MESSAGES.listed(messages, _is_meant(what), expected)}")
+    (message,) = found
+    if message.duplicates != times:
+        raise AssertionError(
+            f"{_number(message.duplicates, 'duplicate')} suppressed{_described(what, expected)} on {using!r}, {times} "
+            f"expected.\n{_MESSAGES.listed(messages, _is_meant(what), {**expected, 'duplicates': times})}"
+        )
+    return message
+
+
+_MESSAGES = Messages(
+    "inbox",
+    ReceivedMessage,
+    InboxMessage,
+    due="next_attempt_at",
+    words=("handler", "topic", "state"),
+    values=("duplicates", "last_error"),
+)
+
+
+def _is_meant(what: What) -> IsMeant:
+    if what is None:
+        return lambda message: True
+    if isinstance(what, str):
+        return lambda message: message.topic == what
+    name = registered(what).name
+    return lambda message: message.handler == name
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count or 'No'} {what} was" if count in {0, 1} else f"{count} {what}s were"
+
+
+def _described(what: What, expected: Mapping[str, Any]) -> str:
+    where = ""
+    if what is not None:
+        where = f" on the topic {what!r}" if isinstance(what, str) else f" by {registered(what).name}"
+    return where + with_values(expected)
