@@ -40,14 +40,6 @@ class Reading(Body):
     wait_seconds: Seconds = Field(0, description="How long to wait for the first message. 0: do not wait.")
     lease_seconds: LeaseSeconds = Field(60, description="Without an acknowledgement another client gets them after this.")
 
-    @property
-    def wait(self) -> timedelta:
-        return timedelta(seconds=self.wait_seconds)
-
-    @property
-    def lease(self) -> timedelta:
-        return timedelta(seconds=self.lease_seconds)
-
 
 class Leases(Body):
     """The leases of messages, as they were read."""
@@ -60,10 +52,6 @@ class Extension(Leases):
 
     lease_seconds: LeaseSeconds = 60
 
-    @property
-    def lease(self) -> timedelta:
-        return timedelta(seconds=self.lease_seconds)
-
 
 class Release(Leases):
     """Leases of messages that the client does not handle now."""
@@ -74,10 +62,6 @@ class Release(Leases):
     error: Annotated[str, Field(max_length=ERROR_LENGTH)] = Field(
         "", description="Why the attempt failed. Empty: it is not a failure, and does not count as an attempt."
     )
-
-    @property
-    def delay(self) -> timedelta | None:
-        return None if self.delay_seconds is None else timedelta(seconds=self.delay_seconds)
 
 
 class LeasedMessage(BaseModel):
@@ -138,9 +122,9 @@ async def read(request: HttpRequest, name: str, how: Reading) -> LeasedMessages:
     _require_at_most("max_messages", how.max_messages, limits.MAX_MESSAGES)
     _require_at_most("wait_seconds", how.wait_seconds, limits.MAX_WAIT.total_seconds())
     leased = await until_found(
-        partial(reading.claim, handler, how.max_messages, how.lease, options),
+        partial(reading.claim, handler, how.max_messages, timedelta(seconds=how.lease_seconds), options),
         alias=handler.using,
-        wait=how.wait,
+        wait=timedelta(seconds=how.wait_seconds),
         longest_pause=options.POLL_INTERVAL,
         client=client_of(request).name,
         places=places_for(request, limits),
@@ -157,7 +141,7 @@ def acknowledge(request: HttpRequest, name: str, given: Leases) -> SettledLeases
 @api.post("/subscriptions/{name}/extend", operation_id="extend", response=answers({200: SettledLeases}, 404))
 def extend(request: HttpRequest, name: str, given: Extension) -> SettledLeases:
     """Keep the messages for longer. Leases that have ended are named; the others are extended."""
-    return _settled(reading.extend(_subscription(request, name), _leases(given), given.lease))
+    return _settled(reading.extend(_subscription(request, name), _leases(given), timedelta(seconds=given.lease_seconds)))
 
 
 @api.post("/subscriptions/{name}/release", operation_id="release", response=answers({200: SettledLeases}, 404))
@@ -167,7 +151,8 @@ def release(request: HttpRequest, name: str, given: Release) -> SettledLeases:
     Leases that have ended are named; the others are released.
     """
     handler = _subscription(request, name)
-    return _settled(reading.release(handler, _leases(given), delay=given.delay, error=given.error, options=inbox_options()))
+    delay = None if given.delay_seconds is None else timedelta(seconds=given.delay_seconds)
+    return _settled(reading.release(handler, _leases(given), delay=delay, error=given.error, options=inbox_options()))
 
 
 def _subscription(request: HttpRequest, name: str) -> Handler:
