@@ -237,7 +237,7 @@ class ActingAdmin(ReadOnlyAdmin):
 
     def subject(self, row: Any) -> str:
         """The name of a row in a report."""
-        raise NotImplementedError
+        return visible(str(row))
 
     def badge_of(self, row: Any) -> SafeString:
         raise NotImplementedError
@@ -462,7 +462,7 @@ class ActingAdmin(ReadOnlyAdmin):
 
     def audited_id(self, row: Any) -> str:
         """The id by which the audit log names a row."""
-        return str(row.pk)
+        return str(getattr(row, self.named_by))
 
     def _report(self, request: HttpRequest, done: str, outcomes: Sequence[ActionResult]) -> None:
         failures = [outcome for outcome in outcomes if outcome.failed]

@@ -95,9 +95,6 @@ class AlertAdmin(ActingAdmin):
             context["row_links"] = [(link.title, url)]
         return super().render_change_form(request, context, *args, **kwargs)
 
-    def subject(self, row: Any) -> str:
-        return visible(str(row))
-
     def badge_of(self, row: Any) -> SafeString:
         if row.state == _State.CLEARED:
             return badge(gettext("Cleared"), Tone.DONE)

@@ -85,9 +85,6 @@ class AuditAdmin(ActingAdmin):
     list_display_links = ("when",)
     fields: ClassVar[Any] = ("when_exactly", "who", "what", "object_in_full", "all_given")
 
-    def subject(self, row: Any) -> str:
-        return visible(str(row))
-
     def has_export_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("exactly_once.export_auditentry")
 

@@ -158,8 +158,7 @@ class TopicFilter(ValueFilter):
     parameter_name = "topic"
 
     def known(self, model_admin: Any) -> Sequence[str]:
-        topics: Sequence[str] = model_admin.topics()
-        return topics
+        return list(model_admin.topics())
 
 
 class ErrorClassFilter(ValueFilter):
@@ -195,22 +194,16 @@ class AgeFilter(UnindexedFilter):
 
     title = _("age")
     parameter_name = "age"
-    _durations: ClassVar[dict[str, timedelta]] = {
-        "hour": timedelta(hours=1),
-        "day": timedelta(days=1),
-        "open-hour": timedelta(hours=1),
-        "open-day": timedelta(days=1),
-        "open-week": timedelta(days=7),
+    _choices: ClassVar[dict[str, tuple[Text, timedelta]]] = {
+        "hour": (_("Last hour"), timedelta(hours=1)),
+        "day": (_("Last 24 hours"), timedelta(days=1)),
+        "open-hour": (_("Not settled for an hour"), timedelta(hours=1)),
+        "open-day": (_("Not settled for a day"), timedelta(days=1)),
+        "open-week": (_("Not settled for a week"), timedelta(days=7)),
     }
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, Any]]:
-        return [
-            ("hour", gettext("Last hour")),
-            ("day", gettext("Last 24 hours")),
-            ("open-hour", gettext("Not settled for an hour")),
-            ("open-day", gettext("Not settled for a day")),
-            ("open-week", gettext("Not settled for a week")),
-        ]
+        return [(value, label) for value, (label, _duration) in self._choices.items()]
 
     def __init__(self, request: HttpRequest, params: Any, model: Any, model_admin: Any) -> None:
         super().__init__(request, params, model, model_admin)
@@ -218,9 +211,9 @@ class AgeFilter(UnindexedFilter):
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         value = self.value()
-        if value not in self._durations:
+        if value not in self._choices:
             return queryset
-        since = DatabaseTime(-self._durations[value])
+        since = DatabaseTime(-self._choices[value][1])
         if value.startswith("open-"):
             unsettled = queryset.filter(self._unsettled)
             return newest(request, unsettled, self._column, oldest=True).filter(**{f"{self._born}__lt": since})
@@ -250,8 +243,7 @@ class HostFilter(UnindexedFilter, ValueFilter):
     parameter_name = "host"
 
     def known(self, model_admin: Any) -> Sequence[str]:
-        hosts: Sequence[str] = model_admin.hosts()
-        return hosts
+        return list(model_admin.hosts())
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         value = self.value()

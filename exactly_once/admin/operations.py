@@ -125,9 +125,6 @@ class OperationAdmin(ActingAdmin):
     def has_module_permission(self, request: HttpRequest) -> bool:
         return self.has_view_permission(request)
 
-    def subject(self, row: Any) -> str:
-        return visible(str(row))
-
     def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
         """The page of an open operation refreshes itself."""
         context["refreshes"] = kwargs["obj"].is_open

@@ -11,7 +11,7 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.columns import computed, instant, shown, text
-from exactly_once.display import Tone, age, badge, headline, identifier, labelled, visible
+from exactly_once.display import Tone, age, badge, headline, identifier, labelled
 from exactly_once.operators.actions import ActionForm, reason_field
 
 
@@ -64,12 +64,6 @@ def paused_by(row: Any) -> SafeString:
 
 class PausedAdmin(ActingAdmin):
     """One row for each paused name."""
-
-    def subject(self, row: Any) -> str:
-        return visible(self.audited_id(row))
-
-    def audited_id(self, row: Any) -> str:
-        return str(getattr(row, self.named_by))
 
     def badge_of(self, row: Any) -> SafeString:
         return pause_badge(row)

@@ -9,7 +9,7 @@ from django import forms
 from django.contrib import messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.db import transaction
-from django.db.models import Count, QuerySet
+from django.db.models import Count, Q, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
 from django.utils.translation import gettext_lazy as _
@@ -128,17 +128,10 @@ def _planned(
 
 def _counts(chosen: QuerySet[Any], action: Action) -> Sequence[tuple[str, int, bool]]:
     """By state: its number of messages, and does the action change them?"""
-    counts: list[tuple[str, int, bool]] = []
     bounded: QuerySet[Any] = QuerySet(chosen.model, using=chosen.db).filter(
         pk__in=chosen.order_by().values("pk")[: MOST_ROWS + 1]
     )
-    by_state = dict(bounded.order_by().values_list("state").annotate(Count("pk")).order_by("state"))
-    changed = dict(
-        bounded.filter(action.condition, state__in=action.sources).order_by().values_list("state").annotate(Count("pk"))
-    )
-    for state, count in by_state.items():
-        if state in changed:
-            counts.append((state, changed[state], True))
-        if left := count - changed.get(state, 0):
-            counts.append((state, left, False))
-    return counts
+    changed = Count("pk", filter=Q(action.condition, state__in=action.sources))
+    by_state = bounded.order_by("state").values_list("state").annotate(Count("pk"), changed=changed)
+    parts = ((state, ((count, True), (total - count, False))) for state, total, count in by_state)
+    return [(state, count, is_changed) for state, counts in parts for count, is_changed in counts if count]

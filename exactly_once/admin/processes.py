@@ -104,9 +104,6 @@ class ProcessAdmin(ActingAdmin):
         missing = [kind.missing(self.using) for kind in process_kinds()]
         return [warning(words) for words in missing if words]
 
-    def subject(self, row: Any) -> str:
-        return visible(f"{row.host}:{row.pid}")
-
     def badge_of(self, row: Any) -> SafeString:
         if row.stopped_at:
             return badge(gettext("Stopped"), Tone.OVER)

@@ -1,7 +1,3 @@
 """The inbox in Django's admin."""
 
-from inbox.admin import (  # noqa: F401 - importing them registers the pages
-    messages,
-    overview,
-    paused,
-)
+from inbox.admin import messages, overview, paused  # noqa: F401 - importing them registers the pages

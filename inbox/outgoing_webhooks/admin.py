@@ -15,7 +15,7 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.columns import computed, instant, shown, text
-from exactly_once.display import NOTHING, Tone, age, badge, folded, headline, identifier, labelled, number, stacked, visible
+from exactly_once.display import NOTHING, Tone, age, badge, folded, headline, identifier, labelled, number, stacked
 from exactly_once.operators.actions import Action, ActionForm, Given, NeededReasonForm
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.models import InboxMessage
@@ -166,15 +166,9 @@ class EndpointAdmin(ActingAdmin):
         rows: QuerySet[Any] = super().get_queryset(request).annotate(messages=Coalesce(counted, 0))
         return rows
 
-    def audited_id(self, row: Any) -> str:
-        return str(row.name)
-
     def parameters(self, request: HttpRequest) -> dict[str, Any]:
         """Parts of a URL may be secrets."""
         return {name: masked(value) if name == "url" else value for name, value in super().parameters(request).items()}
-
-    def subject(self, row: Any) -> str:
-        return visible(row.name)
 
     def badge_of(self, row: Any) -> SafeString:
         return badge(row.get_state_display(), _TONES[row.state])
