@@ -30,14 +30,11 @@ class RetryLater(InboxError):
         *,
         give_up_after: timedelta | None = None,
     ) -> None:
-        if delay is not None and not isinstance(delay, timedelta):
-            raise TypeError(f"RetryLater: delay is {delay!r}: it must be a timedelta, such as timedelta(seconds=30).")
+        for name, given, example in (("delay", delay, "seconds=30"), ("give_up_after", give_up_after, "days=2")):
+            if given is not None and not isinstance(given, timedelta):
+                raise TypeError(f"RetryLater: {name} is {given!r}: it must be a timedelta, such as timedelta({example}).")
         if delay is not None and delay > _LONGEST_DELAY:
             raise ValueError(f"RetryLater: delay is {delay!r}: it must not exceed {_LONGEST_DELAY.days} days.")
-        if give_up_after is not None and not isinstance(give_up_after, timedelta):
-            raise TypeError(
-                f"RetryLater: give_up_after is {give_up_after!r}: it must be a timedelta, such as timedelta(days=2)."
-            )
         if give_up_after is not None and give_up_after <= timedelta():
             raise ValueError(f"RetryLater: give_up_after is {give_up_after!r}: it must be longer than zero.")
         super().__init__(reason)

@@ -37,17 +37,10 @@ class BadSearch(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """A search that has been read. Exactly one of `name`, `beginning`, `key` and `path` is set, or none to find everything.
-
-    Attributes:
-        value: what the headers have at `path`, as text.
-    """
+    """A search that has been read: an exact name, or a condition without an index; neither, to find everything."""
 
     name: str = ""
-    beginning: str = ""
-    key: str = ""
-    path: tuple[str, ...] = ()
-    value: str = ""
+    condition: Q | None = None
 
 
 def read(text: str) -> Search:
@@ -67,7 +60,7 @@ def read(text: str) -> Search:
         raise BadSearch(gettext("Write the beginning of a topic or biz-id before the *."))
     if why_unfit(beginning):
         raise BadSearch(gettext("A topic or biz-id cannot begin with this text: it is too long, or has control characters."))
-    return Search(beginning=beginning)
+    return Search(condition=Q(topic__startswith=beginning) | Q(biz_id__startswith=beginning))
 
 
 def _field(found: re.Match[str]) -> Search:
@@ -77,7 +70,7 @@ def _field(found: re.Match[str]) -> Search:
     if len(value) > _LONGEST_VALUE or "\x00" in value:
         raise BadSearch(gettext("The value is too long to be searched for, or has control characters."))
     if found["key"]:
-        return Search(key=fit(value))
+        return Search(condition=Q(key=fit(value)))
     if not _PATH.fullmatch(path) or path.count(".") >= _DEEPEST:
         raise BadSearch(
             gettext(
@@ -86,10 +79,10 @@ def _field(found: re.Match[str]) -> Search:
             )
             % {"path": path}
         )
-    return Search(path=tuple(path.split(".")), value=value)
+    return Search(condition=_headers_have(tuple(path.split(".")), value))
 
 
-def headers_have(path: tuple[str, ...], value: str) -> Q:
+def _headers_have(path: tuple[str, ...], value: str) -> Q:
     """The messages whose headers have this value at the path, also if the dots are part of a header's name."""
     paths = {path, (".".join(path),)}
     found = Q()

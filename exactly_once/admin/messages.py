@@ -162,15 +162,9 @@ class MessageAdmin(ActingAdmin):
         if search.name:
             named = rows.filter(self.called(search.name))
             return named if named.exists() else self._failing_with(request, rows, search.name)
-        if search.beginning:
-            condition = Q(topic__startswith=search.beginning) | Q(biz_id__startswith=search.beginning)
-        elif search.key:
-            condition = Q(key=search.key)
-        elif search.path:
-            condition = searching.headers_have(search.path, search.value)
-        else:
+        if search.condition is None:
             return rows
-        return searching.newest(request, rows, self.age_column).filter(condition)
+        return searching.newest(request, rows, self.age_column).filter(search.condition)
 
     def _failing_with(self, request: HttpRequest, rows: QuerySet[Any], text: str) -> QuerySet[Any]:
         """The messages that are retrying or dead, and whose last error has this text."""

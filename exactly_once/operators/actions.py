@@ -128,14 +128,6 @@ class Canary:
     judge: Callable[[str, Sequence[int], datetime], CanaryResult]
 
 
-def _always(row: Any) -> bool:
-    return True
-
-
-def _by_its_state(row: Any, given: Given) -> str:
-    return ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Action:
     """An action on rows.
@@ -168,8 +160,8 @@ class Action:
     may: Callable[[Any, Any], bool] | None = None
     run: Callable[[str, Any, Given], bool] | None = None
     sources: Sequence[str] = ()
-    offered: Callable[[Any], bool] = _always
-    why_not: Callable[[Any, Given], str] = _by_its_state
+    offered: Callable[[Any], bool] = lambda row: True
+    why_not: Callable[[Any, Given], str] = lambda row, given: ""
     question: Text = ""
     button: Text = ""
     form: type[ActionForm] | None = None

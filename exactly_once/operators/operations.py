@@ -37,10 +37,6 @@ _UNKNOWN_AFTER = timedelta(seconds=60)
 _MOST_ERRORS = 5
 
 
-def _do_nothing(operation: Any) -> None:
-    pass
-
-
 class Operations:
     """A companion of a relay or a consumer that executes the planned operations of one app.
 
@@ -56,7 +52,7 @@ class Operations:
         aliases: Callable[[], Collection[str]],
         table: OperationTable,
         actions: Mapping[str, Action],
-        on_batch: Callable[[Any], object] = _do_nothing,
+        on_batch: Callable[[Any], object] = lambda operation: None,
         why_not: Callable[[Any], str] | None = None,
     ) -> None:
         self._on_batch = on_batch

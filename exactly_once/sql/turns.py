@@ -49,10 +49,6 @@ def _fault_of(error: Exception) -> Fault:
     return Fault.MISSING if is_missing(error) else Fault.UNEXPECTED
 
 
-def _unhandled(fault: Fault, error: Exception) -> bool:
-    return False
-
-
 class Turns:
     """The turns of one loop.
 
@@ -71,7 +67,7 @@ class Turns:
         *,
         database: Outage | None = None,
         errors: Reminder | None = None,
-        on_fault: Callable[[Fault, Exception], bool] = _unhandled,
+        on_fault: Callable[[Fault, Exception], bool] = lambda fault, error: False,
     ) -> None:
         self._name = name
         self._unexpected = unexpected

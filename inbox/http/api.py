@@ -17,9 +17,8 @@ from exactly_once.http_options import HttpOptions
 from exactly_once.wire.text import ERROR_LENGTH
 from inbox.conf import inbox_options
 from inbox.handlers.handler import Handler
-from inbox.http import reading
+from inbox.http import reading, subscription
 from inbox.http.reading import Leased
-from inbox.http.subscribing import subscription
 from inbox.http.waiting import places_for, until_found
 from inbox.transactions.running import DatabaseUnavailable
 

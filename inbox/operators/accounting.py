@@ -26,8 +26,7 @@ _COUNTS = ("duplicates", "redeliveries", "resends", "replays", "conflicts")
 _INDEXES = {
     **dict.fromkeys(State, f"state IN ('received', 'retrying', 'waiting', 'running', 'dead') AND {IS_OPEN}"),
     State.DONE: f"day >= {FIRST_DAY}",
-    State.SKIPPED: f"state IN ('skipped', 'shed') AND state <> 'done' AND day >= {FIRST_DAY}",
-    State.SHED: f"state IN ('skipped', 'shed') AND state <> 'done' AND day >= {FIRST_DAY}",
+    **dict.fromkeys(_RARE, f"state IN ('skipped', 'shed') AND state <> 'done' AND day >= {FIRST_DAY}"),
 }
 """The condition of the index of each state, on SQLite and on PostgreSQL."""
 _PAIRS = {

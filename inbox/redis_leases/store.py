@@ -123,7 +123,7 @@ class RedisLeases:
             state = self._state(arrival.handler.using)
             with self._half_of_the_threads():
                 # A Redis that hung for longer executes the request when its client has given up, and another process may try.
-                answer_by = self._time_of_redis() + _milliseconds(timedelta(seconds=_SOCKET_SECONDS))
+                answer_by = _now() + self._ahead + _milliseconds(timedelta(seconds=_SOCKET_SECONDS))
                 answer = self._run(
                     scripts.ACQUIRE,
                     state.incarnation,
@@ -147,9 +147,8 @@ class RedisLeases:
 
     def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
         extended = self._as_owner(scripts.EXTEND, lease, _milliseconds(by), int(stopping))[0] == _DONE
-        alias, pk = lease.arrival.handler.using, lease.pk
-        if extended and stopping and pk is not None:
-            committed(alias, rows.show_stopping, pk)
+        if extended and stopping and lease.pk is not None:
+            committed(lease.arrival.handler.using, rows.show_stopping, lease.pk)
         return bool(extended)
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
@@ -159,8 +158,8 @@ class RedisLeases:
         answer, *has_row = self._as_owner(scripts.CONSUME, lease, lease.arrival.row.handler)
         if answer == _DONE and has_row == ["1"]:
             arrival = lease.arrival
-            is_delivered = arrival.stored is None
-            committed(arrival.handler.using, rows.finish_external, arrival.row, arrival.order, delivered=is_delivered)
+            delivered = arrival.stored is None
+            committed(arrival.handler.using, rows.finish_external, arrival.row, arrival.order, delivered=delivered)
         return bool(answer == _DONE)
 
     def free(self, lease: Lease, failure: Failure) -> bool:
@@ -181,9 +180,8 @@ class RedisLeases:
 
     def forget(self, lease: Lease, step: str) -> None:
         self._as_owner(scripts.FORGET, lease, step)
-        alias, pk = lease.arrival.handler.using, lease.pk
-        if pk is not None:
-            committed(alias, leases.forget_begun, pk, lease.fence, step)
+        if lease.pk is not None:
+            committed(lease.arrival.handler.using, leases.forget_begun, lease.pk, lease.fence, step)
 
     def leave(self, lease: Lease) -> None:
         if lease.pk is None:
@@ -217,7 +215,8 @@ class RedisLeases:
     def _decided(self, arrival: Arrival, answer: list[Any], owner: str, began_at: float) -> Lease | Outcome | None:
         match answer:
             case ["lease", fence, attempt, fields]:
-                steps = {name.removeprefix(_STEP): value or None for name, value in _pairs(fields) if name.startswith(_STEP)}
+                named = zip(fields[::2], fields[1::2], strict=True)
+                steps = {name.removeprefix(_STEP): value or None for name, value in named if name.startswith(_STEP)}
                 lease = Lease(
                     store=self, arrival=arrival, fence=fence, attempt=attempt, owner=owner, began_at=began_at, steps=steps
                 )
@@ -236,15 +235,13 @@ class RedisLeases:
         if arrival.stored is None:
             _announce_duplicate(arrival, cause, conflicting=conflicting)
         else:
-            alias = arrival.handler.using
-            committed(alias, rows.finish_external, arrival.row, arrival.order, uncounted=1)
+            committed(arrival.handler.using, rows.finish_external, arrival.row, arrival.order, uncounted=1)
         return Outcome.DUPLICATE
 
     def _held(self, arrival: Arrival, remaining: timedelta, attempts: int, held: Mapping[str, Any]) -> Outcome | None:
         """Another owner runs it now: a row is stored or deferred, for a runner to check when that lease ends."""
         if arrival.stored is not None:
-            alias = arrival.handler.using
-            committed(alias, rows.defer_to_lease_end, arrival.stored, remaining)
+            committed(arrival.handler.using, rows.defer_to_lease_end, arrival.stored, remaining)
             return Outcome.STORED
         if not self._store_external(arrival, remaining, attempts, **held):
             return None
@@ -262,8 +259,7 @@ class RedisLeases:
     def _store_external(self, arrival: Arrival, until: timedelta, attempts: int, **held: Any) -> bool:
         """Store a message that a runner checks when the lease of its owner ends. False: it has a row."""
         alias, longest_wait = arrival.handler.using, self._options.DUPLICATE_TIMEOUT
-        row = arrival.row
-        return committed(alias, rows.store_external, row, longest_wait, until=until, attempts=attempts, **held)
+        return committed(alias, rows.store_external, arrival.row, longest_wait, until=until, attempts=attempts, **held)
 
     def _mark_row(self, lease: Lease, stored: InboxMessage) -> Lease | None:
         alias, pk = lease.arrival.handler.using, stored.pk
@@ -301,9 +297,6 @@ class RedisLeases:
         # Too little by the time that the answer took, so that a request is never granted too late.
         self._ahead = read.time - _now()
         return read
-
-    def _time_of_redis(self) -> int:
-        return _now() + self._ahead
 
     def _last_report(self, incarnation: str) -> _Report:
         return self._reports.get(incarnation, _Report())
@@ -449,7 +442,3 @@ def _short_hash(text: str) -> str:
 
 def _milliseconds(duration: timedelta) -> int:
     return max(int(duration / _MILLISECONDS), 1)
-
-
-def _pairs(flat: list[str]) -> list[tuple[str, str]]:
-    return list(zip(flat[::2], flat[1::2], strict=True))

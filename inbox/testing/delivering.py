@@ -27,10 +27,6 @@ TIMEOUT_SECONDS = 30.0
 _POLL_SECONDS = 0.02
 
 
-def _nothing() -> None:
-    pass
-
-
 def deliver(*messages: Message, times: int = 1, raise_errors: bool = True) -> None:
     """Deliver messages to all handlers of their topics, then run stored messages that are due.
 
@@ -92,7 +88,7 @@ def run_due(handlers: Sequence[Handler]) -> int:
 
 
 def receive(
-    handler: Handler, messages: Iterable[Message], *, redelivered: bool, acknowledged: Callable[[], object] = _nothing
+    handler: Handler, messages: Iterable[Message], *, redelivered: bool, acknowledged: Callable[[], object] = lambda: None
 ) -> list[Message]:
     """Receive one load for one handler; returns its deferred messages, which a consumer receives again.
 

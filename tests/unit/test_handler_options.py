@@ -21,7 +21,7 @@ from inbox import (
 )
 from inbox.errors import Reject, RetryLater, StepInterrupted, TransactionEnded
 from inbox.handlers.registry import registry
-from inbox.http.subscribing import subscribe
+from inbox.http import subscribe
 
 A_SECOND, A_MINUTE, AN_HOUR = timedelta(seconds=1), timedelta(minutes=1), timedelta(hours=1)
 DEFAULT = RetryPolicy(max_attempts=17, base=timedelta(seconds=10), factor=2.5, cap=2 * AN_HOUR)

@@ -39,12 +39,12 @@ class Command(PartsCommand):
         elif options["watch"]:
             self._watch(chosen, options)
         else:
-            show(_tables(chosen, options, lambda _name, _count: ""), self.stdout)
+            show(list(_tables(chosen, options, lambda _name, _count: "")), self.stdout)
 
     def _watch(self, chosen: list[Part], options: dict[str, Any]) -> None:
         rates, words = Rates(), _("%(command)s of %(alias)s, every %(seconds)d s; q ends it")
         named = {"command": "exactly_once_status", "alias": repr(options["database"]), "seconds": _REDRAW_SECONDS}
-        view = LiveView(lambda: _tables(chosen, options, rates), title=words % named, every_seconds=_REDRAW_SECONDS)
+        view = LiveView(lambda: list(_tables(chosen, options, rates)), title=words % named, every_seconds=_REDRAW_SECONDS)
         with running_until_signalled(StopRequest()) as stop:
             view.run(stop)
 
@@ -55,14 +55,11 @@ def _as_json(part: Part, options: dict[str, Any]) -> dict[str, Any]:
     return {**figures, f"{part.kind}s": [process_as_json(process) for process in part.heartbeats(alias)]}
 
 
-def _tables(chosen: list[Part], options: dict[str, Any], rates: Any) -> list[Table]:
-    return [table for part in chosen for table in _part_tables(part, options, rates)]
-
-
-def _part_tables(part: Part, options: dict[str, Any], rates: Any) -> Iterator[Table]:
+def _tables(chosen: list[Part], options: dict[str, Any], rates: Any) -> Iterator[Table]:
     alias = options["database"]
-    yield from part.tables(alias, rates, conflicts=options["conflicts"])
-    if processes := part.heartbeats(alias):
-        yield process_table(processes, brief=True)
-    if missing := part.processes.missing(alias):
-        yield sentence(missing, RED)
+    for part in chosen:
+        yield from part.tables(alias, rates, conflicts=options["conflicts"])
+        if processes := part.heartbeats(alias):
+            yield process_table(processes, brief=True)
+        if missing := part.processes.missing(alias):
+            yield sentence(missing, RED)
