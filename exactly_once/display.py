@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any
 
 from django.apps import apps
+from django.template.defaultfilters import filesizeformat
 from django.utils import timezone
 from django.utils.functional import Promise
 from django.utils.html import format_html, format_html_join
@@ -233,12 +234,7 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def bytes_text(size: int | None) -> str:
-    if size is None:
-        return gettext("unknown")
-    for power, unit in ((3, "GB"), (2, "MB"), (1, "kB")):
-        if size >= 1000**power:
-            return f"{number(size / 1000**power, 1)} {unit}"
-    return f"{size} B"
+    return gettext("unknown") if size is None else filesizeformat(size)
 
 
 def until(begin: datetime, end: datetime) -> str:

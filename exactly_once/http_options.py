@@ -34,9 +34,6 @@ class Scope:
     action: str
     pattern: str
 
-    def covers(self, action: str, name: str) -> bool:
-        return action == self.action and matches(self.pattern, name)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
@@ -54,7 +51,7 @@ class Client:
 
     def may(self, name: str, *actions: str) -> bool:
         """Does a scope allow one of the actions on this topic or subscription?"""
-        return any(scope.covers(action, name) for scope in self.scopes for action in actions)
+        return any(scope.action in actions and matches(scope.pattern, name) for scope in self.scopes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +76,6 @@ class TokenOptions:
             raise ValueError('SCOPES is empty: name what the client may do, such as "publish:shop.*".')
         for text in self.SCOPES:
             _scope(text)
-
-    @property
-    def scopes(self) -> tuple[Scope, ...]:
-        return tuple(map(_scope, self.SCOPES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +140,7 @@ def _client(name: object, given: object) -> Client:
     if not isinstance(name, str) or not name or "/" in name or why_unfit(name):
         raise ValueError(f"TOKENS has the name {quoted(name)}: it must be the short name of a client, without a slash.")
     token = options.parse(TokenOptions, f"TOKENS[{name!r}]", given)
-    return Client(name=name, digests=tuple(token.DIGESTS), scopes=token.scopes)
+    return Client(name=name, digests=tuple(token.DIGESTS), scopes=tuple(map(_scope, token.SCOPES)))
 
 
 def _scope(text: str) -> Scope:

@@ -179,14 +179,12 @@ class UnindexedFilter(admin.SimpleListFilter):
 
     def __init__(self, request: HttpRequest, params: Any, model: Any, model_admin: Any) -> None:
         super().__init__(request, params, model, model_admin)
-        self._column: str = model_admin.age_column
-        self._born: str = model_admin.born_column
-        self._trail: Any = model_admin.failed_attempts_in_trail
+        self._page = model_admin
 
     def failing(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Those that are retrying or dead, which are few, unless the operator has chosen a state."""
         chosen = queryset if request.GET.get(StateFilter.parameter_name) else queryset.filter(in_states(FAILING))
-        return newest(request, chosen, self._column)
+        return newest(request, chosen, self._page.age_column)
 
 
 class AgeFilter(UnindexedFilter):
@@ -205,19 +203,16 @@ class AgeFilter(UnindexedFilter):
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, Any]]:
         return [(value, label) for value, (label, _duration) in self._choices.items()]
 
-    def __init__(self, request: HttpRequest, params: Any, model: Any, model_admin: Any) -> None:
-        super().__init__(request, params, model, model_admin)
-        self._unsettled: Q = model_admin.unsettled
-
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         value = self.value()
         if value not in self._choices:
             return queryset
         since = DatabaseTime(-self._choices[value][1])
+        age, born = self._page.age_column, self._page.born_column
         if value.startswith("open-"):
-            unsettled = queryset.filter(self._unsettled)
-            return newest(request, unsettled, self._column, oldest=True).filter(**{f"{self._born}__lt": since})
-        return newest(request, queryset, self._column).filter(**{f"{self._born}__gte": since})
+            unsettled = queryset.filter(self._page.unsettled)
+            return newest(request, unsettled, age, oldest=True).filter(**{f"{born}__lt": since})
+        return newest(request, queryset, age).filter(**{f"{born}__gte": since})
 
 
 class AttemptsFilter(UnindexedFilter):
@@ -249,5 +244,5 @@ class HostFilter(UnindexedFilter, ValueFilter):
         value = self.value()
         if not value:
             return queryset
-        attempts = self._trail().filter(became__in=FAILING, process__startswith=f"{fit(value)}:")
+        attempts = self._page.failed_attempts_in_trail().filter(became__in=FAILING, process__startswith=f"{fit(value)}:")
         return self.failing(request, queryset).filter(Exists(attempts))

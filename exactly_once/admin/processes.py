@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from django.contrib import admin
 from django.db.models import QuerySet
 from django.http import HttpRequest
-from django.template.defaultfilters import filesizeformat
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.text import format_lazy
@@ -20,7 +19,7 @@ from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.filters import AppFilter
 from exactly_once.admin.pages import PageAdmin, may_see_messages
 from exactly_once.admin.sections import sections
-from exactly_once.display import NOTHING, Tone, age, badge, duration, identifier, number, stacked, visible, warning
+from exactly_once.display import NOTHING, Tone, age, badge, bytes_text, duration, identifier, number, stacked, visible, warning
 from exactly_once.models import Busy, Process
 from exactly_once.operators.actions import Action
 from exactly_once.operators.heartbeat_table import HeartbeatTable, process_kinds
@@ -180,9 +179,8 @@ class ProcessAdmin(ActingAdmin):
 
     @admin.display(description=_("memory, round trips"))
     def resources(self, row: Any) -> SafeString:
-        memory = gettext("unknown") if row.memory_bytes is None else filesizeformat(row.memory_bytes)
         return stacked(
-            format_html(gettext("memory {}"), memory),
+            format_html(gettext("memory {}"), bytes_text(row.memory_bytes)),
             format_html(gettext("database {}"), _milliseconds(row.database_ms)),
             format_html(gettext("broker {}"), _milliseconds(row.broker_ms)),
         )
