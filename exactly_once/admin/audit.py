@@ -101,11 +101,9 @@ class AuditAdmin(ActingAdmin):
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         links = []
         if self.has_export_permission(request):
-            query = request.GET.urlencode()
             name = f"{self.admin_site.name}:exactly_once_auditentry_export"
             for form, label in (("csv", gettext("Export CSV")), ("jsonl", gettext("Export JSON lines"))):
-                url = reverse(name, args=[form])
-                links.append((label, f"{url}?{query}" if query else url))
+                links.append((label, reverse(name, args=[form], query=request.GET)))
         return super().changelist_view(request, {"page_links": links, **(extra_context or {})})
 
     def export(self, request: HttpRequest, form: str) -> Any:

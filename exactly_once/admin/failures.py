@@ -12,7 +12,6 @@ from django.db.models import QuerySet
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import URLPattern, path, reverse
 from django.utils.html import format_html
-from django.utils.http import urlencode
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
@@ -203,8 +202,8 @@ class FailureGroupAdmin(ReadOnlyAdmin):
 
 def group_url(site: str, app: str, error_class: str, place: str) -> str:
     """The page of a failure group."""
-    query = urlencode({"app": app, "class": error_class, "place": place})
-    return f"{reverse(f'{site}:exactly_once_failurenote_group')}?{query}"
+    query = {"app": app, "class": error_class, "place": place}
+    return reverse(f"{site}:exactly_once_failurenote_group", query=query)
 
 
 def _trend(group: FailureGroup) -> str:

@@ -16,7 +16,6 @@ from django.http import HttpRequest
 from django.urls import NoReverseMatch, reverse
 from django.utils.functional import Promise
 from django.utils.html import format_html, format_html_join
-from django.utils.http import urlencode
 from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 from django.utils.translation import gettext
@@ -55,10 +54,9 @@ class Link:
         if not request.user.has_perm(self.permission):
             return ""
         try:
-            address = reverse(f"{site.name}:{self.page}", args=self.arguments)
+            return reverse(f"{site.name}:{self.page}", args=self.arguments, query=self.query)
         except NoReverseMatch:
             return ""
-        return f"{address}?{urlencode(self.query)}" if self.query else address
 
 
 def view_permission(model: type[Model]) -> str:

@@ -10,7 +10,6 @@ from django.contrib import admin
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.http import HttpRequest
 from django.urls import reverse
-from django.utils.http import urlencode
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.pages import PageAdmin
@@ -67,22 +66,22 @@ class TopicsAndHandlersAdmin(PageAdmin):
         }
 
     def _shown(self, section: Section, row: _Row, counted: Counted | None, depths: Mapping[str, int]) -> dict[str, Any]:
-        address, add = (
-            reverse(f"{self.admin_site.name}:{model._meta.app_label}_{model._meta.model_name}_{page}")
+        query = {section.traffic.kind: row.name}
+        url, pause_url = (
+            reverse(f"{self.admin_site.name}:{model._meta.app_label}_{model._meta.model_name}_{page}", query=query)
             for model, page in ((section.model, "changelist"), (section.traffic.paused, "add"))
         )
-        query = urlencode({section.traffic.kind: row.name})
         counted = counted or Counted()
         histogram: Mapping[int, int] = counted.times.get(section.lag[0], {})
         return {
             "of": row,
             "topics": section.topic_of(row.name) if section.topic_of else "",
-            "url": f"{address}?{query}",
+            "url": url,
             "rate": number(counted.counts[section.numbers[0][1][0]] / (_LATELY / timedelta(minutes=1)), 1),
             "percentiles": [(name, percentile(histogram, share)) for name, share in (("p50", 0.5), ("p95", 0.95))],
             "failing": [(label, row.counts[state], state) for state, label in _FAILING if row.counts[state].number],
             "queue": depths.get(row.name),
-            "pause_url": f"{add}?{query}",
+            "pause_url": pause_url,
             "paused_badge": row.paused and pause_badge(row.paused),
             "paused_by": row.paused and paused_by(row.paused),
         }

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from django.db import connections
-from django.db.models import BooleanField, ExpressionWrapper, Q, QuerySet
+from django.db.models import Q, QuerySet
 from django.utils.functional import Promise
 
 from exactly_once.models import Process
@@ -100,21 +100,16 @@ class HeartbeatTable:
 
     def rows(self, alias: str) -> QuerySet[Any]:
         """Every process that has not stopped, silent ones last, annotated with `silent` and with `database_now`."""
-        running: QuerySet[Any] = self._annotated(alias).filter(stopped_at=None)
-        return running.order_by("silent", "-app", "-started_at", "id")
+        return self.known(alias).filter(stopped_at=None)
 
     def known(self, alias: str) -> QuerySet[Any]:
         """`rows`, and after them the processes that have stopped within the last hour."""
         lately = Q(stopped_at=None) | Q(stopped_at__gte=DatabaseTime(-STOPPED_SHOWN_FOR))
-        has_stopped = ExpressionWrapper(Q(stopped_at__isnull=False), output_field=BooleanField())
-        found: QuerySet[Any] = self._annotated(alias).filter(lately).annotate(has_stopped=has_stopped)
-        return found.order_by("has_stopped", "silent", "-app", "-started_at", "id")
-
-    def _annotated(self, alias: str) -> QuerySet[Any]:
-        is_silent = Q(stopped_at=None, beat_at__lt=DatabaseTime(-SILENT_AFTER))
-        silent = ExpressionWrapper(is_silent, output_field=BooleanField())
-        annotated: QuerySet[Any] = self._rows(alias).annotate(silent=silent, database_now=DatabaseTime())
-        return annotated
+        silent = Q(stopped_at=None, beat_at__lt=DatabaseTime(-SILENT_AFTER))
+        known: QuerySet[Any] = self._rows(alias).annotate(
+            has_stopped=Q(stopped_at__isnull=False), silent=silent, database_now=DatabaseTime()
+        )
+        return known.filter(lately).order_by("has_stopped", "silent", "-app", "-started_at", "id")
 
     def _rows(self, alias: str) -> QuerySet[Process]:
         rows = Process.objects.using(alias)

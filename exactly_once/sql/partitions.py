@@ -13,8 +13,6 @@ locks the default partition for a moment, dropping one all of history. Both wait
 because settling waits behind them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

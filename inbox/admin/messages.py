@@ -41,7 +41,7 @@ from exactly_once.failures import DEFERRED
 from exactly_once.operators.actions import Action, OperatedMessages, permission, register_messages
 from exactly_once.operators.redaction import Redaction
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.wire.envelope import COMPRESSION
+from exactly_once.wire.envelope import compression_of
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from exactly_once.wire.identity import uuid_in
 from inbox.admin.dry_run import DRY_RUN
@@ -364,7 +364,7 @@ class InboxMessageAdmin(MessageAdmin):
         # The body of a webhook contains the payload in the field "data".
         field = "data" if row.handler.startswith(WEBHOOK_HANDLERS) else ""
         shown = replace(self.redaction(), field=field).shown(
-            bytes(body), row.content_type, topic=row.topic, headers=row.headers, compression=_compression(row)
+            bytes(body), row.content_type, topic=row.topic, headers=row.headers, compression=compression_of(row)
         )
         return folded(gettext("Show the payload"), shown.as_html())
 
@@ -422,7 +422,3 @@ def _is_deferred(row: InboxMessage) -> bool:
 def _has_no_body(row: InboxMessage) -> bool:
     """Were body and headers removed when it was settled? Otherwise every done message has a body."""
     return row.state == State.DONE and not row.body
-
-
-def _compression(row: InboxMessage) -> str:
-    return str(row.headers.get(COMPRESSION, ""))

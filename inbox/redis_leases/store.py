@@ -251,7 +251,11 @@ class RedisLeases:
     def _history_lost(self, arrival: Arrival) -> Outcome:
         handler, stored = arrival.handler, arrival.stored
         attempts = 0 if stored is None else stored.attempts - 1
-        failure = Failure(error=_why_history_lost(self._where), retry_after=None, attempts=attempts, quarantined=True)
+        error = (
+            f"The lease store {self._where} has lost data since this message was created, so it is unknown whether the message "
+            "has been run. Check that. If it has not been run, override the maximum message age; otherwise skip it."
+        )
+        failure = Failure(error=error, retry_after=None, attempts=attempts, quarantined=True)
         if stored is None:
             return store_failure(handler, arrival.row, failure, self._options)
         return fail_stored(handler, stored, failure)
@@ -417,13 +421,6 @@ def _cause(arrival: Arrival, same: int) -> DuplicateCause:
 
 def _announce_duplicate(arrival: Arrival, cause: DuplicateCause, *, conflicting: bool) -> None:
     announce_duplicate(arrival.handler, arrival.row, Earlier(0, State.DONE, cause, conflicting=conflicting, abandoned=False))
-
-
-def _why_history_lost(where: str) -> str:
-    return (
-        f"The lease store {where} has lost data since this message was created, so it is unknown whether the message has been "
-        "run. Check that. If it has not been run, override the maximum message age; otherwise skip it."
-    )
 
 
 def _row_arguments(arrival: Arrival) -> tuple[int, int, int]:

@@ -197,7 +197,8 @@ class _Crash:
         """In the child: never returns."""
         try:
             self._consume(answering)
-            answering.send(f"it ended before that step. {self._last_error()}")
+            errors = " ".join(self._rows().values_list("last_error", flat=True))
+            answering.send(f"it ended before that step. {errors}")
         except BaseException:  # noqa: BLE001 - the parent reports it
             answering.send(traceback.format_exc())
         finally:
@@ -236,9 +237,6 @@ class _Crash:
         """Run the message if it is stored, without waiting until the killed process's claim expires."""
         self._rows().filter(state__in=DUE, next_attempt_at__isnull=False).update(next_attempt_at=DatabaseTime())
         run_due([watched, *(handler for handler in registry.all() if handler.name != watched.name)])
-
-    def _last_error(self) -> str:
-        return " ".join(self._rows().values_list("last_error", flat=True))
 
 
 def _kill() -> None:
