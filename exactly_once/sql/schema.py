@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
-from importlib import import_module
 from operator import attrgetter
-from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.apps import apps
 from django.core.management.base import CommandError
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections, router, transaction
 from django.db.migrations.loader import MigrationLoader
-from django.db.migrations.recorder import MigrationRecorder
 
 from exactly_once.sql.labels import label_of
 
@@ -137,13 +134,8 @@ def describe_missing(error: BaseException, alias: str) -> str:
 
 
 def _unapplied(alias: str, label: str) -> list[str]:
-    module, _ = MigrationLoader.migrations_module(label)
-    if module is None:
-        return []
-    package: Any = import_module(module)
-    names = {found.name for found in iter_modules(package.__path__) if not found.ispkg and found.name[0] not in "_~"}
-    applied = MigrationRecorder(connections[alias]).applied_migrations()
-    return sorted(name for name in names if (label, name) not in applied)
+    loader = MigrationLoader(connections[alias])
+    return sorted(name for app, name in loader.disk_migrations if app == label and (app, name) not in loader.applied_migrations)
 
 
 def _listed(names: list[str]) -> str:
