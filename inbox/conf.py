@@ -23,7 +23,9 @@ from exactly_once.wire.retry import RetryPolicy
 from exactly_once.wire.text import why_unfit
 
 IN_THE_DATABASE = "database"
-_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+_HTTP = ("http://", "https://"), "a URL like http://host:15672"
+_REDIS = ("redis://", "rediss://", "unix://"), "'database' or a URL like redis://host:6379/0"
+"""The schemes of an option, and what it must be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ class InboxOptions(AppOptions):
                 f"MAX_AGE_MARGIN ({self.MAX_AGE_MARGIN}) must be shorter than RETENTION ({self.RETENTION}); "
                 "otherwise every delivery would be too old to run."
             )
-        if self.MANAGEMENT_URL and (reason := _why_no_management_url(self.MANAGEMENT_URL)):
+        if self.MANAGEMENT_URL and (reason := _why_no_url(self.MANAGEMENT_URL, *_HTTP)):
             raise ValueError(f"MANAGEMENT_URL is {masked(self.MANAGEMENT_URL)}: {reason}.")
         if self.EXCHANGE and (reason := why_no_exchange(self.EXCHANGE)):
             raise ValueError(f"EXCHANGE is {quoted(self.EXCHANGE)}: {reason}.")
@@ -104,7 +106,7 @@ class InboxOptions(AppOptions):
         for network in self.WEBHOOK_NETWORKS:
             if reason := _why_no_network(network):
                 raise ValueError(f"WEBHOOK_NETWORKS contains {network!r}: {reason}.")
-        if self.LEASE_STORE != IN_THE_DATABASE and (reason := _why_no_lease_store(self.LEASE_STORE)):
+        if self.LEASE_STORE != IN_THE_DATABASE and (reason := _why_no_url(self.LEASE_STORE, *_REDIS)):
             raise ValueError(f"LEASE_STORE is {masked(self.LEASE_STORE)}: {reason}.")
 
     def in_force(self, name: str) -> Any:
@@ -210,10 +212,8 @@ def _given_to_the_outbox(name: str, otherwise: Any) -> Any:
     return outbox.get(name, otherwise) if isinstance(outbox, dict) else otherwise
 
 
-def _why_no_management_url(url: str) -> str | None:
-    if not url.startswith(("http://", "https://")):
-        return "it must be a URL like http://host:15672"
-    return why_unreadable(url)
+def _why_no_url(url: str, schemes: tuple[str, ...], expected: str) -> str | None:
+    return why_unreadable(url) if url.startswith(schemes) else f"it must be {expected}"
 
 
 def _why_no_network(text: str) -> str | None:
@@ -222,9 +222,3 @@ def _why_no_network(text: str) -> str | None:
     except ValueError as error:
         return f"it must be a network such as 10.1.0.0/16 or fd00::/8 ({error})"
     return None
-
-
-def _why_no_lease_store(url: str) -> str | None:
-    if not url.startswith(_REDIS_SCHEMES):
-        return "it must be 'database' or a URL like redis://host:6379/0"
-    return why_unreadable(url)
