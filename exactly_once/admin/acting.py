@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.contrib import admin, messages
@@ -37,6 +36,7 @@ from exactly_once.admin.planning import plan
 from exactly_once.display import NOTHING, number, visible
 from exactly_once.operators.actions import Action, ActionForm, Given
 from exactly_once.operators.audit import Subject, actor_of, posted, record
+from exactly_once.operators.operation_rows import RowOutcome
 from exactly_once.sql.labels import package_of
 from exactly_once.sql.now import DatabaseTime
 
@@ -123,21 +123,6 @@ class LeanChangeList(ChangeList):
         model_admin: Any = self.model_admin
         url: str = model_admin.own_url(result.pk)
         return url
-
-
-@dataclass(frozen=True)
-class ActionResult:
-    """The result of an action for one selected row.
-
-    Attributes:
-        subject: the name of the row in the report.
-        failed: why the row was not changed; "" if it was.
-        is_error: the reason is an error, such as a database failure, and not the row's state.
-    """
-
-    subject: str
-    failed: str = ""
-    is_error: bool = False
 
 
 class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg] # no generic at runtime
@@ -339,7 +324,7 @@ class ActingAdmin(ReadOnlyAdmin):
             row = self.get_queryset(request).get(**{self.named_by: form.cleaned_data[self.named_by]})
             self.log_addition(request, row, [{"added": {}}])
             self.audit(request, self.using, action.name, row)
-        self._report(request, str(action.done), [ActionResult(self.subject(row))])
+        self._report(request, str(action.done), [RowOutcome(row.pk, self.subject(row))])
         return HttpResponseRedirect(self.changelist_url if self.has_view_permission(request) else reverse("admin:index"))
 
     def response_action(self, request: HttpRequest, queryset: QuerySet[Any], *args: Any, **kwargs: Any) -> HttpResponse | None:
@@ -368,7 +353,7 @@ class ActingAdmin(ReadOnlyAdmin):
             try:
                 form = action.form(request.POST if is_confirmed else None, rows=rows, alias=queryset.db)
             except self.refusals as error:
-                refused = ActionResult(self.subject(rows[0]), visible(str(error)), is_error=True)
+                refused = RowOutcome(rows[0].pk, self.subject(rows[0]), visible(str(error)), is_error=True)
                 self._report(request, str(action.done), [refused])
                 return self._back(request, queryset, picked)
         if action.question and not (is_confirmed and (form is None or form.is_valid())):
@@ -430,26 +415,26 @@ class ActingAdmin(ReadOnlyAdmin):
 
     def _carry_out_one(
         self, request: HttpRequest, alias: str, pk: Any, row: Any, action: Action, given: Given, done: str
-    ) -> ActionResult:
+    ) -> RowOutcome:
         if row is None:
-            return ActionResult(gettext("number %(number)s") % {"number": pk}, gettext("it no longer exists"))
+            return RowOutcome(pk, gettext("number %(number)s") % {"number": pk}, gettext("it no longer exists"))
         subject = self.subject(row)
         if not self.permits(request, action, row):
-            return ActionResult(subject, gettext("you do not have the permission for it"), is_error=True)
+            return RowOutcome(pk, subject, gettext("you do not have the permission for it"), is_error=True)
         try:
             with transaction.atomic(using=alias):
                 if action.run is not None and action.run(alias, pk, given):
                     self.log_change(request, row, f"{capfirst(done)}: {given.reason}" if given.reason else f"{capfirst(done)}.")
                     self.audit(request, alias, action.name, row)
-                    return ActionResult(subject)
+                    return RowOutcome(pk, subject)
             now = self.everything(request).using(alias).defer(*self.large_columns).filter(pk=pk).first()
-            return ActionResult(subject, gettext("it no longer exists") if now is None else self.why_not(action, now, given))
+            return RowOutcome(pk, subject, gettext("it no longer exists") if now is None else self.why_not(action, now, given))
         except DatabaseError as error:
             # The rows before this one are committed, so the operator must get a report, not an error page.
             failed = visible(gettext("the database reported %(error)s") % {"error": error})
-            return ActionResult(subject, failed, is_error=True)
+            return RowOutcome(pk, subject, failed, is_error=True)
         except self.refusals as error:
-            return ActionResult(subject, visible(str(error)), is_error=True)
+            return RowOutcome(pk, subject, visible(str(error)), is_error=True)
 
     def audit(self, request: HttpRequest, alias: str, action: str, row: Any) -> None:
         """Write the action into the audit log, in the open transaction."""
@@ -464,8 +449,8 @@ class ActingAdmin(ReadOnlyAdmin):
         """The id by which the audit log names a row."""
         return str(getattr(row, self.named_by))
 
-    def _report(self, request: HttpRequest, done: str, outcomes: Sequence[ActionResult]) -> None:
-        failures = [outcome for outcome in outcomes if outcome.failed]
+    def _report(self, request: HttpRequest, done: str, outcomes: Sequence[RowOutcome]) -> None:
+        failures = [outcome for outcome in outcomes if outcome.unchanged]
         if len(outcomes) > self.LINE_LIMIT:
             if succeeded := len(outcomes) - len(failures):
                 self.message_user(
@@ -475,7 +460,7 @@ class ActingAdmin(ReadOnlyAdmin):
                     messages.SUCCESS,
                 )
             if failures:
-                reasons = Counter(failure.failed for failure in failures).most_common()
+                reasons = Counter(failure.unchanged for failure in failures).most_common()
                 words = "; ".join(f"{number(count)}: {reason}" for reason, count in reasons[: self.LINE_LIMIT])
                 self.message_user(
                     request,
@@ -486,17 +471,17 @@ class ActingAdmin(ReadOnlyAdmin):
             outcomes = failures[: self.LINE_LIMIT // 2]
         for outcome in outcomes:
             # The noun comes first, because the admin capitalises the first letter, and ids must be copied unchanged.
-            if outcome.failed:
+            if outcome.unchanged:
                 level = messages.ERROR if outcome.is_error else messages.WARNING
                 words = gettext("%(noun)s %(subject)s: not %(done)s: %(reason)s") % {
                     "noun": capfirst(self.noun),
-                    "subject": outcome.subject,
+                    "subject": outcome.name,
                     "done": done,
-                    "reason": outcome.failed,
+                    "reason": outcome.unchanged,
                 }
                 self.message_user(request, words, level)
             else:
-                self.message_user(request, f"{capfirst(self.noun)} {outcome.subject}: {done}", messages.SUCCESS)
+                self.message_user(request, f"{capfirst(self.noun)} {outcome.name}: {done}", messages.SUCCESS)
 
     @property
     def changelist_url(self) -> str:

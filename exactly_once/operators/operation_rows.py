@@ -35,7 +35,7 @@ _LONGEST_SLEEP = "30s"
 
 
 class RowOutcome(NamedTuple):
-    """The outcome of an operation for one row.
+    """The outcome of an action for one row.
 
     Attributes:
         unchanged: why it was not changed; "" if it was.

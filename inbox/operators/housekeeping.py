@@ -14,7 +14,7 @@ from hashlib import sha256
 from math import inf
 from typing import Any
 
-from django.db import DEFAULT_DB_ALIAS, connections, router
+from django.db import connections, router
 from django.db.models import Exists, Model, OuterRef, Q, QuerySet
 
 from exactly_once.operators.day_keeper import DayKeeper
@@ -29,7 +29,7 @@ from exactly_once.sql.now import DatabaseTime
 from inbox.conf import InboxOptions, inbox_options
 from inbox.handlers.registry import may_exist, registry
 from inbox.models import InboxMessage, Receipt, Step, TrailEntry
-from inbox.operators.operations import operations
+from inbox.operators.operations import aliases, operations
 from inbox.operators.processes import lately_running_handlers
 
 _LONGEST_WAIT = timedelta(seconds=2)
@@ -156,5 +156,4 @@ class Housekeeper(Housekeeping):
 
 def housekeepers() -> Sequence[Housekeeper]:
     """One for each database of the handlers; none inside the transaction of a test."""
-    aliases = {handler.using for handler in registry.all()} or {DEFAULT_DB_ALIAS}
-    return [Housekeeper(alias) for alias in sorted(aliases) if not connections[alias].in_atomic_block]
+    return [Housekeeper(alias) for alias in aliases() if not connections[alias].in_atomic_block]

@@ -235,10 +235,11 @@ ACTIONS = by_name(RETRY, SKIP)
 """Those that can be operations."""
 
 
+def aliases() -> list[str]:
+    """The databases of the handlers of this process."""
+    return sorted({handler.using for handler in registry.all()} or {DEFAULT_DB_ALIAS})
+
+
 def executor() -> Operations:
     """The companion of a process that runs handlers: it executes the operations on their databases."""
-
-    def aliases() -> list[str]:
-        return sorted({handler.using for handler in registry.all()} or {DEFAULT_DB_ALIAS})
-
     return Operations("inbox", aliases, operations, ACTIONS)
