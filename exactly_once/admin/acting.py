@@ -453,21 +453,15 @@ class ActingAdmin(ReadOnlyAdmin):
         failures = [outcome for outcome in outcomes if outcome.unchanged]
         if len(outcomes) > self.LINE_LIMIT:
             if succeeded := len(outcomes) - len(failures):
-                self.message_user(
-                    request,
-                    gettext("%(succeeded)s of %(all)s %(nouns)s %(done)s.")
-                    % {"succeeded": number(succeeded), "all": number(len(outcomes)), "nouns": self.nouns, "done": done},
-                    messages.SUCCESS,
-                )
+                counts = {"succeeded": number(succeeded), "all": number(len(outcomes)), "nouns": self.nouns, "done": done}
+                words = gettext("%(succeeded)s of %(all)s %(nouns)s %(done)s.") % counts
+                self.message_user(request, words, messages.SUCCESS)
             if failures:
                 reasons = Counter(failure.unchanged for failure in failures).most_common()
-                words = "; ".join(f"{number(count)}: {reason}" for reason, count in reasons[: self.LINE_LIMIT])
-                self.message_user(
-                    request,
-                    gettext("%(count)s not %(done)s. %(reasons)s.")
-                    % {"count": number(len(failures)), "done": done, "reasons": words},
-                    messages.WARNING,
-                )
+                listed = "; ".join(f"{number(count)}: {reason}" for reason, count in reasons[: self.LINE_LIMIT])
+                words = gettext("%(count)s not %(done)s. %(reasons)s.")
+                counts = {"count": number(len(failures)), "done": done, "reasons": listed}
+                self.message_user(request, words % counts, messages.WARNING)
             outcomes = failures[: self.LINE_LIMIT // 2]
         for outcome in outcomes:
             # The noun comes first, because the admin capitalises the first letter, and ids must be copied unchanged.

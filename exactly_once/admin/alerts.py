@@ -78,11 +78,8 @@ class AlertAdmin(ActingAdmin):
         evaluated = leases.filter(name__in=map(lease_name, APPS), done_at__isnull=False).order_by("done_at")
         oldest: Any = evaluated.first()
         if oldest is None:
-            return [
-                warning(
-                    gettext("The conditions have not been evaluated yet. A running relay or consumer does so once a minute.")
-                )
-            ]
+            words = gettext("The conditions have not been evaluated yet. A running relay or consumer does so once a minute.")
+            return [warning(words)]
         if oldest.database_now - oldest.done_at > _UNEVALUATED_FOR:
             words = gettext("The conditions were last evaluated {}, so this page is out of date. No process evaluates them.")
             return [warning(format_html(words, age(oldest.done_at, oldest.database_now)))]

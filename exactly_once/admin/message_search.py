@@ -72,13 +72,11 @@ def _field(found: re.Match[str]) -> Search:
     if found["key"]:
         return Search(condition=Q(key=fit(value)))
     if not _PATH.fullmatch(path) or path.count(".") >= _DEEPEST:
-        raise BadSearch(
-            gettext(
-                "“%(path)s” is not the path of a header. Write names of letters, digits, “_” and “-”, with a dot between "
-                "them: headers.tenant:acme"
-            )
-            % {"path": path}
+        words = gettext(
+            "“%(path)s” is not the path of a header. Write names of letters, digits, “_” and “-”, with a dot between "
+            "them: headers.tenant:acme"
         )
+        raise BadSearch(words % {"path": path})
     return Search(condition=_headers_have(tuple(path.split(".")), value))
 
 

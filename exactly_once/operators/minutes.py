@@ -101,14 +101,7 @@ class MinuteWriter:
         minute = _beginning(at - _LATE)
         subjects = {**taken, ALL: total(taken.values())}
         Minute.objects.using(self._alias).bulk_create(
-            Minute(
-                app=self._app,
-                minute=minute,
-                process=self._process,
-                subject=subject,
-                counts=counted.counts,
-                times=counted.times,
-            )
+            Minute(app=self._app, minute=minute, process=self._process, subject=subject, **vars(counted))
             for subject, counted in subjects.items()
         )
 

@@ -202,20 +202,10 @@ class OperationTable:
             permission: what the user needs until it has ended. Another may have planned it.
         """
         left = Exists(self._parts(alias).filter(operation_id=OuterRef("pk")))
-        return bool(
-            self.rows(alias)
-            .filter(left, pk=pk, state=OperationState.STOPPED)
-            .update(
-                state=OperationState.PLANNED,
-                requested_by=by[:NAME_LENGTH],
-                permission=permission,
-                planned_at=DatabaseTime(),
-                ended_at=None,
-                stopped_because="",
-                wave=0,
-                wave_rows=[],
-            )
-        )
+        stopped = self.rows(alias).filter(left, pk=pk, state=OperationState.STOPPED)
+        planned = {"state": OperationState.PLANNED, "planned_at": DatabaseTime(), "ended_at": None, "stopped_because": ""}
+        requested = {"requested_by": by[:NAME_LENGTH], "permission": permission}
+        return bool(stopped.update(**planned, **requested, wave=0, wave_rows=[]))
 
     def stop(self, alias: str, pk: int, token: uuid.UUID, because: str) -> None:
         """running → stopped, after batches that failed."""

@@ -277,17 +277,12 @@ class InboxMessageAdmin(MessageAdmin):
 
     def _lease(self, row: Any) -> SafeString:
         if row.next_attempt_at is None or row.next_attempt_at <= row.database_now:
-            return note(
-                gettext(
-                    "Lease %(number)s has expired without a heartbeat of its owner. Another process takes over the message."
-                )
-                % {"number": row.fence}
+            words = gettext(
+                "Lease %(number)s has expired without a heartbeat of its owner. Another process takes over the message."
             )
-        return note(
-            format_html(
-                gettext("Lease {} ends {}, unless its owner extends it."), row.fence, age(row.next_attempt_at, row.database_now)
-            )
-        )
+            return note(words % {"number": row.fence})
+        words = gettext("Lease {} ends {}, unless its owner extends it.")
+        return note(format_html(words, row.fence, age(row.next_attempt_at, row.database_now)))
 
     def _of_its_key(self, row: Any) -> QuerySet[Any]:
         same = InboxMessage.objects.using(self.using).filter(handler=row.handler, key=row.key, ordered=True)

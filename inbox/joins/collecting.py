@@ -23,6 +23,8 @@ _RUNNING = timedelta(seconds=1)
 _EARLY = timedelta(minutes=1)
 """A run that is retried before it is complete is run again after this, in case its last message came in between."""
 _LONGEST_OVERTIME = timedelta(hours=1)
+_SAME = ("key", "correlation_id", "causation_id", "created_at")
+"""The columns of a part that are attributes of its message."""
 
 
 def collect(join: Definition, message: Message) -> None:
@@ -37,18 +39,8 @@ def collect(join: Definition, message: Message) -> None:
     if run is None:
         _late(join, message, "its run is over and was purged")
         return
-    store.add_part(
-        alias,
-        run,
-        message.topic,
-        message.payload,
-        message_id=message.id,
-        key=message.key,
-        headers=dict(message.headers),
-        correlation_id=message.correlation_id,
-        causation_id=message.causation_id,
-        created_at=message.created_at,
-    )
+    columns = {"message_id": message.id, "headers": dict(message.headers), **{name: getattr(message, name) for name in _SAME}}
+    store.add_part(alias, run, message.topic, message.payload, **columns)
     state, attempts = store.state_of(alias, run)
     if state not in DUE:
         # An operator can still start a dead run, with this message.
@@ -127,16 +119,11 @@ def _joined(join: Definition, of_the_run: Message, by_topic: dict[str, Message])
 def _message_of(part: Part, of_the_run: Message) -> Message:
     return Message(
         id=part.message_id,
-        topic=part.topic,
-        key=part.key,
         biz_id=of_the_run.biz_id,
         payload=json.loads(bytes(part.body)),
-        headers=part.headers,
-        created_at=part.created_at,
         attempt=of_the_run.attempt,
         redelivered=of_the_run.redelivered,
-        correlation_id=part.correlation_id,
-        causation_id=part.causation_id,
+        **{name: getattr(part, name) for name in ("topic", "headers", *_SAME)},
     )
 
 

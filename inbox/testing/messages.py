@@ -77,18 +77,9 @@ def through_json(value: Any) -> Any:
 
 def envelope_of(message: Message) -> Envelope:
     """The envelope of the message, with its payload serialised."""
-    return Envelope(
-        id=message.id,
-        topic=message.topic,
-        source=_SOURCE,
-        created_at=message.created_at,
-        biz_id=message.biz_id,
-        key=message.key,
-        correlation_id=message.correlation_id,
-        causation_id=message.causation_id,
-        body=_PAYLOADS.encode(message.payload).encode(),
-        headers=message.headers,
-    )
+    same = ("id", "topic", "created_at", "biz_id", "key", "correlation_id", "causation_id", "headers")
+    body = _PAYLOADS.encode(message.payload).encode()
+    return Envelope(source=_SOURCE, body=body, **{name: getattr(message, name) for name in same})
 
 
 def as_delivered(message: Message, *, redelivered: bool) -> kombu.Message:
