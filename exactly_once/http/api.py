@@ -24,16 +24,8 @@ from ninja.openapi.schema import OpenAPISchema
 from ninja.security.http import HttpAuthBase
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 
-from exactly_once.http.problems import (
-    HANDLERS,
-    Problem,
-    ProblemDetails,
-    as_problem,
-    documented,
-    forbidden,
-    unauthorized,
-    unknown,
-)
+from exactly_once.http import problems
+from exactly_once.http.problems import Problem, ProblemDetails
 from exactly_once.http_options import Client, HttpOptions
 from exactly_once.wire.text import NAME_LENGTH
 
@@ -67,7 +59,7 @@ def client_of(request: HttpRequest) -> Client:
     """The client that `BearerToken` has found."""
     client = getattr(request, "auth", None)
     if not isinstance(client, Client):
-        raise unauthorized()
+        raise problems.unauthorized()
     return client
 
 
@@ -79,7 +71,7 @@ def require(request: HttpRequest, action: str, name: str) -> Client:
     """
     client = client_of(request)
     if not client.may(name, action):
-        raise forbidden(f"{action}:{name}")
+        raise problems.forbidden(f"{action}:{name}")
     return client
 
 
@@ -134,7 +126,7 @@ class Api(NinjaAPI):
             auth=BearerToken(options, body_limit),
             docs_url=None,
         )
-        for kind, answer in {**HANDLERS, **answered}.items():
+        for kind, answer in {**problems.HANDLERS, **answered}.items():
             self.add_exception_handler(kind, answer)
 
     def get_openapi_schema(self, **given: Any) -> OpenAPISchema:
@@ -142,7 +134,7 @@ class Api(NinjaAPI):
         schema = super().get_openapi_schema(**given)
         for operations in schema["paths"].values():
             for operation in operations.values():
-                documented(operation["responses"])
+                problems.documented(operation["responses"])
         return schema
 
     @property
@@ -151,8 +143,8 @@ class Api(NinjaAPI):
         own = [pattern for pattern in self.urls[0] if isinstance(pattern, URLPattern)]
         for pattern in own:
             # Ninja's own view of the root raises Http404 outside of its handlers.
-            pattern.callback = _guarded(unknown if pattern.name == "api-root" else pattern.callback)
-        return [*own, re_path("", _guarded(unknown))]
+            pattern.callback = _guarded(problems.unknown if pattern.name == "api-root" else pattern.callback)
+        return [*own, re_path("", _guarded(problems.unknown))]
 
 
 def _guarded(view: _View) -> _View:
@@ -160,11 +152,11 @@ def _guarded(view: _View) -> _View:
 
     @wraps(view, updated=())
     async def async_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
-        return as_problem(await view(request, *args, **kwargs))
+        return problems.as_problem(await view(request, *args, **kwargs))
 
     @wraps(view, updated=())
     def sync_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
-        return as_problem(view(request, *args, **kwargs))
+        return problems.as_problem(view(request, *args, **kwargs))
 
     guarded: _View = async_view if iscoroutinefunction(view) else sync_view
     for alias in connections:

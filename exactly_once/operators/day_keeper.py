@@ -10,16 +10,9 @@ from django.db import DatabaseError, connections
 from exactly_once.operators.history import History
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder
+from exactly_once.sql import faults
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import date_of, day_of
-from exactly_once.sql.faults import (
-    CHECK_VIOLATION,
-    DUPLICATE_TABLE,
-    INSUFFICIENT_PRIVILEGE,
-    is_canceled,
-    is_collision,
-    sqlstate_of,
-)
 from exactly_once.wire.text import describe
 
 logger = logging.getLogger(__name__)
@@ -85,17 +78,17 @@ class DayKeeper:
         try:
             return change(self._alias, day, self._longest_wait if waits else None)
         except DatabaseError as error:
-            if waits and sqlstate_of(error) not in {CHECK_VIOLATION, DUPLICATE_TABLE}:
+            if waits and faults.sqlstate_of(error) not in {faults.CHECK_VIOLATION, faults.DUPLICATE_TABLE}:
                 self._wait_again_at = monotonic() + _BETWEEN_WAITS_SECONDS
-            if sqlstate_of(error) == INSUFFICIENT_PRIVILEGE:
+            if faults.sqlstate_of(error) == faults.INSUFFICIENT_PRIVILEGE:
                 if self._refusals.is_due():
                     logger.warning(_OWNER, self._alias, self._app, describe(error))
-            elif sqlstate_of(error) == CHECK_VIOLATION:
+            elif faults.sqlstate_of(error) == faults.CHECK_VIOLATION:
                 self._unmakeable.add(day)
-            elif sqlstate_of(error) == DUPLICATE_TABLE:
+            elif faults.sqlstate_of(error) == faults.DUPLICATE_TABLE:
                 if self._name_in_use.is_due():
                     logger.warning(_NAME_IN_USE, self._alias, self._history.days.name(day), self._app)
-            elif is_collision(error) or is_canceled(error):
+            elif faults.is_collision(error) or faults.is_canceled(error):
                 # For example, a transaction that reads or writes history is open. Waiting for it would delay the others.
                 logger.debug("History of %s is in use: %s", date_of(day), error)
             else:

@@ -13,20 +13,9 @@ from django.utils.functional import Promise
 
 from exactly_once.models import Process
 from exactly_once.operators.minutes import MinuteWriter
-from exactly_once.process import work
+from exactly_once.process import heartbeat, work
 from exactly_once.process.clock import monotonic
-from exactly_once.process.heartbeat import (
-    FORGET_SECONDS,
-    FORGOTTEN_AFTER,
-    SILENT_AFTER,
-    STOPPED_SHOWN_FOR,
-    UNCHANGED_SECONDS,
-    ProcessIdentity,
-    Rate,
-    milliseconds,
-    one_line,
-    resident_bytes,
-)
+from exactly_once.process.heartbeat import ProcessIdentity
 from exactly_once.process.loop import ALLOWED_IN, Mode, Request, StopRequest
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.now import DatabaseTime, now_after
@@ -95,7 +84,7 @@ class HeartbeatTable:
 
     def delete_old(self, alias: str, silent_for: timedelta) -> int:
         """Delete the rows of processes that have been silent for `silent_for`, or stopped an hour ago; return their number."""
-        stopped = Q(stopped_at__lt=DatabaseTime(-STOPPED_SHOWN_FOR))
+        stopped = Q(stopped_at__lt=DatabaseTime(-heartbeat.STOPPED_SHOWN_FOR))
         return self._rows(alias).filter(Q(beat_at__lt=DatabaseTime(-silent_for)) | stopped).delete()[0]
 
     def rows(self, alias: str) -> QuerySet[Any]:
@@ -104,8 +93,8 @@ class HeartbeatTable:
 
     def known(self, alias: str) -> QuerySet[Any]:
         """`rows`, and after them the processes that have stopped within the last hour."""
-        lately = Q(stopped_at=None) | Q(stopped_at__gte=DatabaseTime(-STOPPED_SHOWN_FOR))
-        silent = Q(stopped_at=None, beat_at__lt=DatabaseTime(-SILENT_AFTER))
+        lately = Q(stopped_at=None) | Q(stopped_at__gte=DatabaseTime(-heartbeat.STOPPED_SHOWN_FOR))
+        silent = Q(stopped_at=None, beat_at__lt=DatabaseTime(-heartbeat.SILENT_AFTER))
         known: QuerySet[Any] = self._rows(alias).annotate(
             has_stopped=Q(stopped_at__isnull=False), silent=silent, database_now=DatabaseTime()
         )
@@ -137,7 +126,7 @@ class HeartbeatWriter:
         self._minutes = MinuteWriter(table.app, alias, tally)
         self._stop = stop
         self._started_at = self._forget_at = now
-        self._rate = Rate(now)
+        self._rate = heartbeat.Rate(now)
         self._database_seconds: float | None = None
         self._written: Mapping[str, Any] | None = None
         self._written_at = now
@@ -163,18 +152,18 @@ class HeartbeatWriter:
         """
         changing = {
             "rate": self._rate.of(now, done),
-            "waits_for": one_line(waits_for),
+            "waits_for": heartbeat.one_line(waits_for),
             "mode": self._stop.mode,
             "facts": facts,
             "running": work.running(self._table.app, self._alias, self._started_at),
         }
         try:
             # On SQLite, each write takes the lock of the only writer.
-            if changing == self._written and now < self._written_at + UNCHANGED_SECONDS:
+            if changing == self._written and now < self._written_at + heartbeat.UNCHANGED_SECONDS:
                 request = self._table.pending(self._alias, self._identity.id)
             else:
                 passed = None if passed_at is None else timedelta(seconds=max(now - passed_at, 0))
-                request = self._write(now, changing, broker_ms=milliseconds(broker_seconds), last_pass_at=passed)
+                request = self._write(now, changing, broker_ms=heartbeat.milliseconds(broker_seconds), last_pass_at=passed)
             if request:
                 self._obey(request)
         except Exception as error:  # noqa: BLE001 - no error of a heartbeat may stop the work
@@ -204,16 +193,16 @@ class HeartbeatWriter:
             self._alias,
             self._identity,
             running_for=timedelta(seconds=now - self._started_at),
-            memory_bytes=resident_bytes(),
-            database_ms=milliseconds(self._database_seconds),
+            memory_bytes=heartbeat.resident_bytes(),
+            database_ms=heartbeat.milliseconds(self._database_seconds),
             **columns,
             **changing,
         )
         self._database_seconds = monotonic() - began_at
         self._written, self._written_at = changing, now
         if now >= self._forget_at:
-            self._forget_at = now + FORGET_SECONDS
-            self._table.delete_old(self._alias, FORGOTTEN_AFTER)
+            self._forget_at = now + heartbeat.FORGET_SECONDS
+            self._table.delete_old(self._alias, heartbeat.FORGOTTEN_AFTER)
         return request
 
     def _obey(self, request: Request) -> None:

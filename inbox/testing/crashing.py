@@ -99,18 +99,12 @@ def assert_effect_once(
 
 def _copies(message: Message) -> Callable[[], Message]:
     named = "" if message.biz_id == message.id else message.biz_id
+    same = {name: getattr(message, name) for name in ("key", "headers", "created_at")}
     numbers = iter(range(1, 2 * len(_Step) + 1))
 
     def make() -> Message:
         number = next(numbers)
-        return make_message(
-            message.topic,
-            message.payload,
-            biz_id=named and f"{named}-{number}",
-            key=message.key,
-            headers=message.headers,
-            created_at=message.created_at,
-        )
+        return make_message(message.topic, message.payload, biz_id=named and f"{named}-{number}", **same)
 
     return make
 
