@@ -117,11 +117,9 @@ def _fits(value: object, expected: Any) -> bool:
         return isinstance(value, list | tuple) and all(isinstance(item, get_args(expected)[0]) for item in value)
     if isinstance(expected, UnionType):
         return any(_fits(value, kind) for kind in get_args(expected))
-    if expected is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if expected is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, expected)
+    if isinstance(value, bool):
+        return expected is bool
+    return isinstance(value, int | float if expected is float else expected)
 
 
 def _kind(value: object) -> str:

@@ -17,19 +17,7 @@ from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.columns import computed, instant, shown
 from exactly_once.admin.filters import AppFilter, ConditionFilter
 from exactly_once.admin.pages import message_url
-from exactly_once.display import (
-    NOTHING,
-    Tone,
-    age,
-    app_name,
-    badge,
-    identifier,
-    note,
-    number,
-    stacked,
-    visible,
-    warning,
-)
+from exactly_once.display import NOTHING, Tone, age, app_name, badge, identifier, note, number, stacked, visible, warning
 from exactly_once.models import Operation, OperationState
 from exactly_once.operators.actions import Action, Given, operated
 from exactly_once.operators.operation_rows import UNCHANGED_KEPT, OperationTable

@@ -137,8 +137,5 @@ def wait_for_broker(
     if not refused:
         outage.wait(f"{masked(url)}: {reason}", stop, remedy=drains)
         return
-
-    def describe_error() -> str:
-        return f"The broker refuses {setting}, {masked(url)}: {reason}."
-
-    outage.wait(reason, stop, remedy=f"{_REFUSAL_REMEDY} {drains}".strip(), describe_error=describe_error)
+    remedy, refusal = f"{_REFUSAL_REMEDY} {drains}".strip(), f"The broker refuses {setting}, {masked(url)}: {reason}."
+    outage.wait(reason, stop, remedy=remedy, describe_error=lambda: refusal)

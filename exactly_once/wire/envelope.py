@@ -296,15 +296,8 @@ def _parse_time(value: object) -> datetime | None:
 
 
 def _json_safe(value: object) -> HeaderValue:
-    match value:
-        case bool():
-            return value
-        case int() if -_INT64_END <= value < _INT64_END:
-            return value
-        case float() if math.isfinite(value):
-            return value
-        case str():
-            return printable(value, _HEADER_LENGTH)
-        case int():
-            return "a whole number of more than 64 bits"
+    if isinstance(value, int) and not -_INT64_END <= value < _INT64_END:
+        return "a whole number of more than 64 bits"
+    if isinstance(value, int | float) and math.isfinite(value):
+        return value
     return printable(str(value), _HEADER_LENGTH)
