@@ -85,7 +85,7 @@ class TransactionControl(InboxError):
 
 
 class NotCallable(InboxError, TypeError):
-    """The handler is a generator function, or it returned an awaitable or an iterator, which the inbox does not run."""
+    """The handler is a generator function, does not accept its argument, or returned an awaitable or an iterator."""
 
 
 class HandlerTimeout(BaseException):

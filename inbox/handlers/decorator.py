@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from difflib import get_close_matches
 from functools import partial, update_wrapper, wraps
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
@@ -94,7 +96,7 @@ def registering(
     )
 
     def decorate(function: Function) -> Function:
-        refuse_generator(function)
+        refuse_not_callable(function, "messages" if "batch" in more else "message")
         if biz_id is not None and not isinstance(biz_id, str) and not callable(biz_id):
             raise TypeError(f"biz_id is {biz_id!r}: it must be a function of the message, or the path of a payload field.")
         if inspect.iscoroutinefunction(biz_id):
@@ -119,11 +121,14 @@ def _takes_common_options(decorator: Callable[_P, _Decorator]) -> Callable[_P, _
     own, common = inspect.signature(decorator), inspect.signature(registering).parameters
     given = [parameter for parameter in own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     signature = own.replace(parameters=[*given, *(common[name] for name in CommonOptions.__annotations__)])
+    known = [parameter.name for parameter in signature.parameters.values() if parameter.kind is parameter.KEYWORD_ONLY]
 
     @wraps(decorator)
     def checked(*topics: _P.args, **options: _P.kwargs) -> _Decorator:
-        if unknown := options.keys() - signature.parameters.keys():
-            raise TypeError(f"{decorator.__name__}() has no argument {min(unknown)!r}.")
+        if unknown := options.keys() - {*known}:
+            close = get_close_matches(min(unknown), known, n=1)
+            remedy = f" Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{decorator.__name__}() has no argument {min(unknown)!r}.{remedy}")
         return decorator(*topics, **options)
 
     checked.__signature__ = signature  # type: ignore[attr-defined]
@@ -166,7 +171,8 @@ def idempotent_handler(
             since. The last two need the outbox in the database `using`.
 
     Raises:
-        NotCallable: the function is a generator function, or `biz_id` is async; a call would not run its body.
+        NotCallable: the function is a generator function, or `biz_id` is async, so a call would not run its body; or the
+            function cannot be called with one message.
         TypeError: an option has a value of the wrong type, such as a number for a duration.
         ValueError: there is no topic, a topic is invalid or repeated, another handler has the name, an option is out of range,
             or two options contradict each other.
@@ -245,12 +251,19 @@ def _require_handleable(topics: Sequence[object]) -> None:
         raise ValueError(f"The topics are {[*topics]}: a handler needs at least one, and each may be given once.")
 
 
-def refuse_generator(function: Callable[..., Any]) -> None:
-    """Raises NotCallable."""
+def refuse_not_callable(function: Callable[..., Any], *arguments: str) -> None:
+    """Raises NotCallable if the function is a generator function, or does not accept these positional arguments."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise NotCallable(
             f"{origin(function)} is a generator function: a call would not run its body. Use return instead of yield."
         )
+    with suppress(ValueError):  # some callables have no signature
+        signature = inspect.signature(function, follow_wrapped=False)
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            called = f"the inbox calls it with ({', '.join(arguments)}): declare them"
+            raise NotCallable(f"{origin(function)} has the parameters {signature}, but {called}.") from error
 
 
 def _require_valid(*, timeout: object, retry: object, concurrency: object, shed: object) -> None:

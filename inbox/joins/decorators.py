@@ -20,7 +20,7 @@ from django.db import DEFAULT_DB_ALIAS
 
 from exactly_once.wire.context import OUTER_CORRELATION, Cause, caused_by, current_cause
 from inbox.errors import Reject
-from inbox.handlers.decorator import Function, default_name, kept_name, refuse_generator, registering, require_topics
+from inbox.handlers.decorator import Function, default_name, kept_name, refuse_not_callable, registering, require_topics
 from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import Retry, require_duration
 from inbox.joins.collecting import collect, finish, gather
@@ -62,7 +62,7 @@ def joined_handler(
     kept = kept_name(name, renamed_from)
 
     def decorate(function: Function) -> Function:
-        refuse_generator(function)
+        refuse_not_callable(function, "join")
         named = kept or default_name(function)
         join = Definition(name=named, using=using, topics=topics, deadline=deadline, on_missing=on_missing)
         _register(
@@ -107,7 +107,7 @@ def correlated(
         retry: the maximum attempts and the delays between them; default: the settings in `INBOX`.
 
     Raises:
-        NotCallable: the function is a generator function.
+        NotCallable: the function is a generator function, or cannot be called with two messages.
         TypeError: the timeout is not a timedelta, or `on_timeout` is not a function of the same kind, async or not.
         ValueError: the timeout is not longer than zero, a topic is invalid, both are the same, or another handler has the name.
     """
@@ -116,7 +116,7 @@ def correlated(
         raise TypeError(f"on_timeout is {on_timeout!r}: it must be a function of the request.")
 
     def decorate(function: Function) -> Function:
-        refuse_generator(function)
+        refuse_not_callable(function, "request", "answer")
         if on_timeout is not None and inspect.iscoroutinefunction(on_timeout) != inspect.iscoroutinefunction(function):
             raise TypeError("The handler and its on_timeout must both be async functions, or both be synchronous.")
         join = Definition(

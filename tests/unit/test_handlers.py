@@ -44,6 +44,11 @@ def handle(message):
     """A handler of a module that belongs to no app."""
 
 
+@functools.wraps(lambda: None)
+def wrapped(*given):
+    """It hides the message from the function that it wraps."""
+
+
 def a_handler(function=handle, **changes):
     return Handler(**{"name": "n", "topics": ("t",), "function": function, "biz_id": None, "using": "default", **changes})
 
@@ -79,6 +84,30 @@ class TestDecorating:
 
         with pytest.raises(NotCallable, match="return"):
             idempotent_handler("t")(handle)
+
+    @pytest.mark.parametrize(
+        ("decorator", "function", "arguments"),
+        [
+            (idempotent_handler, lambda: None, "message"),
+            (leased_handler, lambda *, message: None, "message"),
+            (batch_handler, lambda first, second: None, "messages"),
+        ],
+    )
+    def test_a_function_that_does_not_accept_its_argument_is_refused_with_the_remedy(self, decorator, function, arguments):
+        with pytest.raises(
+            NotCallable, match=rf"<lambda> \(line \d+\) has the parameters .* calls it with \({arguments}\): declare"
+        ):
+            decorator("t")(function)
+
+    @pytest.mark.parametrize(
+        "function", [lambda *args: None, lambda message, more=1: None, lambda message=None, **more: None, wrapped]
+    )
+    def test_a_function_that_accepts_further_arguments_is_registered(self, function):
+        assert idempotent_handler("t", name="n")(function) is function
+
+    def test_a_misspelt_option_is_refused_with_the_closest_one(self):
+        with pytest.raises(TypeError, match=r"idempotent_handler\(\) has no argument 'retires'. Did you mean 'retry'\?"):
+            idempotent_handler("t", retires=3)
 
     def test_two_functions_cannot_share_a_handler_name(self):
         def other(message):
