@@ -39,12 +39,15 @@ def require_schema(alias: str, *packages: str) -> None:
     """
     if alias not in connections:
         raise CommandError(f"There is no database {alias!r}. DATABASES has: {', '.join(connections)}.")
+    problems = []
     for package in dict.fromkeys(("exactly_once", *packages)):
         for part in parts_of(package):
             # The tables of an optional package may be in another database.
             is_here = part.name == package or any(router.allow_migrate_model(alias, model) for model in part.get_models())
             if is_here and (problem := why_unmigrated(alias, part.label)):
-                raise CommandError(problem)
+                problems.append(problem)
+    if problems:
+        raise CommandError(" ".join(problems))
 
 
 def our_apps() -> list[AppConfig]:

@@ -113,6 +113,16 @@ def test_consumer_without_the_tables_of_an_optional_package_names_the_migration_
         migrate_to(NEWEST["inbox_joins"])
 
 
+def test_one_message_names_every_app_that_is_not_migrated():
+    packages = ("inbox_joins", "inbox_outgoing_webhooks")
+    migrate_to(*((package, None) for package in packages))
+    try:
+        with pytest.raises(CommandError, match=r"migrate inbox_joins`, .* migrate inbox_outgoing_webhooks`, "):
+            call_command("inbox_retry", "--all")
+    finally:
+        migrate_to(*(NEWEST[package] for package in packages))
+
+
 def test_each_missing_table_is_named_once():
     migrate_to(("outbox", None))
     try:
