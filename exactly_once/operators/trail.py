@@ -196,7 +196,6 @@ class MessageHistory:
     moments: Sequence[HistoryEvent]
     standings: Sequence[PresentState]
     unknown: Sequence[str]
-    searched: Sequence[str]
     namesakes: Sequence[str] = ()
 
     @property
@@ -226,13 +225,11 @@ def history_of(message_id: str, aliases: Collection[str] | None = None) -> Messa
     """
     parts: list[PartOfHistory] = []
     unknown: list[str] = []
-    searched: list[str] = []
     not_here: list[str] = []
-    for app, source in _sources.items():
+    for source in _sources.values():
         available, unavailable = with_table(source.ENTRIES, aliases)
         found = [source.part_of_history(alias, message_id) for alias in available]
         parts += found
-        searched.append(f"the {app} ({', '.join(available) or 'no database has its tables'})")
         unknown += [f"The database {alias!r} is unavailable and may have more entries." for alias in unavailable]
         unknown += [words for part in found for words in part.unknown]
         not_here += [] if any(part.moments for part in found) else [source.NOT_HERE]
@@ -245,7 +242,6 @@ def history_of(message_id: str, aliases: Collection[str] | None = None) -> Messa
         moments=sorted(_once(moment for part in parts for moment in part.moments), key=attrgetter("at")),
         standings=standings,
         unknown=_once(unknown),
-        searched=searched,
         namesakes=[
             other
             for topic, biz_id in _once((standing.topic, standing.biz_id) for standing in standings)
@@ -253,6 +249,12 @@ def history_of(message_id: str, aliases: Collection[str] | None = None) -> Messa
             if other != message_id
         ],
     )
+
+
+def searched(aliases: Collection[str] | None = None) -> str:
+    """Where `history_of` and `ids_of` search: the apps, with the databases that have their tables."""
+    where = {app: with_table(source.ENTRIES, aliases)[0] for app, source in _sources.items()}
+    return "; ".join(f"the {app} ({', '.join(found) or 'no database has its tables'})" for app, found in where.items())
 
 
 def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None = None) -> list[str]:

@@ -41,8 +41,8 @@ def unattended(alias: str) -> list[str]:
 def what_to_start() -> str:
     """The remedy for `unattended` handlers."""
     if is_local(inbox_options().broker_url):
-        return gettext("Their messages wait in the database. Start outbox_relay or inbox_consume.")
-    return gettext("Their messages wait in the broker's queues. Start inbox_consume; if it runs, read its log.")
+        return gettext("Any messages for them wait in the database. Start outbox_relay or inbox_consume.")
+    return gettext("Any messages for them wait in the broker's queues. Start inbox_consume; if it runs, read its log.")
 
 
 def _counts(row: Any) -> Sequence[str]:

@@ -15,7 +15,7 @@ from django.utils.translation import gettext_lazy
 from exactly_once.cli.command import TranslatedCommand
 from exactly_once.cli.terminal import BOLD, Line, Table, show
 from exactly_once.display import exact
-from exactly_once.operators.trail import HistoryEvent, MessageHistory, PresentState, apps_asked, history_of, ids_of
+from exactly_once.operators.trail import HistoryEvent, MessageHistory, PresentState, apps_asked, history_of, ids_of, searched
 from exactly_once.plurals import ngettext
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.schema import why_unmigrated
@@ -42,14 +42,15 @@ class Command(TranslatedCommand):
             if alias not in connections:
                 words = _("There is no database %(alias)s. DATABASES has: %(known)s.")
                 raise CommandError(words % {"alias": repr(alias), "known": ", ".join(connections)})
-        for alias, app in product(connections if aliases is None else aliases, apps_asked()):
-            if problem := why_unmigrated(alias, app, begun=aliases is None):
-                raise CommandError(problem)
+        places = product(connections if aliases is None else aliases, apps_asked())
+        if problems := [problem for place in places if (problem := why_unmigrated(*place, begun=aliases is None))]:
+            raise CommandError(" ".join(problems))
         histories = [history_of(name, aliases) for name in _named(options, aliases)]
         for history in histories:
             if not history.is_known:
-                words = _("Message %(message)s was not found. %(searched)s")
-                raise CommandError(words % {"message": repr(history.message_id), "searched": _unknown(history)})
+                words = _("Message %(message)s was not found. Searched: %(places)s.")
+                said = words % {"message": repr(history.message_id), "places": searched(aliases)}
+                raise CommandError(" ".join([said, *history.unknown]))
         if options["json"]:
             self.stdout.write("\n".join(json.dumps(_as_json(history), default=datetime.isoformat) for history in histories))
         else:
@@ -64,13 +65,12 @@ def _named(options: dict[str, Any], aliases: list[str] | None) -> list[str]:
         raise CommandError(_("Say which messages: MESSAGE_ID …, or --topic TOPIC and --biz-id BIZ_ID together."))
     found = ids_of(topic, biz_id, aliases)
     if not found:
-        words = _("No row has topic %(topic)s and biz-id %(biz_id)s. A purged message can be found by its id only.")
-        raise CommandError(words % {"topic": repr(topic), "biz_id": repr(biz_id)})
+        words = _(
+            "No message has topic %(topic)s and biz-id %(biz_id)s. Searched: %(places)s. Check the spelling of both. If the "
+            "message was purged, give its id in place of them."
+        )
+        raise CommandError(words % {"topic": repr(topic), "biz_id": repr(biz_id), "places": searched(aliases)})
     return found
-
-
-def _unknown(history: MessageHistory) -> str:
-    return " ".join([_("Searched: %(places)s.") % {"places": "; ".join(history.searched)}, *history.unknown])
 
 
 def _as_json(history: MessageHistory) -> dict[str, Any]:

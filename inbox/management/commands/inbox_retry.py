@@ -54,6 +54,10 @@ class Command(DatabaseCommand):
         states = [State.DEAD, State.RETRYING] if options["retrying"] else [State.DEAD]
         chosen = InboxMessage.objects.using(alias).filter(state__in=states, **given)
         rows = list(chosen.order_by("pk").values_list("pk", "quarantined", "message_id", "handler"))
+        if not rows and not options["message_ids"]:
+            none_dead, none_open = _("No selected message is dead."), _("No selected message is dead or retrying.")
+            self.stdout.write(none_open if options["retrying"] else none_dead)
+            return
         held_back = set() if options["override_maximum_age"] else {pk for pk, quarantined, *_ in rows if quarantined}
         left = len(rows) - len(held_back)
         if options["dry_run"]:

@@ -171,14 +171,14 @@ class TestWarnings:
     def test_list_warns_of_handlers_that_no_live_process_runs(self, handles):
         handles(the_effect, name="shop.reserve_stock")
         handles(the_effect, name="shop.elsewhere", using="other")
-        words = "No consumer is running for: shop.reserve_stock. Their messages wait in the database."
+        words = "No consumer is running for: shop.reserve_stock. Any messages for them wait in the database."
         assert words in the_list().text
 
         a_consumer(silent_for=2 * SILENT_AFTER)
         consumers.mark_stopped("default", a_consumer(host="stopped").id)
         assert words in the_list().text
         with override_settings(OUTBOX={"BROKER_URL": "amqp://host//"}):
-            assert "Their messages wait in the broker's queues. Start inbox_consume" in the_list().text
+            assert "Any messages for them wait in the broker's queues. Start inbox_consume" in the_list().text
 
         a_consumer()
         assert "No consumer is running" not in the_list().text

@@ -81,7 +81,7 @@ class TestRetry:
     def test_retry_includes_retrying_messages_only_when_asked(self, handles):
         deliver(handles(fails))
 
-        assert run("inbox_retry", all=True) == "0 messages are due now."
+        assert run("inbox_retry", all=True) == "No selected message is dead."
         assert drain() == 0
         assert run("inbox_retry", all=True, retrying=True) == "1 message is due now."
         assert drain() == 1

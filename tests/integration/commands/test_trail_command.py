@@ -173,7 +173,7 @@ class TestTrailCommand:
 
         with pytest.raises(CommandError, match=rf"{unknown}.*the outbox \(default, other\); the inbox \(default, other\)"):
             printed_by_trail(unknown)
-        with pytest.raises(CommandError, match="No row has topic"):
+        with pytest.raises(CommandError, match=r"No message has topic.*the inbox \(default, other\)\. Check the spelling"):
             printed_by_trail("--topic", TOPIC, "--biz-id", "unknown")
 
     @pytest.mark.parametrize("given", [[], ["--topic", TOPIC], [uuid.uuid4(), "--topic", TOPIC, "--biz-id", "order-1"]])

@@ -81,7 +81,7 @@ def test_status_shows_a_running_consumer_with_its_handlers_and_counts_until_it_e
     assert f"running: {', '.join(HANDLERS)}" in text
     assert "No consumer is running" not in text
     assert not heartbeats()
-    assert f"No consumer is running for: {', '.join(HANDLERS)}. Their messages wait in the broker's queues." in service.status()
+    assert f"No consumer is running for: {', '.join(HANDLERS)}. Any messages for them wait in the broker" in service.status()
 
 
 @pytest.mark.every_database
@@ -115,7 +115,7 @@ def test_consumer_without_a_broker_is_shown_with_what_it_waits_for(service):
 @pytest.mark.parametrize("name", ["outbox_relay", "inbox_consume"])
 def test_process_that_runs_the_handlers_of_local_is_shown_as_a_consumer(service, name):
     service = service("local://")
-    assert "Their messages wait in the database. Start outbox_relay or inbox_consume." in service.status()
+    assert "Any messages for them wait in the database. Start outbox_relay or inbox_consume." in service.status()
 
     with service.runs(name) as process, service.runs("outbox_relay"):
         process.until(heartbeats)

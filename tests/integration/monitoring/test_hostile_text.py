@@ -137,7 +137,7 @@ def test_error_of_a_command_prints_no_control_characters(capsys):
 
     with pytest.raises(SystemExit):
         Command().run_from_argv(["manage.py", "exactly_once_trail", "--topic", TOPIC, "--biz-id", "x\x1b[2J"])
-    assert is_harmless(capsys.readouterr().err, quotes="No row has topic")
+    assert is_harmless(capsys.readouterr().err, quotes="No message has topic")
     with pytest.raises(CommandError):
         call_command("exactly_once_trail", "--topic", TOPIC, "--biz-id", "x")
 
