@@ -104,10 +104,8 @@ class FailureGroupAdmin(ReadOnlyAdmin):
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         if not self.has_view_permission(request):
             raise PermissionDenied
-        found: list[tuple[OperatedMessages, FailureGroup]] = []
-        for failing in operated.values():
-            if failing.is_visible(request.user):
-                found += [(failing, group) for group in failing.groups.all(self.using)]
+        seen = [failing for failing in operated.values() if failing.is_visible(request.user)]
+        found = [(failing, group) for failing in seen for group in failing.groups.all(self.using)]
         notes = {app: failing.notes.all(self.using) for app, failing in operated.items()}
         found.sort(key=lambda each: -each[1].count)
         context = {

@@ -188,15 +188,14 @@ class View:
             same = [alert for alert in left if _is_about(each, alert)]
             left = [alert for alert in left if alert not in same]
             yield self._line(section, each, same)
-        for shown, alert in enumerate(left):
-            if shown == _MOST_ALERTS:
-                more = ngettext("%(count)s more alert is raised.", "%(count)s more alerts are raised.", len(left) - shown)
-                yield Line(app=section.title, text=more, url=self._url(listed(Alert, app=section.app)), is_urgent=True)
-                return
+        for alert in left[:_MOST_ALERTS]:
             text = format_html("{}: {}", identifier(str(alert)), headline(alert.summary))
             is_urgent = False if alert.acknowledged_at else None
             each = Attention(condition=alert.condition, text=text, objects=[alert.object], is_urgent=is_urgent)
             yield self._line(section, each, [alert])
+        if (more := len(left) - _MOST_ALERTS) > 0:
+            words = ngettext("%(count)s more alert is raised.", "%(count)s more alerts are raised.", more)
+            yield Line(app=section.title, text=words, url=self._url(listed(Alert, app=section.app)), is_urgent=True)
 
     def _line(self, section: Section, each: Attention, alerts: Sequence[Any]) -> Line:
         condition = section.conditions.get(each.condition, _UNKNOWN)

@@ -1,5 +1,3 @@
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
@@ -43,7 +41,12 @@ class Command(TranslatedCommand):
             raise CommandError(f"--concurrency is {options['concurrency']}: it must be 1 or more.")
         handlers = _chosen(options["handlers"], options["except"])
         prometheus.serve_metrics(options, *map(table_gauges, sorted({handler.using for handler in handlers})))
-        consume = partial(_consume, drain=options["drain"], concurrency=options["concurrency"], handlers=handlers)
+
+        def consume(stop: StopRequest) -> None:
+            for alias in {handler.using for handler in handlers}:
+                require_schema(alias, "inbox")
+            serve(drain=options["drain"], concurrency=options["concurrency"], stop=stop, only=handlers)
+
         run_until_signalled(consume, grace=inbox_options().SHUTDOWN_GRACE)
 
 
@@ -57,9 +60,3 @@ def _chosen(names: str | None, excepted: str | None) -> list[Handler]:
     if left_out and not handlers:
         raise CommandError(_("--except leaves no handler."))
     return handlers
-
-
-def _consume(stop: StopRequest, *, drain: bool, concurrency: int | None, handlers: Sequence[Handler]) -> None:
-    for alias in {handler.using for handler in handlers}:
-        require_schema(alias, "inbox")
-    serve(drain=drain, concurrency=concurrency, stop=stop, only=handlers)

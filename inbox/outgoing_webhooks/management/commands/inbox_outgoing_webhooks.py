@@ -1,4 +1,3 @@
-from functools import partial
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
@@ -27,12 +26,11 @@ class Command(TranslatedCommand):
         log_to_console(options["verbosity"])
         if options["concurrency"] < 1:
             raise CommandError(f"--concurrency is {options['concurrency']}: it must be 1 or more.")
-        work = partial(_send, drain=options["drain"], threads=options["concurrency"])
-        run_until_signalled(work, grace=inbox_options().SHUTDOWN_GRACE)
 
+        def send(stop: StopRequest) -> None:
+            known = aliases()
+            for alias in known:
+                require_schema(alias, "inbox")
+            serve(known, drain=options["drain"], threads=options["concurrency"], stop=stop)
 
-def _send(stop: StopRequest, *, drain: bool, threads: int) -> None:
-    known = aliases()
-    for alias in known:
-        require_schema(alias, "inbox")
-    serve(known, drain=drain, threads=threads, stop=stop)
+        run_until_signalled(send, grace=inbox_options().SHUTDOWN_GRACE)
