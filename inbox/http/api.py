@@ -17,8 +17,8 @@ from exactly_once.http_options import HttpOptions
 from exactly_once.wire.text import ERROR_LENGTH
 from inbox.conf import inbox_options
 from inbox.handlers.handler import Handler
+from inbox.handlers.message import Message
 from inbox.http import reading, subscription
-from inbox.http.reading import Leased
 from inbox.http.waiting import places_for, until_found
 from inbox.transactions.running import DatabaseUnavailable
 
@@ -80,9 +80,8 @@ class LeasedMessage(BaseModel):
     causation_id: str
 
     @classmethod
-    def of(cls, leased: Leased) -> LeasedMessage:
-        message = leased.message
-        return cls(lease=leased.lease, **{name: getattr(message, name) for name in cls.model_fields if name != "lease"})
+    def of(cls, lease: str, message: Message) -> LeasedMessage:
+        return cls(lease=lease, **{name: getattr(message, name) for name in cls.model_fields if name != "lease"})
 
 
 class LeasedMessages(BaseModel):
@@ -128,7 +127,7 @@ async def read(request: HttpRequest, name: str, how: Reading) -> LeasedMessages:
         client=client_of(request).name,
         places=places_for(request, limits),
     )
-    return LeasedMessages(messages=[LeasedMessage.of(message) for message in leased])
+    return LeasedMessages(messages=[LeasedMessage.of(*each) for each in leased])
 
 
 @api.post("/subscriptions/{name}/acknowledge", operation_id="acknowledge", response=answers({200: SettledLeases}, 404))

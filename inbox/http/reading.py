@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import reduce
 from typing import Any
@@ -48,21 +48,16 @@ _writing = threading.Lock()
 _writers: dict[str, MinuteWriter] = {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Leased:
-    """A message that a client has until its lease ends; `lease` names it."""
-
-    lease: str
-    message: Message
-
-
-def claim(handler: Handler, most: int, lease: timedelta, options: InboxOptions) -> list[Leased]:
+def claim(handler: Handler, most: int, lease: timedelta, options: InboxOptions) -> list[tuple[str, Message]]:
     """Claim due messages, those due longest first, each in commits of its own, until their bodies exceed 8 MiB.
+
+    Returns:
+        each message, after the name of its lease.
 
     Raises:
         DatabaseUnavailable: the database does not answer, and no message was claimed before.
     """
-    claimed: list[Leased] = []
+    claimed: list[tuple[str, Message]] = []
     size = 0
     # Messages that cannot be read are settled on the way; they count, so that many of them do not delay the answer.
     try:
@@ -121,7 +116,7 @@ def _claim_due(handler: Handler, options: InboxOptions) -> InboxMessage | None:
     return committed(handler.using, claims.claim_due, [handler.name], options.REDELIVERY_AFTER)
 
 
-def _lease(handler: Handler, stored: InboxMessage, lease: timedelta, options: InboxOptions) -> Leased | None:
+def _lease(handler: Handler, stored: InboxMessage, lease: timedelta, options: InboxOptions) -> tuple[str, Message] | None:
     """The lease of a claimed message; None if it is settled, or is not to be had now."""
     arrival = open_claimed(handler, stored, options)
     if isinstance(arrival, Outcome):
@@ -141,7 +136,7 @@ def _lease(handler: Handler, stored: InboxMessage, lease: timedelta, options: In
         return None
     if granted is None:
         return None
-    return Leased(lease=f"{granted.row}.{granted.fence}", message=replace(message, fence=granted.fence))
+    return f"{granted.row}.{granted.fence}", replace(message, fence=granted.fence)
 
 
 def _can_be_answered(payload: Any) -> bool:

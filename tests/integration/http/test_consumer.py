@@ -35,7 +35,7 @@ def test_messages_from_rabbitmq_are_stored_and_read_once_although_they_are_deliv
     assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.RECEIVED, 0)}
     read = []
     while leased := reading.claim(handler, 100, timedelta(minutes=1), options):
-        read += [one.message.id for one in leased]
-        assert all(reading.acknowledge(handler, [one.lease for one in leased], options).values())
+        read += [message.id for _lease, message in leased]
+        assert all(reading.acknowledge(handler, [lease for lease, _message in leased], options).values())
     assert sorted(read) == MESSAGES
     assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
