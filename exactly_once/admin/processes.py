@@ -16,6 +16,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
+from exactly_once.admin.columns import computed
 from exactly_once.admin.filters import AppFilter
 from exactly_once.admin.pages import PageAdmin, may_see_messages
 from exactly_once.admin.sections import sections
@@ -48,6 +49,20 @@ def _action(asked: Request, label: Any, done: Any, question: Any = "", button: A
         why_not=lambda row, given: gettext("it has stopped, or the request has no effect in its state"),
         question=question,
         button=button,
+    )
+
+
+def _work(row: Any, most: int | None = None) -> SafeString:
+    # The present rate of a silent process is unknown.
+    rate = NOTHING if row.silent or row.stopped_at else number(row.rate, 1)
+    counts = [format_html("{}", count) for kind in process_kinds() if kind.app == row.app for count in kind.counts(row)]
+    handlers = row.facts.get("handlers", [])
+    more = len(handlers[most:]) if most else 0
+    return stacked(
+        *counts,
+        format_html(gettext("{} per second"), rate),
+        *map(identifier, handlers[:most]),
+        *([format_html(gettext("and {} more"), more)] if more else []),
     )
 
 
@@ -156,26 +171,8 @@ class ProcessAdmin(ActingAdmin):
             lines.append(format_html(gettext("last pass {}"), age(row.last_pass_at, row.database_now)))
         return stacked(*lines)
 
-    @admin.display(description=_("work"))
-    def work(self, row: Any) -> SafeString:
-        return self._work(row, most=_HANDLERS_IN_THE_LIST)
-
-    @admin.display(description=_("work"))
-    def all_work(self, row: Any) -> SafeString:
-        return self._work(row)
-
-    def _work(self, row: Any, most: int | None = None) -> SafeString:
-        # The present rate of a silent process is unknown.
-        rate = NOTHING if row.silent or row.stopped_at else number(row.rate, 1)
-        counts = [format_html("{}", count) for kind in process_kinds() if kind.app == row.app for count in kind.counts(row)]
-        handlers = row.facts.get("handlers", [])
-        more = len(handlers[most:]) if most else 0
-        return stacked(
-            *counts,
-            format_html(gettext("{} per second"), rate),
-            *map(identifier, handlers[:most]),
-            *([format_html(gettext("and {} more"), more)] if more else []),
-        )
+    work = computed(_("work"), lambda row: _work(row, most=_HANDLERS_IN_THE_LIST))
+    all_work = computed(_("work"), _work)
 
     @admin.display(description=_("memory, round trips"))
     def resources(self, row: Any) -> SafeString:

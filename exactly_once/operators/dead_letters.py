@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, BinaryIO
 
 from django.db import IntegrityError, models, transaction
+from django.db.backends.base.operations import BaseDatabaseOperations
 from django.db.models import QuerySet
 from django.utils.dateparse import parse_datetime
 from django.utils.timezone import is_aware
@@ -206,7 +207,8 @@ def _converted(field: Any, given: Any) -> Any:
         found = given if isinstance(given, bool) else None
     elif isinstance(field, models.IntegerField):
         is_number = isinstance(given, int) and not isinstance(given, bool)
-        found = given if is_number and 0 <= given <= _LARGEST[field.get_internal_type()] else None
+        _, largest = BaseDatabaseOperations.integer_field_ranges[field.get_internal_type()]
+        found = given if is_number and 0 <= given <= largest else None
     elif isinstance(given, str):
         with suppress(ValueError, OverflowError):
             found = _of_text(field, given)
@@ -221,13 +223,6 @@ def _of_text(field: Any, given: str) -> Any:
     if isinstance(field, models.UUIDField):
         return uuid.UUID(given)
     return given if "\x00" not in given and len(given) <= (field.max_length or len(given)) else None
-
-
-_LARGEST = {
-    "PositiveSmallIntegerField": 2**15 - 1,
-    "PositiveIntegerField": 2**31 - 1,
-    "PositiveBigIntegerField": 2**63 - 1,
-}
 
 
 def _shown(value: Any) -> str:

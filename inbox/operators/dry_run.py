@@ -45,6 +45,7 @@ _TABLES_OF_OURS = re.compile(r"\b(?:outbox|inbox)_\w+")
 _MOST_WRITES = 100
 _WRITE_LENGTH = 2_000
 _GRACE_SECONDS = 1.0
+_OUTCOMES = {HandlerTimeout: "timed out", RetryLater: "deferred", Reject: "rejected", Undecodable: "rejected"}
 
 
 class NotRunDry(InboxError):
@@ -198,13 +199,7 @@ class _Run:
                 wrappers.remove(self._watch)
 
     def _failed(self, error: BaseException) -> None:
-        outcome = "failed"
-        if isinstance(error, HandlerTimeout):
-            outcome = "timed out"
-        elif isinstance(error, RetryLater):
-            outcome = "deferred"
-        elif isinstance(error, Reject | Undecodable):
-            outcome = "rejected"
+        outcome = next((name for kind, name in _OUTCOMES.items() if isinstance(error, kind)), "failed")
         said = f"{type(error).__name__}: {describe(error)}"
         if outcome == "timed out":
             said = f"it took longer than {self._limit.total_seconds():g} s"
