@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 from django.contrib import admin
-from django.forms import Media
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.template.loader import render_to_string
 from django.urls import URLPattern, path, reverse
@@ -62,10 +61,9 @@ class OverviewAdmin(PageAdmin):
 
     template = "exactly_once/overview.html"
 
-    @property
-    def media(self) -> Media:
-        uplot, script = "exactly_once/uplot/uPlot.iife.min.js", "exactly_once/overview.js"
-        return super().media + Media(css={"all": ["exactly_once/uplot/uPlot.min.css"]}, js=[uplot, script])
+    class Media:
+        css: ClassVar[Any] = {"all": ["exactly_once/uplot/uPlot.min.css"]}
+        js = ("exactly_once/uplot/uPlot.iife.min.js", "exactly_once/overview.js")
 
     def get_urls(self) -> list[URLPattern]:
         view = self.admin_site.admin_view

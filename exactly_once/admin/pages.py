@@ -1,12 +1,11 @@
 """Pages of the admin that show no rows of a table: flow, what runs now, topics and handlers."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from django.apps import apps
 from django.contrib.admin import AdminSite
 from django.core.exceptions import PermissionDenied
-from django.forms import Media
 from django.http import HttpRequest, HttpResponse
 from django.urls import NoReverseMatch, reverse
 from django.utils.html import format_html
@@ -28,9 +27,8 @@ class PageAdmin(ReadOnlyAdmin):
         """The context of the template."""
         raise NotImplementedError
 
-    @property
-    def media(self) -> Media:
-        return super().media + Media(css={"all": ["exactly_once/overview.css", "exactly_once/pages.css"]})
+    class Media:
+        css: ClassVar[Any] = {"all": ["exactly_once/overview.css", "exactly_once/pages.css"]}
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         self.require_permission(request)
