@@ -24,7 +24,20 @@ from benchmarks.lab.record import Incorrect, Record
 from benchmarks.lab.report import table
 from benchmarks.lab.servers import Lab
 
-RELAY_SIDE = ("relay", "peers", "publish", "backlog", "relays", "latency", "footprint", "horizon", "order", "history", "pages")
+RELAY_SIDE = (
+    "relay",
+    "peers",
+    "publish",
+    "backlog",
+    "relays",
+    "latency",
+    "steps",
+    "footprint",
+    "horizon",
+    "order",
+    "history",
+    "pages",
+)
 TIME_SIDE = ("lateness", "scheduled_backlog", "due_burst", "rows_read")
 INBOX_SIDE = ("trace", "inbox", "group_commit", "batch", "ordered", "lease", "effect_latency", "rate_limit", "celery")
 NAMES = (*RELAY_SIDE, *TIME_SIDE, *INBOX_SIDE)
