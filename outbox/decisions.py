@@ -1,6 +1,6 @@
 """Decisions about a message after `publish()`: cancel it, reschedule it, publish it now, or restore it.
 
-Each is one guarded UPDATE in the caller's own transaction, so it commits together with the business change or not at all. If a
+Each is a guarded change in the caller's own transaction, so it commits together with the business change or not at all. If a
 relay has claimed the message, the call waits for the relay's pass and returns the state that results. The id of a restored
 message stays the same.
 """
@@ -42,7 +42,7 @@ class Outcome(StrEnum):
     ROLLED_BACK = "rolled_back"
     """The effect of the prepared message has not happened: no relay will publish it."""
     TOO_LATE = "too_late"
-    """Nothing was changed: its state does not allow it, or a relay or another transaction has locked it."""
+    """Nothing was changed: its state, or a later unique message, does not allow it, or another transaction has locked it."""
     NOT_FOUND = "not_found"
     """Nothing was changed: the message is not in the outbox. It was never published, or has been purged."""
 
