@@ -92,7 +92,7 @@ class PreparedMessage:
             AlreadyDecided: its checker or an operator rolled it back before.
         """
         decision = self._decide(COMMIT, Outcome.COMMITTED, said("commit", by))
-        if not decision and (state := preparing.state_of(self._using, self.id)) in {State.ROLLED_BACK, ""}:
+        if not decision and (state := decision.state or preparing.state_of(self._using, self.id)) in {State.ROLLED_BACK, ""}:
             raise AlreadyDecided(self.id, "committed", state)
         return decision
 
@@ -104,13 +104,15 @@ class PreparedMessage:
         """
         decision = self._decide(ROLL_BACK, Outcome.ROLLED_BACK, said("rollback", by))
         same = {State.ROLLED_BACK, *UNDECIDED}
-        if not decision and (state := preparing.state_of(self._using, self.id)) not in same:
+        if not decision and (state := decision.state or preparing.state_of(self._using, self.id)) not in same:
             raise AlreadyDecided(self.id, "rolled back", state)
         return decision
 
     def _decide(self, transition: Transition, done: Outcome, reason: str) -> Decision:
-        decision = decide(transition, done, {"pk": self._position}, self._using, reason)
-        self._decided = decision.state not in UNDECIDED
+        # At the end of the block, a rollback that has failed must not become a commit.
+        self._decided = transition is ROLL_BACK
+        decision = decide(transition, done, {"message_id": self.id}, self._using, reason)
+        self._decided = True
         return decision
 
     def __enter__(self) -> Self:

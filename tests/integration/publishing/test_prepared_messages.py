@@ -324,6 +324,13 @@ class TestPrepareBlock:
 
         assert [state_of(one) for one in (dropped, half)] == [State.ROLLED_BACK, State.READY]
 
+    def test_prepare_block_does_not_commit_a_message_that_was_locked_when_it_was_rolled_back(self, monkeypatch):
+        with prepare(TOPIC, {}) as half, monkeypatch.context() as patch:
+            patch.setattr(deciding, "_despite_locks", lambda change: ((), {}))
+            assert half.rollback() == Decision(Outcome.TOO_LATE, State.PREPARED)
+
+        assert state_of(half) == State.PREPARED
+
     def test_prepare_block_accepts_the_same_decision_of_the_checker_and_refuses_the_opposite(self):
         with prepare(TOPIC, {}) as half:
             deciding.decide("default", COMMIT, [row_of(half).pk])
