@@ -226,7 +226,9 @@ def decide(
     """Make the transition of all messages with these columns whose state allows it, or of none if one of them is locked."""
     with transaction.atomic(using=using):
         found = find(using, which, everywhere=transition is RESTORE)
-        decided = deciding.decide(using, transition, [*found], sources=states, reason=reason, due=due, overdue=overdue)
+        decided = deciding.decide(
+            using, transition, [*found], which=which, sources=states, reason=reason, due=due, overdue=overdue
+        )
         locked = [position for position, left in decided.left.items() if left == LOCKED]
         if decided and not locked:
             return Decision(done, decided.became[max(decided.became)])
@@ -237,4 +239,5 @@ def decide(
         return Decision(Outcome.NOT_FOUND, "")
     cause = max(locked or left)
     reason = left[cause]
-    return Decision(Outcome.TOO_LATE, found[cause] if reason in WHY else reason, why(reason))
+    state = find(using, which).get(cause, found[cause]) if reason in WHY else reason
+    return Decision(Outcome.TOO_LATE, state, why(reason))

@@ -224,7 +224,8 @@ class _Check:
 
     def _decide(self, message: UndecidedMessage, answer: Answer) -> None:
         transition = COMMIT if answer is Answer.COMMIT else ROLL_BACK
-        decided = deciding.decide(self.alias, transition, [self.row.pk], reason=f"its checker answered {answer}")
+        which, reason = {"message_id": self.row.message_id}, f"its checker answered {answer}"
+        decided = deciding.decide(self.alias, transition, [self.row.pk], which=which, reason=reason)
         state = preparing.state_of(self.alias, self.row.message_id)
         if decided:
             logger.info("The checker answered %s about %s; it is %s.", answer, _named(message), state)

@@ -9,14 +9,14 @@ from django.db import OperationalError, transaction
 from django.utils.translation import gettext_noop
 
 from exactly_once.sql.connections import lock_timeout
-from exactly_once.sql.faults import is_collision
+from exactly_once.sql.faults import SERIALIZATION_FAILURE, is_collision, sqlstate_of
 from exactly_once.states import Transition
 from outbox import doorbell
-from outbox.models import OutboxMessage
-from outbox.states import PUBLISH_NOW, RESTORE, State
+from outbox.states import PUBLISH_NOW, RESTORE
 from outbox.store import restoring
 from outbox.store.claiming import claims_by_locks
 from outbox.store.lease import in_hand
+from outbox.store.selecting import find
 from outbox.store.transitions import Moved, move
 
 _Result = TypeVar("_Result")
@@ -52,6 +52,7 @@ def decide(
     transition: Transition,
     positions: Sequence[int],
     *,
+    which: Mapping[str, Any] | None = None,
     sources: Collection[str] | None = None,
     reason: str = "",
     due: datetime | timedelta | None = None,
@@ -65,6 +66,7 @@ def decide(
 
     Args:
         positions: at most some hundreds, because they are locked until the transaction ends.
+        which: indexed columns that identify these messages. History has no index of the positions of published messages.
         sources: restricts the source states.
         reason: for the trail: who decided. A new due time is appended.
         due: when the messages are to be published, for `RESCHEDULE`.
@@ -94,29 +96,38 @@ def decide(
     moved, left = _despite_locks(change)
     became = {one.position: one.became for one in moved}
     unchanged = set(positions) - became.keys() - left.keys()
-    return Decided(became, {**left, **(_why_unchanged(alias, unchanged, states) if unchanged else {})})
+    if unchanged:
+        left = {**left, **_why_unchanged(alias, which or {"pk__in": positions}, unchanged, states)}
+    return Decided(became, left)
 
 
 def _despite_locks(change: Callable[..., _Result]) -> _Result | tuple[tuple[()], Mapping[int, str]]:
-    """Call `change`. If that waits for a lock for too long, call it again with `skip_locked=True`, to leave locked rows out."""
+    """Call `change`. If that waits for a lock for too long, call it again with `skip_locked=True`, to leave locked rows out.
+
+    A second serialization failure is raised: the snapshot of the open transaction does not have the present state of a row.
+    """
     for skip_locked in (False, True):
         try:
             return change(skip_locked=skip_locked)
         except OperationalError as error:
-            if not is_collision(error):
+            if not is_collision(error) or (skip_locked and sqlstate_of(error) == SERIALIZATION_FAILURE):
                 raise
     return (), {}
 
 
-def _why_unchanged(alias: str, positions: Collection[int], sources: Collection[str]) -> dict[int, str]:
-    found = dict(OutboxMessage.objects.using(alias).filter(pk__in=positions).values_list("pk", "state"))
+def _why_unchanged(
+    alias: str, which: Mapping[str, Any], positions: Collection[int], sources: Collection[str]
+) -> dict[int, str]:
+    found = find(alias, which)
+    if not set(positions) <= found.keys():
+        found = find(alias, which, everywhere=True)  # some of them are history by now
     present = {position: found.get(position, DELETED) for position in positions}
     return {position: LOCKED if state in sources else state for position, state in present.items()}
 
 
 def why(left: str) -> str:
     """A reason of `Decided.left` in words."""
-    return WHY.get(left) or f"it is {State(left).label.lower()} now"
+    return WHY.get(left) or f"it is {left.replace('_', ' ')} now"
 
 
 def _due_text(due: datetime | timedelta | None) -> str:

@@ -13,6 +13,7 @@ from random import Random
 import pytest
 from asgiref.sync import async_to_sync
 from django.db import OperationalError, connection, transaction
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from exactly_once.sql.now import DatabaseTime
@@ -88,7 +89,7 @@ class TestCancel:
 
         decision = cancel(str(message.id))
 
-        assert decision == Decision(Outcome.TOO_LATE, state)
+        assert (decision, decision.why) == (Decision(Outcome.TOO_LATE, state), f"it is {state.replace('_', ' ')} now")
         assert not decision
         assert state_of(message) == state
 
@@ -218,6 +219,33 @@ def test_cancel_of_a_message_that_is_published_meanwhile_is_too_late():
         settling.settle("default", Settlement(published=[message.position]))
 
     assert answers == [Decision(Outcome.TOO_LATE, State.PUBLISHED)]
+
+
+# As above, PostgreSQL only.
+def test_decision_that_is_too_late_does_not_search_history_by_position():
+    """History has an index for the names of its published messages, but none for their positions."""
+    message = in_state(State.PUBLISHED)
+    with CaptureQueriesContext(connection) as queries:
+        assert not cancel(message.id)
+
+    by_position = [query["sql"] for query in queries if '"id" IN' in query["sql"]]
+    assert by_position
+    assert all('"day" = ' in sql for sql in by_position)
+
+
+# As above, PostgreSQL only.
+def test_cancel_in_an_older_snapshot_than_the_state_of_the_message_is_a_serialization_failure():
+    message = published(delay=HOUR)
+    with transaction.atomic():
+        with connection.cursor() as cursor:
+            cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        assert state_of(message) == State.SCHEDULED
+        with in_threads(lambda: publish_now(message.id)):
+            pass
+        with pytest.raises(OperationalError, match="could not serialize"):
+            cancel(message.id)
+
+    assert state_of(message) == State.READY
 
 
 @every_database

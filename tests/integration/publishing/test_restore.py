@@ -315,6 +315,19 @@ class TestUniqueMessages:
 
 # As above, PostgreSQL only.
 @pytest.mark.django_db(transaction=True)
+def test_restore_of_a_message_that_is_cancelled_meanwhile_returns_its_present_state():
+    message = ended(State.RETRYING)
+    answers = []
+    with ExitStack() as beside, transaction.atomic():
+        cancel(message.id)
+        beside.enter_context(in_threads(lambda: answers.append(restore(message.id))))
+        wait_until(a_session_waits_for_a_transaction)
+
+    assert answers == [Decision(Outcome.TOO_LATE, State.CANCELLED)]
+
+
+# As above, PostgreSQL only.
+@pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("ending", ["commits", "rolls back"])
 def test_restore_waits_for_a_concurrent_publish_of_the_same_unique_message(ending):
     messages = [ended(biz_id=f"b{n}", unique=True) for n in range(20)]
