@@ -161,10 +161,8 @@ def restore(
     """
     if states is None:
         states = restored_by_default(by_id=message_id is not None)
-    if strange := set(states).difference(RESTORE.sources):
-        raise InvalidMessage(
-            f"states has {', '.join(sorted(strange))}: only {', '.join(RESTORE.sources)} messages can be restored."
-        )
+    if not set(states).issubset(RESTORE.sources):
+        raise InvalidMessage(f"states is {states!r}: it must be a list of {', '.join(RESTORE.sources)}.")
     names, reason = named(message_id, topic, biz_id), said("restore", by)
     return decide(RESTORE, Outcome.RESTORED, names, using, reason, states=states, overdue=overdue)
 
@@ -191,13 +189,13 @@ def named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | N
             name = message_id if isinstance(message_id, uuid.UUID) else uuid.UUID(message_id)
         except (ValueError, AttributeError, TypeError):
             raise UnknownMessage(
-                f"{message_id!r} is not a message id: it must be a UUID, the `id` of a PublishedMessage."
+                f"{message_id!r} is not a message id, a UUID: give the `id` of a PublishedMessage, or topic and biz_id."
             ) from None
         return {"message_id": name}
     if message_id is None and topic is not None and biz_id is not None:
         refuse_unfit(topic=topic, biz_id=biz_id)
         return {"topic": topic, "biz_id": biz_id}
-    raise UnknownMessage("Identify the message either by its message_id, or by topic and biz_id together.")
+    raise UnknownMessage(f"Give either message_id, or both topic and biz_id, not {message_id=}, {topic=}, {biz_id=}.")
 
 
 def refuse_unfit(**names: str) -> None:

@@ -81,9 +81,11 @@ class AlreadyDecided(OutboxError):
 
     def __init__(self, message_id: uuid.UUID, wish: str, state: str) -> None:
         self.message_id, self.state = message_id, state
-        known = f"its checker or an operator decided otherwise before, it is {state}. Undo"
-        unknown = "its row no longer exists, and its trail has no decision. Find out whether it was published. If not, undo"
+        known = f"your code, its checker or an operator decided otherwise before, it is {state}"
+        unknown = "its row no longer exists, and its trail has no decision: find out whether it was published"
         super().__init__(
-            f"The prepared message {message_id} cannot be {wish}: {known if state else unknown} the effect by hand, or publish "
-            "its message again. A checker must answer ROLLBACK only if it has made sure that the effect cannot happen any more."
+            f"The prepared message {message_id} cannot be {wish}: {known if state else unknown}. If the effect has happened and"
+            " the message will not be published, undo the effect by hand, or publish the message again. If the effect has not"
+            " happened, cancel the message, or undo by hand what its handlers have done. A checker must answer ROLLBACK only if"
+            " it has made sure that the effect cannot happen any more."
         )

@@ -89,7 +89,7 @@ class PreparedMessage:
             by: who decides, for the trail; default: this process.
 
         Raises:
-            AlreadyDecided: its checker or an operator rolled it back before.
+            AlreadyDecided: it was rolled back before, by its checker, an operator or your code.
         """
         decision = self._decide(COMMIT, Outcome.COMMITTED, said("commit", by))
         if not decision and (state := decision.state or preparing.state_of(self._using, self.id)) in {State.ROLLED_BACK, ""}:
@@ -100,7 +100,7 @@ class PreparedMessage:
         """The effect did not happen, and never will: drop the message. Otherwise as `commit`.
 
         Raises:
-            AlreadyDecided: its checker or an operator committed it before; it may have been published.
+            AlreadyDecided: it was committed before; it may have been published.
         """
         decision = self._decide(ROLL_BACK, Outcome.ROLLED_BACK, said("rollback", by))
         same = {State.ROLLED_BACK, *UNDECIDED}
