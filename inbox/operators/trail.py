@@ -112,7 +112,7 @@ def _standing(alias: str, row: InboxMessage) -> PresentState:
     also = [
         f"replaces row {row.replaces_id}, with a corrected payload" if row.replaces_id else "",
         f"in the order of key {row.key!r}" if row.ordered else "",
-        f"{row.duplicates:,} duplicates suppressed" if row.duplicates else "",
+        f"duplicates suppressed: {row.duplicates:,}" if row.duplicates else "",
         "held back by the maximum message age" if row.quarantined else "",
     ]
     return value_of(
