@@ -161,7 +161,7 @@ def restore(
     """
     if states is None:
         states = restored_by_default(by_id=message_id is not None)
-    if not set(states).issubset(RESTORE.sources):
+    if not states or not set(states).issubset(RESTORE.sources):
         raise InvalidMessage(f"states is {states!r}: it must be a list of {', '.join(RESTORE.sources)}.")
     names, reason = named(message_id, topic, biz_id), said("restore", by)
     return decide(RESTORE, Outcome.RESTORED, names, using, reason, states=states, overdue=overdue)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
-from django.db import OperationalError, transaction
+from django.db import DatabaseError, transaction
 from django.utils.translation import gettext_noop
 
 from exactly_once.sql.connections import lock_timeout
@@ -102,14 +102,14 @@ def decide(
 
 
 def _despite_locks(change: Callable[..., _Result]) -> _Result | tuple[tuple[()], Mapping[int, str]]:
-    """Call `change`. If that waits for a lock for too long, call it again with `skip_locked=True`, to leave locked rows out.
+    """Call `change`. After a collision, such as a lock that is held for too long, call it again and leave locked rows out.
 
     A second serialization failure is raised: the snapshot of the open transaction does not have the present state of a row.
     """
     for skip_locked in (False, True):
         try:
             return change(skip_locked=skip_locked)
-        except OperationalError as error:
+        except DatabaseError as error:
             if not is_collision(error) or (skip_locked and sqlstate_of(error) == SERIALIZATION_FAILURE):
                 raise
     return (), {}

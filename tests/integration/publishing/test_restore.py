@@ -194,6 +194,8 @@ class TestRestore:
         assert (state_of(dead), state_of(cancelled)) == (State.DEAD, State.READY)
         with pytest.raises(InvalidMessage, match="published"):
             restore(dead.id, states=["dead", "published"])
+        with pytest.raises(InvalidMessage, match=r"states is \[\]"):
+            restore(dead.id, states=[])
 
     @pytest.mark.django_db(databases=["default", "other"])
     def test_restore_with_using_affects_that_database_only(self):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
 import psycopg
@@ -504,6 +504,19 @@ class TestHousekeeping:
         a_round()
 
         assert DAYS.existing("default") == [today, today + 1, today + 2, today + 3]
+
+    def test_cancel_that_waits_while_the_partition_of_its_day_is_made_moves_the_message_into_it(self, today):
+        message, answers = published(), []
+        with ExitStack() as beside, transaction.atomic():
+            execute(f"LOCK TABLE ONLY {DAYS.history} IN SHARE UPDATE EXCLUSIVE MODE")
+            execute(f"CREATE TABLE {DAYS.name(today)} (LIKE {DAYS.history} INCLUDING DEFAULTS INCLUDING CONSTRAINTS)")
+            execute(f"LOCK TABLE {DAYS.default} IN ACCESS EXCLUSIVE MODE")
+            beside.enter_context(in_threads(lambda: answers.append(cancel(message.id))))
+            wait_until(lambda: execute("SELECT 1 FROM pg_locks WHERE NOT granted AND relation = %s::regclass", DAYS.default))
+            bounds = f"FROM ({today}) TO ({today + 1})"
+            execute(f"ALTER TABLE {DAYS.history} ATTACH PARTITION {DAYS.name(today)} FOR VALUES {bounds}")
+
+        assert (answers[0].outcome, part_of(message)) == (Outcome.CANCELLED, DAYS.name(today))
 
     def test_days_are_made_and_dropped_while_the_passes_of_relays_always_take_long(self, today, peer):
         """A broker that confirms late keeps every pass in its transaction, which has locked history."""
