@@ -1,4 +1,4 @@
-"""Publish messages and relay them, again and again; print the microseconds of each step of a pass as JSON.
+"""Publish messages beside a running relay, again and again; print the microseconds of each step of its passes as JSON.
 
 python -m benchmarks.actors.steps TIMES MESSAGES
 """
@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -41,29 +43,39 @@ def main() -> None:
     times, messages = map(int, sys.argv[1:])
     options, drafts = outbox_options(), [Draft(TOPIC, payload(n)) for n in range(messages)]
     taken: dict[str, list[float]] = {step: [] for step in steps}
-    with (
-        closing(open_transport(options.BROKER_URL, alias="default", exchange=options.EXCHANGE)) as transport,
-        ExitStack() as timing,
-    ):
-        watchdog = Watchdog(limit=options.WATCHDOG)
-        relay = Relay("default", transport, options, stop=StopRequest(), watchdog=watchdog, heartbeat=Heartbeat("default"))
+    stop, settled = StopRequest(), SimpleQueue[int]()
+    with ExitStack() as running:
+        transport = running.enter_context(
+            closing(open_transport(options.BROKER_URL, alias="default", exchange=options.EXCHANGE))
+        )
+        watchdog, heartbeat = Watchdog(limit=options.WATCHDOG), Heartbeat("default")
+        relay = Relay("default", transport, options, stop=stop, watchdog=watchdog, heartbeat=heartbeat)
         for step, (place, name) in steps.items():
-            timing.enter_context(patch.object(place, name, _timed(getattr(place, name), taken[step])))
+            running.enter_context(patch.object(place, name, _timed(getattr(place, name), taken[step], settled)))
+        thread = Thread(target=relay.run, daemon=True)
+        thread.start()
         for _ in range(times):
             with transaction.atomic():
                 publish_many(drafts)
-            relay.run(drain=True)
+            relay.bell.ring()
+            left = messages
+            while left:
+                left -= settled.get(timeout=30)
+        stop.set()
+        thread.join()
     # The first ones connect and prepare statements.
     print(json.dumps({step: [1e6 * seconds for seconds in values[len(values) // 5 :]] for step, values in taken.items()}))
 
 
-def _timed(function: Callable[..., Any], taken: list[float]) -> Callable[..., Any]:
+def _timed(function: Callable[..., Any], taken: list[float], settled: SimpleQueue[int]) -> Callable[..., Any]:
     def timed(*args: Any, **options: Any) -> Any:
         began = time.perf_counter()
-        try:
-            return function(*args, **options)
-        finally:
+        result = function(*args, **options)
+        if getattr(result, "shards", True):  # not a look that found nothing
             taken.append(time.perf_counter() - began)
+        if number := getattr(result, "settled", 0):
+            settled.put(number)
+        return result
 
     return timed
 
