@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import UTC, datetime, timedelta
-from difflib import get_close_matches
 from inspect import signature
 from itertools import groupby
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
@@ -26,7 +25,7 @@ from exactly_once.telemetry import tracing
 from exactly_once.wire.context import OUTER_CORRELATION, caused_by, current_cause
 from exactly_once.wire.envelope import RESERVED_HEADERS, HeaderValue, headers_as_json, is_reserved
 from exactly_once.wire.identity import new_message_id, new_message_ids
-from exactly_once.wire.text import why_no_topic, why_unfit
+from exactly_once.wire.text import did_you_mean, why_no_topic, why_unfit
 from outbox import doorbell
 from outbox.conf import outbox_options
 from outbox.errors import InvalidMessage, PayloadTooLarge, PublishedOutsideTransaction
@@ -172,9 +171,7 @@ def draft_of(function: str, topic: str, payload: Any, options: Mapping[str, Any]
         unknown = next((name for name in options if name not in known), None)
         if unknown is None:
             raise
-        close = get_close_matches(unknown, known, n=1)
-        remedy = f" Did you mean {close[0]!r}?" if close else ""
-        raise TypeError(f"{function}() has no argument {unknown!r}.{remedy}") from None
+        raise TypeError(f"{function}() has no argument {unknown!r}. {did_you_mean(unknown, known)}".rstrip()) from None
 
 
 def request(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **options: Unpack[PublishOptions]) -> PublishedMessage:

@@ -4,7 +4,6 @@ A message is a frozen dataclass with a `topic` and a `payload`. A path is writte
 """
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -13,6 +12,7 @@ from django.core.serializers.json import DjangoJSONEncoder
 from django.db.models import Model, QuerySet
 
 from exactly_once.sql.rows import value_of
+from exactly_once.wire.text import did_you_mean
 
 _Message = TypeVar("_Message")
 IsMeant = Callable[[Any], bool]
@@ -100,8 +100,7 @@ def require_known(kind: type[Any], expected: Mapping[str, Any]) -> None:
     for name in expected:
         attribute = name.split("__")[0]
         if attribute not in known:
-            close = difflib.get_close_matches(attribute, known, n=1)
-            remedy = f"Did you mean {close[0]!r}?" if close else f"A message has: {', '.join(known)}."
+            remedy = did_you_mean(attribute, known) or f"A message has: {', '.join(known)}."
             raise TypeError(f"{name}: a message has no {attribute!r}. {remedy}")
 
 

@@ -1,7 +1,9 @@
-"""Make external text fit a column."""
+"""Make external text fit a column, and suggest the name that was meant."""
 
 import hashlib
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import lru_cache
 
 NAME_LENGTH = 255
@@ -75,3 +77,9 @@ def printable(text: str, limit: int) -> str:
         return text
     half = limit // 2
     return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence that suggests the known name that is closest to a wrong one; "" if none is close."""
+    close = get_close_matches(name, list(known), n=1)
+    return f"Did you mean {close[0]!r}?" if close else ""

@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from difflib import get_close_matches
 from functools import partial, update_wrapper, wraps
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
@@ -21,7 +20,7 @@ from django.db import DEFAULT_DB_ALIAS
 
 from exactly_once.settings import per_second
 from exactly_once.wire.identity import origin
-from exactly_once.wire.text import why_no_topic, why_unfit
+from exactly_once.wire.text import did_you_mean, why_no_topic, why_unfit
 from inbox.errors import NotCallable
 from inbox.handlers.handler import Handler, value_at, why_contradictory
 from inbox.handlers.message import BizId, Message
@@ -125,10 +124,8 @@ def _takes_common_options(decorator: Callable[_P, _Decorator]) -> Callable[_P, _
 
     @wraps(decorator)
     def checked(*topics: _P.args, **options: _P.kwargs) -> _Decorator:
-        if unknown := options.keys() - {*known}:
-            close = get_close_matches(min(unknown), known, n=1)
-            remedy = f" Did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"{decorator.__name__}() has no argument {min(unknown)!r}.{remedy}")
+        if unknown := min(options.keys() - {*known}, default=""):
+            raise TypeError(f"{decorator.__name__}() has no argument {unknown!r}. {did_you_mean(unknown, known)}".rstrip())
         return decorator(*topics, **options)
 
     checked.__signature__ = signature  # type: ignore[attr-defined]
