@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+EXTRAS := postgres,redis,celery,prometheus,opentelemetry,http,terminal
 # More workers than processors: a test waits most of its time. Each has servers of its own.
 WORKERS ?= 6
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
@@ -67,16 +68,17 @@ clean: ## remove all build results, except databases
 
 $(VENV)/.made: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) 'pip>=25.1' # the first that installs dependency groups
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.made
-	$(PIP) --editable '.[demo,postgres,redis]'
+	$(PIP) --editable '.[postgres,redis,terminal]' --group demo
 	touch $@
 
 $(VENV)/.test: $(VENV)/.made
-	$(PIP) --editable '.[test]'
+	$(PIP) --editable '.[$(EXTRAS)]' --group test
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.made
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[$(EXTRAS)]' --group dev
 	touch $@ $(VENV)/.test
