@@ -278,7 +278,7 @@ def test_every_metric_is_documented_with_its_type_and_labels_and_no_other():
 
 
 def every_page():
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md", *sorted(DOCS.rglob("*.md"))]
+    return [*sorted(ROOT.glob("*.md")), ROOT / "tests" / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def prose(path):
@@ -293,6 +293,10 @@ def test_every_file_that_a_page_names_or_links_to_exists():
         for target, place in [
             *((name, ROOT / name) for name in re.findall(r"`(tests/[\w/]+(?:\.\w+)?)/?`", prose(path))),
             *((link, path.parent / link) for link in re.findall(r"\]\((?!\w+://)([^)#\s]+)[^)]*\)", prose(path))),
+            *(
+                (link, path.parent / link)
+                for link in re.findall(r"^\[[^\]]+\]: (?!\w+://)([^#\s]+)", prose(path), re.MULTILINE)
+            ),
         ]
         if not place.exists()
     ]
