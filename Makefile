@@ -66,9 +66,10 @@ clean: ## remove all build results, except databases
 	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache benchmarks/.results benchmarks/.peers
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# pip 25.1 is the first that installs dependency groups.
 $(VENV)/.made: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) 'pip>=25.1' # the first that installs dependency groups
+	$(PIP) 'pip>=25.1'
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.made
