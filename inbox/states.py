@@ -60,7 +60,7 @@ ACCEPT = Transition(
     when=(
         "handed over by `local://`, [redelivered by the broker](receiving.md#redelivered-messages), corrected by an operator, "
         "or not run in time because of a rate limit or busy workers; `waiting` behind another message of its key, if its "
-        "handler is [ordered](../adr/0023-ordered-handlers.md)"
+        "handler is [ordered](../how-to/ordered-handlers.md)"
     ),
     recorded=False,
 )

@@ -2,6 +2,15 @@
 
 Everything that can be wrong with a message is found before its row is written. What is written is what will travel: the
 payload is serialised here and now, so that a later change of the code or of the data cannot change what was said.
+
+On its way to the broker a message has five types, one for each step, with what is known there: a `Draft` has the arguments,
+unchecked; a `NewRow` is checked and serialised, with its message id; a `RelayedMessage` is what the read of a pass returns, as
+it is stored; an `OutgoingMessage` adds exchange, queue and expiry, for any transport; an `Envelope` is what is on the wire. A
+pass does not read instances of the model, because one takes eight times as long as a named tuple. A transport does not get
+columns that only a pass needs, such as the shard and the attempts.
+
+The arguments of `publish` are in `Draft` and once more in `PublishOptions`, because no type checker derives a `TypedDict` from a
+dataclass. Signatures and error messages are made from `Draft`.
 """
 
 from __future__ import annotations

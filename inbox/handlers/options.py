@@ -2,6 +2,15 @@
 
 Each is a frozen dataclass that validates its values when it is created. So a mistake is found when the handler's module is
 imported, not when the first message fails.
+
+Options that belong together are one value; an independent option is a plain argument of the decorator. Where the contract of
+the function differs, the decorator differs: `@batch_handler` passes a list, `@leased_handler` runs outside of a transaction. So
+most meaningless combinations cannot be written, and a type checker knows what the function gets. With flat arguments a third of
+them would have a meaning only beside another one.
+
+A duration is a `timedelta`, because a number may mean seconds or minutes. A rate is a text such as "10/s", because Python has no
+type for it. A deferral is bounded where it is raised (`RetryLater(give_up_after=…)`): only that code knows how long it makes
+sense to wait.
 """
 
 from __future__ import annotations

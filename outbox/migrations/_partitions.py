@@ -1,4 +1,4 @@
-"""The table of messages: partitioned on PostgreSQL, plain elsewhere. See docs/adr/0038-history.md."""
+"""The table of messages: partitioned on PostgreSQL, plain elsewhere. See decisions/0033-history.md."""
 
 from __future__ import annotations
 

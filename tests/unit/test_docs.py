@@ -1,4 +1,10 @@
-"""The documentation says what is there, all of it and no more."""
+"""The documentation says what is there, all of it and no more.
+
+The reference is written by hand, and compared with the code here: names, signatures, attributes, defaults, commands, checks,
+signals, metrics, tables. It is not generated from docstrings, because a docstring is read in an editor, is short and has no
+links, while a page links from an argument to the page that explains it and says what a group of functions has in common. The
+price: a sentence about an argument is in both, and no test notices when the two differ.
+"""
 
 from __future__ import annotations
 
