@@ -52,6 +52,7 @@ from tests import plugin
 from tests.support import ROOT
 
 DOCS = ROOT / "docs"
+DECISIONS = ROOT / "decisions"
 SIDES = ("outbox", "inbox")
 
 
@@ -284,7 +285,9 @@ def test_every_metric_is_documented_with_its_type_and_labels_and_no_other():
 
 
 def every_page():
-    return [*sorted(ROOT.glob("*.md")), ROOT / "tests" / "README.md", *sorted(DOCS.rglob("*.md"))]
+    return [path for place in (".", "decisions", "tests", "benchmarks", "benchmarks/notes") for path in (ROOT / place).glob("*.md")] + [
+        *DOCS.rglob("*.md")
+    ]
 
 
 def prose(path):
@@ -311,7 +314,7 @@ def test_every_file_that_a_page_names_or_links_to_exists():
 
 
 def decisions():
-    return sorted((DOCS / "adr").glob("0*.md"))
+    return sorted(DECISIONS.glob("0*.md"))
 
 
 LINKS_OF_A_STATUS = r"\[\d+\]\((0[\w-]+\.md)\)(?: and \[\d+\]\((0[\w-]+\.md)\))*"
@@ -333,17 +336,21 @@ def test_decision_has_a_date_and_a_status_and_the_decisions_it_names_link_back(p
     assert STATUS.fullmatch(path.read_text().splitlines()[2])
 
     for word, other in relations(path):
-        assert (BACK[word], path.name) in relations(DOCS / "adr" / other), other
+        assert (BACK[word], path.name) in relations(DECISIONS / other), other
+
+
+def test_decisions_are_numbered_without_holes():
+    assert [int(path.name[:4]) for path in decisions()] == list(range(1, len(decisions()) + 1))
 
 
 def test_index_of_the_decisions_has_each_with_its_title():
     titles = {path: path.read_text().splitlines()[0].removeprefix("# ").replace(". ", " ", 1) for path in decisions()}
-    listed = re.findall(r"^- (\[.+)$", page("adr/index.md"), re.MULTILINE)
+    listed = re.findall(r"^- (\[.+)$", (DECISIONS / "README.md").read_text(), re.MULTILINE)
 
     assert listed == [f"[{title}]({path.name})" for path, title in titles.items()]
 
 
-LONG = {"checks.md", "features.md", "glossary.md", "proofs.md"}
+LONG = {"checks.md", "features.md", "glossary.md"}
 """Lists, in which one looks something up."""
 
 
@@ -364,51 +371,49 @@ class Row:
     what: str
     tests: list[str]
 
-    @property
-    def status(self):
-        return status_of(self.what)
-
-
-def status_of(text):
-    return (re.match(r"\*\*(\w+)\.\*\* ", text) or ["", "Delivered"])[1]
-
 
 def features():
-    """In the order of the page with the statements."""
-    statements = re.findall(r"^### ([A-H]\d+)\n\n(.+)\n((?:\n- `.+`)*)", page("reference/proofs.md"), re.MULTILINE)
-    lines = {
-        re.fullmatch(r"\[([A-H]\d+)\]\(reference/proofs\.md#[a-h]\d+\)", name)[1]: (line, link)
-        for name, line, link in rows(page("features.md"), "id", "feature", "page")
-    }
+    """In the order of the file with the statements."""
+    text = (ROOT / "tests" / "features.md").read_text()
+    statements = re.findall(r"^### ([A-H]\d+)\n\n(.+)\n((?:\n- `.+`)*)", text, re.MULTILINE)
+    lines = {with_anchor(name): (line, link) for name, line, link in rows(page("features.md"), "id", "feature", "page")}
+    assert headings(text, 3) == [name for name, *_ in statements]
     assert sorted(lines) == sorted(name for name, *_ in statements)
     return [Row(name, *lines[name], what, re.findall(r"- `(.+)`", tests)) for name, what, tests in statements]
 
 
-def test_features_page_has_one_row_for_each_id():
+def planned():
+    return [with_anchor(name) for name, _ in rows(page("features.md"), "id", "feature")]
+
+
+def with_anchor(cell):
+    """The id in a cell, which is also the anchor of its row."""
+    anchor, name = re.fullmatch(r'<a id="([a-h]\d+)"></a>([A-H]\d+)', cell).groups()
+    assert anchor == name.lower()
+    return name
+
+
+def test_features_page_has_one_row_for_each_id_and_a_statement_for_each_that_is_not_planned():
     gaps = {"D": {1, 2, 4, 12, 15, 20, 23}, "E": {9}, "F": {4, 10, 11}}
     last = {"A": 16, "B": 9, "C": 28, "D": 31, "E": 13, "F": 16, "G": 16, "H": 30}
-    expected = [f"{group}{n}" for group, end in last.items() for n in range(1, end + 1) if n not in gaps.get(group, ())]
+    every = [f"{group}{n}" for group, end in last.items() for n in range(1, end + 1) if n not in gaps.get(group, ())]
+    later = planned()
 
-    assert [row.id for row in features()] == expected
-
-
-def test_features_page_knows_four_statuses_and_explains_what_is_not_plainly_delivered():
-    for row in features():
-        assert row.status in {"Delivered", "Partly", "Differs", "Later"}, row.id
-        assert status_of(row.line) == row.status, row.id
-        for text in (row.line, row.what):
-            if row.status == "Differs":
-                assert "because" in text, f"{row.id} does not say why it differs"
-            if row.status == "Partly":
-                assert "later" in text, f"{row.id} does not say what is missing"
+    assert len(later) == len(set(later))
+    assert set(later) <= set(every)
+    assert [row.id for row in features()] == [name for name in every if name not in later]
 
 
-def test_features_page_links_each_row_that_is_there_to_an_existing_heading():
+def test_a_part_of_a_feature_that_is_planned_is_named_in_its_row_and_in_its_statement():
+    partly = {row.id for row in features() if "planned" in row.line}
+
+    assert partly
+    assert {row.id for row in features() if "planned" in row.what} == partly
+
+
+def test_features_page_links_each_row_to_an_existing_heading():
     broken = []
     for row in features():
-        if row.status == "Later":
-            assert row.page == "", row.id
-            continue
         target, _, anchor = re.fullmatch(r"\[.+\]\((.+)\)", row.page)[1].partition("#")
         slugs = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in all_headings(page(target))}
         if anchor and anchor not in slugs:
@@ -422,8 +427,8 @@ def all_headings(text):
 
 
 @pytest.mark.timeout(300)  # when a part of the suite is run, pytest collects the others
-def test_page_of_proofs_names_a_collected_test_function_for_each_feature_that_is_there(pytestconfig):
-    named = {row.id: row.tests for row in features() if row.status != "Later"}
+def test_statement_of_each_feature_names_a_collected_test_function(pytestconfig):
+    named = {row.id: row.tests for row in features()}
     assert [row for row, tests in named.items() if not tests] == []
     collected = pytestconfig.stash[plugin.collected]
     if others := {test for tests in named.values() for test in tests} - collected:
