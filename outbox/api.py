@@ -9,8 +9,8 @@ it is stored; an `OutgoingMessage` adds exchange, queue and expiry, for any tran
 pass does not read instances of the model, because one takes eight times as long as a named tuple. A transport does not get
 columns that only a pass needs, such as the shard and the attempts.
 
-The arguments of `publish` are in `Draft` and once more in `PublishOptions`, because no type checker derives a `TypedDict` from a
-dataclass. Signatures and error messages are made from `Draft`.
+The arguments of `publish` are in `Draft` and once more in `PublishOptions`, because no type checker derives a `TypedDict` from
+a dataclass. Signatures and error messages are made from `Draft`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 these declarations, so a transition has the same effect in all of them. One parametrised test covers all states and transitions.
 
 A library of state machines changes one loaded instance and saves it: its guard is not part of the UPDATE, and 500 messages are
-500 instances. A trigger that rejects every other change differs between the databases, and a reader of the code does not see it.
+500 instances. A trigger that rejects every other change would differ between the databases, and a reader of the code would not
+see it.
 
 What a transition writes is SQL. A name in braces is a parameter of its execution, such as `{delay}`, which becomes the instant
 after that duration, or an expression of the database, such as `{now}`; see `store.transitions`. So one declaration serves

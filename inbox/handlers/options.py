@@ -8,8 +8,8 @@ the function differs, the decorator differs: `@batch_handler` passes a list, `@l
 most meaningless combinations cannot be written, and a type checker knows what the function gets. With flat arguments a third of
 them would have a meaning only beside another one.
 
-A duration is a `timedelta`, because a number may mean seconds or minutes. A rate is a text such as "10/s", because Python has no
-type for it. A deferral is bounded where it is raised (`RetryLater(give_up_after=…)`): only that code knows how long it makes
+A duration is a `timedelta`, because a number may mean seconds or minutes. A rate is a text such as "10/s", because Python has
+no type for it. A deferral is bounded where it is raised (`RetryLater(give_up_after=…)`): only that code knows how long it makes
 sense to wait.
 """
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import mkdocs_hooks
+from tools import docs_site
 
 
 def configured(directory, urls):
     (directory / "pyproject.toml").write_text(f'[project]\nname = "django-exactly-once"\n[project.urls]\n{urls}')
     config = SimpleNamespace(config_file_path=str(directory / "mkdocs.yml"), site_url=None, repo_url=None, repo_name=None)
-    return mkdocs_hooks.on_config(config)
+    return docs_site.on_config(config)
 
 
 def test_site_has_the_addresses_of_the_package(tmp_path):

@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import yaml
 from django.apps import apps
 from django.core.management import BaseCommand, load_command_class
 from django.db.models import CheckConstraint
@@ -50,6 +51,7 @@ from outbox.models import OutboxMessage
 from outbox.states import TRANSITIONS, UNDECIDED, State
 from tests import plugin
 from tests.support import ROOT
+from tools import docs_site
 
 DOCS = ROOT / "docs"
 DECISIONS = ROOT / "decisions"
@@ -285,9 +287,8 @@ def test_every_metric_is_documented_with_its_type_and_labels_and_no_other():
 
 
 def every_page():
-    return [path for place in (".", "decisions", "tests", "benchmarks", "benchmarks/notes") for path in (ROOT / place).glob("*.md")] + [
-        *DOCS.rglob("*.md")
-    ]
+    beside = (ROOT, DECISIONS, ROOT / "tests", ROOT / "benchmarks", ROOT / "benchmarks" / "notes")
+    return [*(path for place in beside for path in sorted(place.glob("*.md"))), *sorted(DOCS.rglob("*.md"))]
 
 
 def prose(path):
@@ -348,6 +349,36 @@ def test_index_of_the_decisions_has_each_with_its_title():
     listed = re.findall(r"^- (\[.+)$", (DECISIONS / "README.md").read_text(), re.MULTILINE)
 
     assert listed == [f"[{title}]({path.name})" for path, title in titles.items()]
+
+
+def groups(title, entries):
+    """A group of the navigation and those in it, each with its title and its entries."""
+    yield title, entries
+    for name, inside in ((name, inside) for entry in entries for name, inside in entry.items()):
+        if isinstance(inside, list):
+            yield from groups(name, inside)
+
+
+def test_groups_of_the_navigation_have_at_most_twelve_entries():
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2])
+
+    assert [next(iter(entry)) for entry in navigation] == ["Learn", "How-to", "Reference", "Explanation"]
+    assert {title: len(entries) for title, entries in groups("navigation", navigation) if len(entries) > 12} == {}
+
+
+def test_links_of_a_file_that_a_page_includes_lead_to_pages_or_become_text():
+    text = (
+        "[a](docs/how-to/a.md#b) [c](CHANGELOG.md) [d\ne](pyproject.toml) [f](https://example.org/g) [h](#i) `[j](docs/k.md)`"
+    )
+
+    expected = "[a](how-to/a.md#b) [c](changelog.md) d\ne [f](https://example.org/g) [h](#i) `[j](docs/k.md)`"
+    assert docs_site.with_links_of_the_site(text) == expected
+
+
+def test_each_included_file_is_the_whole_of_its_page():
+    for file, name in docs_site.PAGES.items():
+        assert page(name) == f'--8<-- "{file}"\n'
+        assert docs_site.on_page_markdown(page(name)).startswith("# ")
 
 
 LONG = {"checks.md", "features.md", "glossary.md"}
