@@ -3,8 +3,8 @@
 AMQP 0-9-1, sections 2.3.5 (framing) and 4.2 (wire-level format). py-amqp makes one system call per message and packs each
 header again, which costs about five times as much. The broker also reads many messages fastest from one write.
 
-py-amqp still connects, declares queues, sends heartbeats and reads the socket, because projects configure their connections
-through kombu, which uses none of the AMQP clients in C or Rust. The price is about 170 lines for a format that has not changed
+py-amqp still connects, declares, sends heartbeats and reads the socket, because projects configure their connections through
+kombu, which uses none of the AMQP clients in C or Rust. The price is about 170 lines for a format that has not changed
 since 2008, and the use of parts that py-amqp does not document: the `write` of its socket, its read buffer and the counters of
 its heartbeat check.
 
