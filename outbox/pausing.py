@@ -1,4 +1,4 @@
-"""Pausing a topic: its messages are written as before, and no relay sends them until it is resumed."""
+"""Pausing a topic: no relay sends its messages until it is resumed. `publish()` continues to write them."""
 
 from __future__ import annotations
 
