@@ -41,20 +41,20 @@ check: $(VENV)/.dev ## lint, spelling and wording, types, import contracts, migr
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/codespell
-	$(BIN)/python -m tests.support.wording
+	$(BIN)/python -m tools.wording
 	$(BIN)/mypy
-	$(BIN)/python -m tests.support.tutorial_types
+	$(BIN)/python -m tools.tutorial_types
 	$(BIN)/lint-imports
 	DJANGO_SETTINGS_MODULE=tests.settings $(BIN)/python manage.py makemigrations --check --dry-run
 	DJANGO_SETTINGS_MODULE=demo_shop.settings $(BIN)/python manage.py makemigrations --check --dry-run
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir $(VENV)/site
 
 messages: $(VENV)/.test ## update and compile the catalogs of translations
-	$(BIN)/python -m tests.support.messages
+	$(BIN)/python -m tools.messages
 
 screenshots: $(VENV)/.test ## take the screenshots of the docs again, and record the demo
-	$(BIN)/python -m tests.support.screenshots
-	$(BIN)/python -m tests.support.recording
+	$(BIN)/python -m tools.screenshots
+	$(BIN)/python -m tools.recording
 
 bench: $(VENV)/.test ## measure beside raw limits and peers; BENCH="relay --quick" for a part
 	$(BIN)/python -m benchmarks $(BENCH)

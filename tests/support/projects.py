@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import tempfile
+from pathlib import Path
 
 from tests.support import ROOT
 from tests.support.processes import start_python
@@ -56,15 +57,16 @@ def run_in(directory, settings, *arguments, **environment):
         return subprocess.CompletedProcess(arguments, status, output.read().decode())
 
 
-def environment_in(directory, settings, **environment):
+def environment_in(directory: Path, settings: str, **environment: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     path = os.pathsep.join([str(directory), str(ROOT)])
     return {**inherited, "PYTHONPATH": path, "DJANGO_SETTINGS_MODULE": settings, **environment}
 
 
-def titled_blocks(page):
+def titled_blocks(page: str) -> dict[str, str]:
     """The Python files of a page, by name; blocks of one title follow each other in one file."""
-    files, written = {}, (ROOT / "docs" / page).read_text()
+    files: dict[str, str] = {}
+    written = (ROOT / "docs" / page).read_text()
     for name, text in re.findall(r'^```python title="([\w/]+\.py)"\n(.*?)^```$', written, re.MULTILINE | re.DOTALL):
         files[name] = files.get(name, "") + text
     return files

@@ -25,9 +25,9 @@ from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.deliveries import deliver
 from tests.support.heartbeats import a_relay
-from tests.support.messages import APPS, catalog, update
 from tests.support.relaying import published, set_columns
 from tests.support.shop_day import hostile_rows
+from tools.messages import APPS, catalog, update
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
 

@@ -1,4 +1,4 @@
-"""Check the types of the tutorial's project with mypy and pyright: `python -m tests.support.tutorial_types`."""
+"""Check the types of the tutorial's project with mypy and pyright: `python -m tools.tutorial_types`."""
 
 from __future__ import annotations
 

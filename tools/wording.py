@@ -1,4 +1,4 @@
-"""Find the words that `wording.txt` replaces, in everything that people read: `python -m tests.support.wording`.
+"""Find the words that `wording.txt` replaces, in everything that people read: `python -m tools.wording`.
 
 It reads the pages in Markdown without their code, the docstrings, comments, texts with a space and names of tests in Python,
 and the English texts of the catalogs. It skips names between backquotes.
