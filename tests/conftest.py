@@ -24,7 +24,7 @@ hypothesis.settings.load_profile("tests")
 
 LONG_FIRST = (
     *("tutorial", "integration/browser", "demo", "integration/http/test_documents.py", "crash"),
-    *("integration/celery", "integration/leases", "integration/servers", "unit/test_docs.py"),
+    *("integration/celery", "integration/leases", "tools/test_servers.py", "docs/test_docs.py"),
 )
 """Where tests take seconds, the longest first. Every worker begins with a part of them and of the `proof`: so the last minute
 has short tests, of which each worker that has run out takes some from another."""

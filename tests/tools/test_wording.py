@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import wording
+from tools import wording
 
 WORD = "twin"
 """A word of the list. The texts below have `@` in its place, because this file is read, too."""

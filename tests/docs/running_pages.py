@@ -1,4 +1,4 @@
-"""Runs the Python blocks of the pages, and prints a line for each that fails: `python -m tests.support.running_pages`.
+"""Runs the Python blocks of the pages, and prints a line for each that fails: `python -m tests.docs.running_pages`.
 
 The reader's own modules and names are replaced by stand-ins that accept every use, so a block runs without the project that it
 is a part of. What runs for real is ours: decorators and their options, `publish()` and others in real transactions, values of

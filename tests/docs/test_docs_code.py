@@ -25,9 +25,9 @@ from django.core.management import BaseCommand, CommandError, get_commands, load
 from exactly_once import metrics
 from inbox.conf import InboxOptions
 from outbox.conf import OutboxOptions
+from tests.docs.running_pages import well_known
 from tests.support import ROOT
 from tests.support.pages import EXAMPLES, blocks, commands, pages
-from tests.support.running_pages import well_known
 
 OURS = ("exactly_once", "outbox", "inbox")
 SIGNATURE = re.compile(r"^@?(?P<name>\w+)\((?P<parameters>.*?)\)(?: -> [^\n]+)?(?:\ndef .*)?$", re.DOTALL)
@@ -185,7 +185,7 @@ def has(kind, attribute):
 
 def test_python_blocks_run():
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.running_pages"],
+        [sys.executable, "-m", "tests.docs.running_pages"],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "DJANGO_"))},
         stdout=subprocess.PIPE,
