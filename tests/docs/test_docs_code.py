@@ -27,10 +27,10 @@ from inbox.conf import InboxOptions
 from outbox.conf import OutboxOptions
 from tests.docs.running_pages import well_known
 from tests.support import ROOT
+from tests.support.lower_bounds import at_least
 from tests.support.pages import EXAMPLES, blocks, commands, pages
 
 OURS = ("exactly_once", "outbox", "inbox")
-SIGNATURE = re.compile(r"^@?(?P<name>\w+)\((?P<parameters>.*?)\)(?: -> [^\n]+)?(?:\ndef .*)?$", re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -38,32 +38,30 @@ def known():
     return well_known()
 
 
-def parsed(block):
-    """The syntax trees of a block: one, or one for each of its signatures."""
-    if not block.is_signature:
-        return [ast.parse(block.source)]
-    found = [SIGNATURE.match(text.strip()) for text in block.source.strip().split("\n\n")]
-    return [ast.parse(f"def {each['name']}({each['parameters']}): ..." if each else block.source) for each in found]
+def trees():
+    """The Python blocks of the pages, each with its place."""
+    return [(block.place, ast.parse(block.source)) for block in at_least(150, blocks("python"))]
 
 
 def test_every_python_block_compiles():
     wrong = []
-    for block in blocks("python"):
+    for block in at_least(150, blocks("python")):
         try:
-            for tree in parsed(block):
-                compile(tree, block.place, "exec")
-        except (SyntaxError, TypeError) as error:
+            compile(block.source, block.place, "exec")
+        except SyntaxError as error:
             wrong.append(f"{block.place}: {error}")
 
     assert wrong == []
 
 
 def test_every_import_of_a_python_block_resolves():
-    assert [f"{block.place}: {what}" for block in blocks("python") for tree in parsed(block) for what in unresolved(tree)] == []
+    imports = at_least(150, [(place, *each) for place, tree in trees() for each in imported_by(tree)])
+
+    assert [(place, module, name) for place, module, name in imports if not exists(module, name)] == []
 
 
-def unresolved(tree):
-    """What a block imports from a package that is installed here, and that is not there. Other packages are the reader's."""
+def imported_by(tree):
+    """What a block imports from packages that are installed here. Others are the reader's."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             imported = [(name.name, None) for name in node.names]
@@ -71,9 +69,7 @@ def unresolved(tree):
             imported = [(node.module, name.name) for name in node.names]
         else:
             continue
-        for module, name in imported:
-            if is_installed(module.partition(".")[0]) and not exists(module, name):
-                yield f"{module}.{name}" if name else module
+        yield from (each for each in imported if is_installed(each[0].partition(".")[0]))
 
 
 def is_installed(package):
@@ -89,17 +85,16 @@ def exists(module, name):
 
 
 def test_every_call_of_a_public_function_on_a_page_fits_its_signature(known):
-    wrong = [
-        f"{block.place}, {ast.unparse(call)[:60]}: {problem}"
-        for block in blocks("python")
-        for tree in parsed(block)
+    calls = [
+        (place, function, call)
+        for place, tree in trees()
         for names in [names_in(tree, known)]
         for call in ast.walk(tree)
         if isinstance(call, ast.Call) and is_ours(function := value_of(call.func, names))
-        if (problem := misfit(function, call))
     ]
 
-    assert wrong == []
+    wrong = [(place, ast.unparse(call), misfit(function, call)) for place, function, call in at_least(100, calls)]
+    assert [each for each in wrong if each[2]] == []
 
 
 def names_in(tree, known):
@@ -139,38 +134,19 @@ def misfit(function, call):
     return ""
 
 
-def test_every_parameter_of_a_signature_on_a_page_exists(known):
-    wrong = [
-        f"{block.place}: {stated.name}({name})"
-        for block in blocks("python")
-        if block.is_signature
-        for tree in parsed(block)
-        for stated in tree.body
-        for name in parameters(stated) - {*inspect.signature(known[stated.name]).parameters}
-    ]
-
-    assert wrong == []
-
-
-def parameters(stated):
-    return {each.arg for each in [*stated.args.posonlyargs, *stated.args.args, *stated.args.kwonlyargs]}
-
-
 def test_every_attribute_of_our_objects_in_a_function_on_a_page_exists(known):
-    wrong = [
-        f"{block.place}: {kind.__name__}.{attribute}"
-        for block in blocks("python")
-        for tree in parsed(block)
+    read = [
+        (place, kind, attribute)
+        for place, tree in trees()
         for names in [names_in(tree, known)]
         for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for argument in function.args.args
         if is_ours(kind := value_of(argument.annotation, names))
         for attribute in attributes_of(argument.arg, function)
-        if not has(kind, attribute)
     ]
 
-    assert wrong == []
+    assert [(place, attribute) for place, kind, attribute in at_least(30, read) if not has(kind, attribute)] == []
 
 
 def attributes_of(name, function):
@@ -195,15 +171,15 @@ def test_python_blocks_run():
         timeout=100,
     )
 
-    assert (done.returncode, done.stdout) == (0, "")
+    assert (done.returncode, done.stdout.strip(".")) == (0, "")
+    at_least(120, done.stdout)
 
 
 def test_every_json_and_yaml_block_can_be_read():
     """What is included from a file (`--8<--`) is tested with that file."""
     readers = {"json": json.loads, "yaml": yaml.safe_load}
-    written = [block for block in blocks(*readers) if "--8<--" not in block.code]
     wrong = []
-    for block in written:
+    for block in at_least(5, [block for block in blocks(*readers) if "--8<--" not in block.code]):
         try:
             readers[block.language](block.source)
         except (ValueError, yaml.YAMLError) as error:
@@ -214,13 +190,13 @@ def test_every_json_and_yaml_block_can_be_read():
 
 def test_every_option_that_a_page_names_exists():
     options = {"OUTBOX": OutboxOptions, "INBOX": InboxOptions}
-    named = {
+    named = [
         (setting, name, page.relative_to(ROOT).as_posix())
         for page in pages()
         for setting, name in re.findall(r'\b(OUTBOX|INBOX)\[["\'](\w+)["\']\]', page.read_text())
-    }
+    ]
 
-    assert [each for each in sorted(named) if each[1] not in {field.name for field in fields(options[each[0]])}] == []
+    assert [each for each in at_least(50, named) if not hasattr(options[each[0]](), each[1])] == []
 
 
 def problem_with(command, *arguments):
@@ -243,26 +219,24 @@ def problem_with(command, *arguments):
 def test_every_command_line_of_a_shell_block_is_accepted():
     lines = [(block.place, line) for block in blocks("bash", "yaml", "dockerfile") for line in commands(block.source)]
 
-    assert len(lines) > 50
-    assert [f"{place}: {problem}" for place, line in lines if (problem := problem_with(*line))] == []
+    assert [f"{place}: {problem}" for place, line in at_least(50, lines) if (problem := problem_with(*line))] == []
 
 
 def test_every_option_of_our_commands_in_the_text_exists():
-    written = re.compile(r"`(?:python manage\.py )?((?:outbox|inbox)_\w+)( [^`\n]*--[^`\n]*)`")
-    wrong = [
-        f"{page.relative_to(ROOT)}: {command} {option}"
+    written = re.compile(rf"`(?:python manage\.py )?((?:{'|'.join(OURS)})_\w+)( [^`\n]*--[^`\n]*)`")
+    options = [
+        (str(page.relative_to(ROOT)), command, option)
         for page in pages()
         for command, arguments in written.findall(page.read_text())
         for option in re.findall(r"--[\w-]+", arguments)
-        if option not in options_of(command)
     ]
 
-    assert wrong == []
+    assert {command.rpartition("_")[0] for _, command, _ in at_least(20, options)} == {*OURS}
+    assert [each for each in options if each[2] not in options_of(each[1])] == []
 
 
 def options_of(command):
-    loaded = load_command_class(command.partition("_")[0], command)
-    return loaded.create_parser("manage.py", command)._option_string_actions
+    return load_command_class(get_commands()[command], command).create_parser("manage.py", command)._option_string_actions
 
 
 def example_files():
@@ -322,8 +296,7 @@ def test_example_files_and_their_pages_query_metrics_that_exist():
     texts = [path.read_text() for path in [*example_files(), *pages()]]
     queried = {name for text in texts for name in re.findall(r"\b((?:outbox|inbox|exactly_once)_\w+)\{", text)}
 
-    assert queried != set()
-    assert queried <= {*metrics.instruments}
+    assert {*at_least(4, queried)} <= {*metrics.instruments}
 
 
 def test_log_lines_and_errors_on_the_page_of_symptoms_are_those_of_the_code():
@@ -340,5 +313,4 @@ def test_log_lines_and_errors_on_the_page_of_symptoms_are_those_of_the_code():
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
 
-    assert len(lines) > 20
-    assert [line for line in lines if not all(part.strip() in texts for part in line.split("…"))] == []
+    assert [line for line in at_least(20, lines) if not all(part.strip() in texts for part in line.split("…"))] == []

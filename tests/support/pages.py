@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 import textwrap
@@ -38,15 +37,6 @@ class Block:
     def is_fragment(self) -> bool:
         """Is it a part of another block, and indented like that?"""
         return self.code.startswith(" ")
-
-    @property
-    def is_signature(self) -> bool:
-        """Does it state how functions are declared? That is not Python."""
-        try:
-            ast.parse(self.source)
-        except SyntaxError:
-            return True
-        return False
 
     @property
     def file(self) -> str:

@@ -23,6 +23,7 @@ from exactly_once.models import Alert, AuditEntry, FailureNote, Lease, Minute, O
 from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.statistics import ALL, bucket_of
 from exactly_once.wire.identity import new_message_id
+from inbox.joins.models import Part, Run
 from inbox.models import InboxMessage
 from inbox.outgoing_webhooks import Endpoint
 from inbox.states import State as InboxState
@@ -536,6 +537,11 @@ def hostile_rows(text: str) -> None:
         text, text, (text, text, text), dead=True, topic=text, key=text, source=text, body=json.dumps({text: text}).encode(),
         headers={text: text}, message_id=str(row.message_id), duplicates=2, conflicts=1, conflicting_id=text,
         conflicting_body=json.dumps(text).encode(), conflicting_at=now, result=text, **ids,
+    )  # fmt: skip
+    run = Run.objects.create(handler=text, run_id=text, row=received, opened_at=now, deadline_at=now, started_by=text)
+    Part.objects.create(
+        run=run, topic=text, message_id=text, key=text, body=json.dumps(text).encode(), stored_at=now, entered_by=text,
+        headers={text: text}, correlation_id=text, causation_id=text,
     )  # fmt: skip
     inbox.models.Step.objects.create(message=received, name=text, result=text, taken_at=now)
     inbox.models.TrailEntry.objects.create(**trail, handler=text)

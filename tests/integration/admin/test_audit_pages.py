@@ -9,7 +9,6 @@ from datetime import timedelta
 
 import pytest
 from django.core.management import call_command
-from django.db import transaction
 from django.urls import reverse
 
 from exactly_once.admin import acting as acting_admin
@@ -150,13 +149,6 @@ class TestEntries:
         left = set(AuditEntry.objects.exclude(action="purge").values_list("pk", flat=True))
         assert left == {recent.pk}
         assert old.pk not in left
-
-    def test_entry_outside_the_transaction_of_its_action_does_not_exist(self):
-        with transaction.atomic():
-            an_entry()
-            transaction.set_rollback(True)
-
-        assert not AuditEntry.objects.exists()
 
 
 class TestPage:

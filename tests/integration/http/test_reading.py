@@ -659,10 +659,14 @@ def test_large_bodies_are_not_read_all_at_once(orders, monkeypatch):
     assert [len(read(max_messages=4)) for _ in range(2)] == [2, 2]
 
 
-def test_no_lease_or_token_is_logged(orders, caplog):
+def test_log_of_failed_requests_has_no_lease_and_no_token(orders, caplog, monkeypatch):
     caplog.set_level(logging.DEBUG)
     arrive(orders)
-    settle("acknowledge", read(Api(AUDITOR))[0], api=Api("wrong-token"))
+    [message] = read(Api(AUDITOR))
+    monkeypatch.setattr(leases, "consume", "broken")
+    statuses = [settle("acknowledge", message, api=Api(token)).status_code for token in ("wrong-token", AUDITOR)]
 
-    assert AUDITOR not in caplog.text
-    assert "wrong-token" not in caplog.text
+    assert statuses == [401, 500]
+    assert "Unauthorized" in caplog.text
+    assert "unexpected error" in caplog.text
+    assert [secret for secret in ("wrong-token", AUDITOR, message["lease"]) if secret in caplog.text] == []
