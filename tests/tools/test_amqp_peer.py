@@ -76,27 +76,6 @@ def publisher(peer: FakeAmqpPeer) -> Iterator[Publisher]:
         yield publisher
 
 
-def test_the_peer_records_every_part_of_a_published_message(peer: FakeAmqpPeer, publisher: Publisher) -> None:
-    headers = {"n": 1, "big": 2**40, "s": "é", "f": 0.5, "yes": True, "none": None, "list": [1, "a"], "table": {"x": 1}}
-    properties = {"message_id": "m-1", "delivery_mode": 2, "type": "order.placed", "timestamp": 2**33}
-
-    publisher.publish(b"\x00body", headers, properties=properties)
-
-    [published] = peer.wait_for_published(1)
-    assert (published.tag, published.exchange, published.routing_key) == (1, "orders", "order.placed")
-    assert published.mandatory
-    assert published.headers == headers
-    assert published.properties == properties
-    assert published.body == b"\x00body"
-
-
-def test_the_peer_acks_each_message_by_default(peer: FakeAmqpPeer, publisher: Publisher) -> None:
-    publisher.publish()
-    publisher.publish()
-
-    assert publisher.wait_for_answers(2) == [("ack", 1, False), ("ack", 2, False)]
-
-
 def test_manual_confirms_may_be_late_out_of_order_repeated_multiple_or_for_unknown_tags(
     peer: FakeAmqpPeer, publisher: Publisher
 ) -> None:
@@ -124,14 +103,6 @@ def test_manual_confirms_may_be_late_out_of_order_repeated_multiple_or_for_unkno
     ]
 
 
-def test_a_script_decides_the_confirms_of_each_message(peer: FakeAmqpPeer, publisher: Publisher) -> None:
-    peer.script = lambda published: [partial(peer.nack, published)] if published.tag % 2 else [partial(peer.ack, published)] * 2
-    publisher.publish()
-    publisher.publish()
-
-    assert publisher.wait_for_answers(3) == [("nack", 1, False), ("ack", 2, False), ("ack", 2, False)]
-
-
 def test_a_returned_message_arrives_whole_and_before_its_ack(peer: FakeAmqpPeer, publisher: Publisher) -> None:
     peer.script = lambda published: [partial(peer.return_message, published), partial(peer.ack, published)]
 
@@ -141,19 +112,6 @@ def test_a_returned_message_arrives_whole_and_before_its_ack(peer: FakeAmqpPeer,
     assert returned == ["returned", 312, "orders", "order.placed"]
     assert (message.body, message.properties["message_id"], message.headers) == (b"lost", "m-1", {"a": 1})
     assert ack == ("ack", 1, False)
-
-
-def test_bodies_longer_than_a_frame_are_split_and_joined_in_both_directions() -> None:
-    with FakeAmqpPeer(frame_max=4096) as peer, connected(peer) as publisher:
-        peer.script = lambda published: [partial(peer.return_message, published)]
-        body = bytes(range(256)) * 100
-
-        publisher.publish(body)
-        publisher.publish(b"")
-
-        (*_, first), (*_, second) = publisher.wait_for_answers(2)
-        assert [published.body for published in peer.published] == [body, b""]
-        assert (first.body, second.body) == (body, "")  # an empty body stays the client's default, a str
 
 
 def test_closing_a_channel_discards_messages_published_after_the_close(peer: FakeAmqpPeer, publisher: Publisher) -> None:
@@ -173,17 +131,6 @@ def test_closing_a_channel_discards_messages_published_after_the_close(peer: Fak
     assert publisher.answers == []
 
 
-def test_the_channel_that_the_client_reopens_by_itself_is_not_in_confirm_mode(peer: FakeAmqpPeer, publisher: Publisher) -> None:
-    peer.close_channel()
-    with pytest.raises(publisher.connection.channel_errors):
-        publisher.connection.drain_events(timeout=A_WHILE)
-    publisher.publish()
-    publisher.channel.confirm_select()
-    publisher.publish()
-
-    assert [published.tag for published in peer.wait_for_published(2)] == [0, 1]
-
-
 def test_an_ack_for_a_message_of_a_closed_connection_is_not_sent(peer: FakeAmqpPeer) -> None:
     peer.hold()
     with connected(peer) as publisher:
@@ -199,46 +146,6 @@ def test_an_ack_for_a_message_of_a_closed_connection_is_not_sent(peer: FakeAmqpP
         assert peer.ack(new)
         assert publisher.wait_for_answers(1) == [("ack", 1, False)]
         assert (old.connection, new.connection, peer.connections) == (1, 2, 2)
-
-
-def test_closing_the_connection_gives_the_client_the_reason(peer: FakeAmqpPeer, publisher: Publisher) -> None:
-    peer.close_connection(320, "CONNECTION_FORCED - shutdown")
-
-    with pytest.raises(publisher.connection.connection_errors, match="shutdown"):
-        publisher.wait_for_answers(1)
-    peer.wait_for(lambda: peer.open_connections == 0)
-
-
-def test_dropping_the_connection_resets_it(peer: FakeAmqpPeer, publisher: Publisher) -> None:
-    peer.drop()
-
-    with pytest.raises(ConnectionResetError):
-        publisher.wait_for_answers(1)
-
-
-def test_a_script_may_drop_the_connection(peer: FakeAmqpPeer, publisher: Publisher) -> None:
-    peer.script = lambda published: [peer.drop]
-    publisher.publish()
-
-    with pytest.raises(ConnectionResetError):
-        publisher.wait_for_answers(1)
-
-
-def test_connections_are_reset_while_the_peer_refuses_them(peer: FakeAmqpPeer) -> None:
-    peer.refuse_connections = True
-    with pytest.raises(ConnectionResetError):
-        Publisher(peer.url)
-
-    peer.refuse_connections = False
-    with connected(peer):
-        assert peer.connections == 1
-
-
-def test_the_client_is_notified_when_the_connection_is_blocked_and_unblocked(peer: FakeAmqpPeer, publisher: Publisher) -> None:
-    peer.blocked("disk")
-    peer.unblocked()
-
-    assert publisher.wait_for_answers(2) == [("blocked",), ("unblocked",)]
 
 
 def test_a_peer_that_pauses_reading_receives_nothing_until_it_resumes(peer: FakeAmqpPeer, publisher: Publisher) -> None:
@@ -277,24 +184,6 @@ def test_a_mute_peer_reads_but_answers_no_method(peer: FakeAmqpPeer, publisher: 
         publisher.connection.channel()
 
     peer.wait_for(lambda: peer.methods[-1] == wire.CHANNEL_OPEN)
-
-
-def test_the_peer_accepts_topology_declarations_and_qos(peer: FakeAmqpPeer, publisher: Publisher) -> None:
-    exchange = kombu.Exchange("orders", type="topic", durable=True)
-    queue = kombu.Queue("billing", exchange, routing_key="order.*", queue_arguments={"x-queue-type": "quorum"})
-
-    queue(publisher.channel).declare()
-    publisher.channel.basic_qos(0, 10, False)
-
-    assert peer.methods[-4:] == [(40, 10), (50, 10), (50, 20), (60, 10)]
-
-
-def test_the_peer_answers_an_orderly_close(peer: FakeAmqpPeer, publisher: Publisher) -> None:
-    publisher.channel.close()
-    publisher.connection.close()
-
-    peer.wait_for(lambda: peer.open_connections == 0)
-    assert peer.methods[-2:] == [(20, 40), (10, 50)]
 
 
 def test_an_unsupported_method_fails_the_test_that_uses_the_peer() -> None:

@@ -65,11 +65,3 @@ def test_a_wait_goes_on_while_work_is_left(project, monkeypatch):
     monkeypatch.setattr(waiting, "LOOK_SECONDS", 0.0)
 
     ProgressWatch(progress_of(project, work_left=lambda: 1)).check()
-
-
-def test_an_account_that_fails_does_not_hide_what_was_awaited(project, monkeypatch):
-    monkeypatch.setattr(waiting, "LOOK_SECONDS", 0.0)
-    project.database.connection.close()
-
-    with pytest.raises(Stalled, match=r"^3 of 7 effects and nothing is left .*: no account, because of OperationalError: "):
-        ProgressWatch(progress_of(project, work_left=lambda: 0)).check()

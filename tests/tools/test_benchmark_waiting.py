@@ -37,15 +37,6 @@ def test_a_number_that_stays_the_same_is_stalled_when_its_time_is_over(clock, de
     assert detector.stalled(7)
 
 
-def test_stall_timer_restarts_on_every_change(clock, detector):
-    for number in range(10):
-        assert not detector.stalled(number)
-        clock.now += LIMIT - 0.1
-    assert not detector.stalled(9)
-    clock.now += 0.1
-    assert detector.stalled(9)
-
-
 def test_the_remaining_work_is_looked_at_only_while_nothing_changes(clock, detector):
     for number in range(10):
         clock.now += LOOK_SECONDS - 0.1

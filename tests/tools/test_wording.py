@@ -35,24 +35,6 @@ def test_phrase_is_found_across_lines(tmp_path):
     assert [line for line, _ in found_in(tmp_path, "comment.py", "# Put\n# off\n")] == [1]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("name.py", "@ = 1\ndef @s():\n    return {'@': @}\n"),
-        ("quoted.py", '"""The column `@`."""\n'),
-        ("page.md", "Call it:\n\n```python\n@()\n```\n\n    `@`\n"),
-        ("texts.po", 'msgid "Duplicates"\nmsgstr "@"\n'),
-        ("terms.md", "The note of a group, the spans of OpenTelemetry, 410 Gone, and the rest.\n"),
-    ],
-)
-def test_names_code_and_terms_of_the_field_are_not_found(tmp_path, name, text):
-    assert found_in(tmp_path, name, text) == []
-
-
-def test_every_pattern_says_what_to_write_instead():
-    assert [word for word in wording.words() if not word.instead] == []
-
-
 def test_files_of_this_project_are_read():
     names = {str(path.relative_to(wording.ROOT)) for path in wording.read_by_people()}
 

@@ -29,6 +29,7 @@ from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
 from outbox.store.settling import Settlement
 from outbox.store.writing import NewRow, insert_formed
 from tests.support.http_api import HTTP, Api
+from tests.support.lower_bounds import at_least
 from tests.support.relaying import TOPIC, in_state, in_threads, published, quick, relaying, row_of, set_columns, state_of
 from tests.support.waiting import wait_until
 
@@ -220,6 +221,7 @@ class TestWhereAMessageIs:
             settling.release_waiting("default", keys=10, each=10)
             settling.settle("default", Settlement(published=[rows[0].position], waiting=[rows[1].position]))
 
+        at_least(5, [sql for sql in seen if LIVE_PART in sql])
         named = [sql for sql in seen if f"FROM {TABLE} " in sql.replace('"', "") or f"INTO {TABLE} " in sql]
         assert [sql for sql in named if not sql.startswith(f"WITH {TABLE} AS (DELETE FROM {LIVE_PART} ")] == []
 
