@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from itertools import islice
 from urllib.parse import quote
 
 import hypothesis
@@ -12,7 +11,7 @@ from django.db import connections
 
 from inbox.handlers.decorator import batch_handler, idempotent_handler, leased_handler
 from inbox.handlers.registry import registry
-from tests import plugin
+from tests import databases, parallel
 from tests.support import ROOT
 from tests.support.emptying import empty_after_each_test
 from tests.support.servers import PostgresServer, RabbitServer, RedisServer
@@ -22,47 +21,25 @@ hypothesis.settings.register_profile("tests", deadline=None, suppress_health_che
 hypothesis.settings.load_profile("tests")
 
 
-LONG_FIRST = (
-    *("tutorial", "integration/browser", "demo", "integration/http/test_documents.py", "crash"),
-    *("integration/celery", "integration/leases", "tools/test_servers.py", "docs/test_docs.py"),
-)
-"""Where tests take seconds, the longest first. Every worker begins with a part of them and of the `proof`: so the last minute
-has short tests, of which each worker that has run out takes some from another."""
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config, items):
-    """Deselect tests that are marked `only_sqlite` on another database. A skip would hide them among those that may pass."""
-    if config.getoption("--db") != "sqlite":
-        deselected = [item for item in items if item.get_closest_marker("only_sqlite")]
-        config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if not item.get_closest_marker("only_sqlite")]
-    if count := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
-        places = {item: place for item in items if (place := _place_among_long(item)) is not None}
-        long, short, dealt = sorted(places, key=places.get), iter([item for item in items if item not in places]), []
-        for worker in range(count):
-            size = (len(items) - len(dealt)) // (count - worker)  # as xdist divides them
-            own = long[worker::count]
-            dealt += [*own, *islice(short, max(size - len(own), 0))]
-        items[:] = [*dealt, *short]
-
-
-def _place_among_long(item):
-    path = item.path.relative_to(ROOT / "tests").as_posix()
-    places = [place for place, prefix in enumerate(LONG_FIRST) if path.startswith(prefix)]
-    return min(places, default=len(LONG_FIRST) if item.get_closest_marker("proof") else None)
-
-
 @pytest.fixture(scope="session")
 def postgres_server(pytestconfig):
     """The PostgreSQL of the session. The suite's own database is usually on it: to kill one, take `mortal_postgres`."""
-    with pytestconfig.stash.get(plugin.postgres, None) or PostgresServer() as server:
+    with pytestconfig.stash.get(databases.postgres, None) or PostgresServer() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def rabbitmq_server():
-    """A test may kill it: the next one that asks for `rabbitmq_url` finds it running again."""
+def shared_rabbitmq(pytestconfig):
+    """The RabbitMQ of all tests, in all workers, that do not end or reconfigure it."""
+    if server := pytestconfig.stash.get(parallel.rabbitmq, None):
+        yield server.answering()
+        return
+    with RabbitServer(spins=False) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def _mortal_rabbitmq():
     with RabbitServer(spins=False) as server:
         yield server
 
@@ -91,9 +68,21 @@ def mortal_postgres(_mortal_postgres):
 
 
 @pytest.fixture
+def mortal_rabbitmq(_mortal_rabbitmq):
+    """A second RabbitMQ, for tests that kill, stop or reconfigure it: their `rabbitmq_url` is on it. It runs at their start."""
+    return _mortal_rabbitmq.start()
+
+
+@pytest.fixture
+def rabbitmq_server(request):
+    """The server of `rabbitmq_url`."""
+    return request.getfixturevalue("mortal_rabbitmq" if "mortal_rabbitmq" in request.fixturenames else "shared_rabbitmq")
+
+
+@pytest.fixture
 def rabbitmq_url(rabbitmq_server):
     """The URL of a virtual host of this test's own."""
-    url = rabbitmq_server.start().new_vhost()
+    url = rabbitmq_server.new_vhost()
     yield url
     rabbitmq_server.start().delete_vhost(url)
 
@@ -108,7 +97,7 @@ def redis_url(redis_server):
 @pytest.fixture(scope="session")
 def django_db_modify_db_settings(pytestconfig, request):
     """Start the server the settings already point to, just before pytest-django makes the test databases."""
-    server = pytestconfig.stash.get(plugin.postgres, None)
+    server = pytestconfig.stash.get(databases.postgres, None)
     if server is not None and os.environ["DATABASE_URL"] == server.url:
         request.getfixturevalue("postgres_server")
 

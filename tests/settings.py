@@ -1,6 +1,6 @@
 """Django settings of the test suite, and of the processes the tests start.
 
-DATABASE_URL and OTHER_DATABASE_URL say which databases; tests/plugin.py sets them for a test run, and the
+DATABASE_URL and OTHER_DATABASE_URL say which databases; tests/databases.py sets them for a test run, and the
 `process_environment` fixture for a process that must see the same data. Without them (mypy, makemigrations) nothing is
 ever stored.
 """
@@ -41,10 +41,13 @@ def beside(url: str, name: str) -> str:
     return url if url == NOWHERE else f"{url.rpartition('/')[0]}/{name}"
 
 
-DATABASE_URL = os.environ.get("DATABASE_URL", NOWHERE)
-OTHER_DATABASE_URL = os.environ.get("OTHER_DATABASE_URL", beside(DATABASE_URL, "other"))
+def databases() -> dict[str, dict[str, Any]]:
+    """Those that the environment names at present."""
+    default = os.environ.get("DATABASE_URL", NOWHERE)
+    return {"default": database(default), "other": database(os.environ.get("OTHER_DATABASE_URL", beside(default, "other")))}
 
-DATABASES = {"default": database(DATABASE_URL), "other": database(OTHER_DATABASE_URL)}
+
+DATABASES = databases()
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 INSTALLED_APPS = [

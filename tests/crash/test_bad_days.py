@@ -204,20 +204,20 @@ def test_a_batch_in_hand_is_sent_again_after_the_database_was_killed(mortal_worl
     assert witness.assert_nothing_went_wrong() > 0
 
 
-def test_an_unconfirmed_batch_is_sent_again_after_the_broker_restarted(world, witness):
+def test_an_unconfirmed_batch_is_sent_again_after_the_broker_restarted(mortal_rabbitmq, world, witness):
     """The batch is sent and not confirmed; a second relay finds the broker unavailable as well."""
     relays = [working_relay(world, outbox=NEVER)]
     freeze_while_idle(world, relays[0])
     relays.append(world.relay(failpoint=f"stop before {AWAIT}", outbox=NEVER))
     load.write(MANY)
     world.wait_until(lambda: relays[1].is_stopped, "a relay has a batch in hand")
-    world.rabbit.stop()
+    mortal_rabbitmq.stop()
     for relay in relays:
         relay.wake()
     load.write(MANY)
     world.wait_until(lambda: all(relay.has_said("The broker is unavailable") for relay in relays), "both noticed")
     assert not OutboxMessage.objects.filter(state="ready").exclude(attempts=0, last_error="").exists()
-    world.rabbit.start()
+    mortal_rabbitmq.start()
     world.wait_until(everything_is_published, "everything was sent again")
     assert all(relay.is_alive for relay in relays), world.tails()
     world.end(*relays)
@@ -225,10 +225,10 @@ def test_an_unconfirmed_batch_is_sent_again_after_the_broker_restarted(world, wi
     witness.assert_nothing_went_wrong()
 
 
-def test_a_memory_alarm_of_the_broker_costs_no_attempt_and_no_message(world, witness):
+def test_a_memory_alarm_of_the_broker_costs_no_attempt_and_no_message(mortal_rabbitmq, world, witness):
     """The broker blocks publishers. No message is tried, so no attempt is counted; when the alarm ends all are published."""
     relays = [working_relay(world, outbox=SOON), working_relay(world, outbox=SOON)]
-    world.rabbit.ctl("set_vm_memory_high_watermark", "0")
+    mortal_rabbitmq.ctl("set_vm_memory_high_watermark", "0")
     try:
         load.write(MANY)
         world.wait_until(lambda: all(relay.has_said("it blocks publishers") for relay in relays) or load.write(20), "both know")
@@ -237,7 +237,7 @@ def test_a_memory_alarm_of_the_broker_costs_no_attempt_and_no_message(world, wit
         assert waiting.count() >= MANY
         assert not waiting.exclude(state="ready", attempts=0, last_error="").exists(), "an alarm was counted as an attempt"
     finally:
-        world.rabbit.ctl("set_vm_memory_high_watermark", "0.4")
+        mortal_rabbitmq.ctl("set_vm_memory_high_watermark", "0.4")
     world.wait_until(everything_is_published, "everything went out")
     assert all(relay.is_alive for relay in relays), world.tails()
     world.end(*relays)

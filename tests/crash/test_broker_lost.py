@@ -11,7 +11,7 @@ SOME = 60
 
 
 @pytest.mark.proof
-def test_a_broker_that_lost_its_disk_under_load_is_repaired_by_a_replay_and_every_message_is_handled_once(world):
+def test_a_broker_that_lost_its_disk_under_load_is_repaired_by_a_replay_and_every_message_is_handled_once(mortal_rabbitmq, world):
     began_at = utcnow()
     consumer, relay = world.listening(), world.relay()
     with world.load():
@@ -19,8 +19,8 @@ def test_a_broker_that_lost_its_disk_under_load_is_repaired_by_a_replay_and_ever
         consumer.kill()
         published = world.published()
         world.wait_until(lambda: world.in_broker() > SOME, "confirmed messages wait in the broker")
-        world.rabbit.lose_the_disk()
-        world.rabbit.create_vhost(world.broker_url.rpartition("/")[2])
+        mortal_rabbitmq.lose_the_disk()
+        mortal_rabbitmq.create_vhost(world.broker_url.rpartition("/")[2])
         assert world.in_broker() == 0
 
         world.listening()

@@ -13,12 +13,12 @@ SOME = 40
 
 
 @pytest.mark.proof
-def test_a_broker_killed_under_load_costs_no_message_and_no_attempt(world):
+def test_a_broker_killed_under_load_costs_no_message_and_no_attempt(mortal_rabbitmq, world):
     workers = [world.listening(), world.relay()]
     with world.load() as tally:
         world.flows()
         world.let_the_broker_remember_its_queues()
-        world.rabbit.kill()
+        mortal_rabbitmq.kill()
         world.wait_until(
             lambda: workers[0].has_said("is unavailable") and workers[1].has_said("is unavailable"), "both noticed"
         )
@@ -27,7 +27,7 @@ def test_a_broker_killed_under_load_costs_no_message_and_no_attempt(world):
         waiting = OutboxMessage.objects.filter(state="ready")
         assert waiting.exists()
         assert not waiting.filter(attempts__gt=0).exists(), "an outage was counted as an attempt"
-        world.rabbit.start()
+        mortal_rabbitmq.start()
         world.flows()
     assert all(worker.is_alive for worker in workers), world.tails()
     found = world.drain()

@@ -56,8 +56,8 @@ class TestPostgres:
 
 
 class TestRabbit:
-    def test_killed_broker_does_not_answer(self, rabbitmq_server, rabbitmq_url):
-        rabbitmq_server.kill()
+    def test_killed_broker_does_not_answer(self, mortal_rabbitmq, rabbitmq_url):
+        mortal_rabbitmq.kill()
 
         with pytest.raises(kombu.exceptions.OperationalError, match="refused"):
             declare(rabbitmq_url, "orders")
@@ -76,7 +76,7 @@ class TestRabbit:
 
     def test_error_raised_inside_the_broker_is_in_the_exception(self, rabbitmq_server):
         with pytest.raises(ServerFailed, match="no_such_function"):
-            rabbitmq_server.start().evaluate("rabbit:no_such_function().")
+            rabbitmq_server.evaluate("rabbit:no_such_function().")
 
 
 class TestOwnership:

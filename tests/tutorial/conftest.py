@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -90,6 +89,6 @@ def reader_of(tmp_path):
 
 
 @pytest.fixture
-def rabbitmq_port(rabbitmq_server):
-    """That of the session's server, whose virtual host `/` no other test uses."""
-    return urlsplit(rabbitmq_server.start().url).port
+def rabbitmq_port(mortal_rabbitmq):
+    """That of a server whose virtual host `/` no other test uses at the same time."""
+    return mortal_rabbitmq.port

@@ -300,16 +300,16 @@ class TestSmallestFrameSize:
             assert [message.body for message in peer.published] == [b"1", b"3"]
             assert sent.broken is None
 
-    def test_a_real_broker_delivers_large_messages_in_frames_of_the_smallest_size(self, rabbitmq_server, rabbitmq_url):
-        before = rabbitmq_server.evaluate("element(2, application:get_env(rabbit, frame_max)).")
-        rabbitmq_server.evaluate(f"application:set_env(rabbit, frame_max, {FRAME_MAX}).")
+    def test_a_real_broker_delivers_large_messages_in_frames_of_the_smallest_size(self, mortal_rabbitmq, rabbitmq_url):
+        before = mortal_rabbitmq.evaluate("element(2, application:get_env(rabbit, frame_max)).")
+        mortal_rabbitmq.evaluate(f"application:set_env(rabbit, frame_max, {FRAME_MAX}).")
         try:
             with Queue(rabbitmq_url) as queue, connected(rabbitmq_url) as transport:
                 assert transport._amqp.frame_max == FRAME_MAX, "the broker did not negotiate the small frame size"
                 sent = transport.send(self.messages(), soon())
                 arrived = queue.take(len(self.BODIES))
         finally:
-            rabbitmq_server.evaluate(f"application:set_env(rabbit, frame_max, {before}).")
+            mortal_rabbitmq.evaluate(f"application:set_env(rabbit, frame_max, {before}).")
 
         assert {verdict.outcome for verdict in sent.verdicts.values()} == {PublishOutcome.CONFIRMED}
         assert [message.body if isinstance(message.body, bytes) else message.body.encode() for message in arrived] == list(

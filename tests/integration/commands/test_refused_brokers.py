@@ -40,7 +40,7 @@ def tries(server):
 
 @BOTH
 def test_refused_password_is_reported_once_with_the_setting_and_without_the_password(rabbitmq_server, running, name):
-    url = rabbitmq_server.start().url.replace("guest:guest", f"guest:{SECRET}")
+    url = rabbitmq_server.url.replace("guest:guest", f"guest:{SECRET}")
     before = tries(rabbitmq_server)
 
     with running(name, url) as process:
@@ -59,7 +59,7 @@ def test_refused_password_is_reported_once_with_the_setting_and_without_the_pass
 
 
 def test_refused_login_of_the_inbox_names_the_setting_of_the_inbox(rabbitmq_server, running):
-    url = rabbitmq_server.start().url
+    url = rabbitmq_server.url
 
     with running("inbox_consume", url, BROKER_URL=url.replace("guest:guest", f"guest:{SECRET}")) as process:
         process.until(lambda: errors(process))
@@ -68,7 +68,7 @@ def test_refused_login_of_the_inbox_names_the_setting_of_the_inbox(rabbitmq_serv
 
 
 def test_refused_login_is_repeated_with_its_duration_until_it_is_corrected(rabbitmq_server, running):
-    server = rabbitmq_server.start()
+    server = rabbitmq_server
     user = f"late-{secrets.token_hex(4)}"
     url = server.url.replace("guest:guest", f"{user}:{SECRET}")
 
@@ -94,7 +94,7 @@ def test_refused_login_is_repeated_with_its_duration_until_it_is_corrected(rabbi
 @BOTH
 def test_missing_virtual_host_is_reported_until_it_is_created(rabbitmq_server, running, name):
     vhost = f"late-{secrets.token_hex(4)}"
-    url = rabbitmq_server.start().url_of(vhost)
+    url = rabbitmq_server.url_of(vhost)
     message = published(topic="worker.job", payload={})
 
     with running(name, url) as process:

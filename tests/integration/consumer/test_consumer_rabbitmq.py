@@ -301,17 +301,17 @@ class TestConnectionLoss:
             send(rabbitmq_url, TOPIC, {}, message_id="m")
             wait_until(lambda: effects("m") == 1)
 
-    def test_durable_message_survives_a_broker_kill_and_is_handled(self, handles, rabbitmq_url, rabbitmq_server, length):
+    def test_durable_message_survives_a_broker_kill_and_is_handled(self, handles, mortal_rabbitmq, rabbitmq_url, length):
         # A quorum queue declared a moment before the kill never finds its leader again (RabbitMQ 3.10).
         handler, options = handles(the_effect), broker_options(rabbitmq_url, QUEUE_TYPE="classic")
         declare(handler, options)
         with transaction.atomic():
             publish(TOPIC, {}, biz_id="before")
         relay(rabbitmq_url)
-        rabbitmq_server.kill()
+        mortal_rabbitmq.kill()
         with consuming([handler], options) as consumer:
             wait_until(lambda: consumer._broker.ongoing)
-            rabbitmq_server.start()
+            mortal_rabbitmq.start()
             wait_until(lambda: effects("before") == 1)
             wait_until(lambda: length(handler) == 0)
 

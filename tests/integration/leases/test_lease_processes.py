@@ -84,15 +84,14 @@ def is_settled(length):
 
 
 @pytest.fixture
-def short_consumer_timeout(rabbitmq_server, rabbitmq_url):
+def short_consumer_timeout(mortal_rabbitmq):
     """RabbitMQ closes the channel of a consumer that does not acknowledge a delivery within three seconds."""
     given = {"consumer_timeout": "3000", "channel_tick_interval": "250"}
-    # The broker must have started, and it lives longer than this test.
-    before = {name: rabbitmq_server.evaluate(f"element(2, application:get_env(rabbit, {name})).") for name in given}
+    before = {name: mortal_rabbitmq.evaluate(f"element(2, application:get_env(rabbit, {name})).") for name in given}
 
     def configure(values):
         for name, value in values.items():
-            rabbitmq_server.evaluate(f"application:set_env(rabbit, {name}, {value}).")
+            mortal_rabbitmq.evaluate(f"application:set_env(rabbit, {name}, {value}).")
 
     configure(given)
     yield

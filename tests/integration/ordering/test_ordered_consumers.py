@@ -284,27 +284,27 @@ class TestPartitions:
             wait_until(lambda: effects() == 11)
 
     def test_missing_consistent_hash_plugin_is_reported_and_stops_only_partitioned_handlers(
-        self, handles, rabbitmq_server, rabbitmq_url, caplog, monkeypatch
+        self, handles, mortal_rabbitmq, rabbitmq_url, caplog, monkeypatch
     ):
         monkeypatch.setattr(consumer_module, "_HEALTH_SECONDS", 0.5)
         handler, options = handles(the_effect, ordered=Ordered(partitions=2)), broker_options(rabbitmq_url)
         other = handles(the_effect, topic="other", name="tests.other")
         declare(other, options)
         kind = '<<"x-consistent-hash">>'
-        rabbitmq_server.evaluate(f"rabbit_registry:unregister(exchange, {kind}).")
+        mortal_rabbitmq.evaluate(f"rabbit_registry:unregister(exchange, {kind}).")
         try:
             with consuming([handler, other], options) as consumer:
                 wait_until(lambda: "rabbitmq-plugins enable rabbitmq_consistent_hash_exchange" in caplog.text)
                 send(rabbitmq_url, "other", {}, message_id="other#1")
                 wait_until(lambda: effects("other#1") == 1)
                 assert not consumer._broker.ongoing
-                rabbitmq_server.evaluate(f"rabbit_registry:register(exchange, {kind}, rabbit_exchange_type_consistent_hash).")
+                mortal_rabbitmq.evaluate(f"rabbit_registry:register(exchange, {kind}, rabbit_exchange_type_consistent_hash).")
                 wait_until(lambda: not consumer._unusable)
                 wait_until(lambda: len(consumer._open) == 3)
                 sent(rabbitmq_url, [0])
                 wait_until(lambda: effects("/tests#0") == 1)
         finally:
-            rabbitmq_server.evaluate(f"rabbit_registry:register(exchange, {kind}, rabbit_exchange_type_consistent_hash).")
+            mortal_rabbitmq.evaluate(f"rabbit_registry:register(exchange, {kind}, rabbit_exchange_type_consistent_hash).")
 
         assert caplog.text.count("rabbitmq-plugins enable") == 1
 

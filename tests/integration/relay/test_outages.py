@@ -149,17 +149,17 @@ class TestBrokerOutage:
             assert ids(queue.take(1)) == ids([second]), "again, with the same id"
         assert said(caplog, AWAY) == 1
 
-    def test_broker_restarted_after_a_kill_has_every_confirmed_message(self, rabbitmq_server, rabbitmq_url, caplog):
+    def test_broker_restarted_after_a_kill_has_every_confirmed_message(self, mortal_rabbitmq, rabbitmq_url, caplog):
         with Queue(rabbitmq_url):
             pass
         with relaying(rabbitmq_url):
             before = published()
             wait_until(lambda: state_of(before) == State.PUBLISHED)
-            rabbitmq_server.kill()
+            mortal_rabbitmq.kill()
             during = published()
             wait_until(lambda: said(caplog, AWAY))
             assert untouched(during)
-            rabbitmq_server.start()
+            mortal_rabbitmq.start()
             wait_until(lambda: not waiting(), within=60)
 
         with Queue(rabbitmq_url) as queue:

@@ -206,9 +206,9 @@ class TestForbiddenExchange:
 
 
 class TestRefusedMessage:
-    def test_message_too_large_for_the_broker_is_dead_and_all_others_are_published(self, relay, rabbitmq_server, rabbitmq_url):
+    def test_message_too_large_for_the_broker_is_dead_and_all_others_are_published(self, mortal_rabbitmq, relay, rabbitmq_url):
         with (
-            bodies_of_at_most(rabbitmq_server, 20_000),
+            bodies_of_at_most(mortal_rabbitmq, 20_000),
             Queue(rabbitmq_url, "open.#") as queue,
             relay(MAX_ATTEMPTS=3) as process,
         ):

@@ -71,6 +71,7 @@ class PrivateServer(ABC):
         self.port = free_port()
         self._directory: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._started_by: int | None = None
         # A client in another thread may be served, and kill the server, before `start` has seen that it answers.
         self._starting_or_ending = threading.RLock()
 
@@ -91,7 +92,8 @@ class PrivateServer(ABC):
     def _answers(self) -> bool:
         """Whether a client is served now. May raise what the client raises."""
 
-    def start(self) -> Self:
+    def start(self, *, waits: bool = True) -> Self:
+        """Without `waits` it may not answer yet: see `answering`."""
         with self._starting_or_ending:
             if self.is_running:
                 return self
@@ -99,12 +101,17 @@ class PrivateServer(ABC):
                 self._directory = scratch_directory(self.name, self.account)
                 _servers.append(self)
                 self._prepare()
-            self._process = self._launch()
-            self._wait_until_it_answers()
-            return self
+            self._process, self._started_by = self._launch(), os.getpid()
+            return self.answering() if waits else self
+
+    def answering(self) -> Self:
+        """The server, when it answers."""
+        self._wait_until_it_answers()
+        return self
 
     def stop(self) -> None:
         """Ask it to end, and kill it when that takes too long."""
+        self._must_be_our_own()
         with self._starting_or_ending:
             if self.is_running:
                 watcher.end_tree(self.pid, self.stop_signal, self.stop_seconds)
@@ -112,6 +119,7 @@ class PrivateServer(ABC):
 
     def kill(self) -> None:
         """SIGKILL for the server and all its processes at once: as a power cut does, except for the disk."""
+        self._must_be_our_own()
         with self._starting_or_ending:
             if self.is_running:
                 watcher.kill_tree(self.pid)
@@ -137,7 +145,16 @@ class PrivateServer(ABC):
 
     @property
     def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        # The server of the process that this one was forked from runs until that process ends.
+        return self._process is not None and (self._is_inherited or self._process.poll() is None)
+
+    @property
+    def _is_inherited(self) -> bool:
+        return self._started_by not in {None, os.getpid()}
+
+    def _must_be_our_own(self) -> None:
+        if self._is_inherited:
+            raise ServerFailed(f"{self.name} is shared by all workers: a test that ends it needs one of its own")
 
     @property
     def pid(self) -> int:
@@ -196,7 +213,8 @@ class PrivateServer(ABC):
                 trouble = f"{type(error).__name__}: {error}"
             time.sleep(0.05)
         tail = self.log_tail()
-        self.kill()
+        if not self._is_inherited:
+            self.kill()
         raise ServerFailed(f"{self.name} did not start within {self.start_seconds:.0f} s: {trouble}\n--- log\n{tail}")
 
     def _reap(self) -> None:
@@ -299,6 +317,15 @@ _claims: list[socket.socket] = []
 _servers: list[PrivateServer] = []
 _watcher: subprocess.Popen[bytes] | None = None
 _owner = os.getpid()
+_inherited: list[object] = []
+
+
+def own_what_follows() -> None:
+    """In a forked process: leave the servers of the parent to it, and own those that are started from now on."""
+    global _watcher, _owner
+    _inherited.append((_watcher, list(_servers)))  # they must not be closed here
+    _watcher, _owner = None, os.getpid()
+    _servers.clear()
 
 
 def _tell_watcher(**order: object) -> None:

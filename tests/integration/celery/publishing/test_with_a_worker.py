@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
 @pytest.fixture(scope="module", params=["rabbitmq", "redis"])
 def broker(request):
     """One for all tests of the module, so that they may share a worker."""
-    server = request.getfixturevalue(f"{request.param}_server").start()
+    server = request.getfixturevalue({"rabbitmq": "shared_rabbitmq", "redis": "redis_server"}[request.param]).start()
     if request.param == "redis":
         server.flush()
         yield server.url

@@ -1,0 +1,225 @@
+"""Run the collected tests in several processes: `--workers 4`.
+
+The tests are collected once, in a process that has no database. Each worker is forked from it, asks it for one test after
+another, and sends it the reports. A worker that dies fails the test that it was running, and is replaced.
+
+pytest-xdist starts an interpreter for each worker, which imports and collects everything again: 13 s of processor time each.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import random
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from multiprocessing.connection import Pipe, wait
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+
+from tests import databases, tiers
+from tests.support.servers import RabbitServer, private
+
+rabbitmq = pytest.StashKey[RabbitServer]()
+"""The server that all workers share."""
+
+NEED_RABBITMQ = {"rabbitmq_server", "shared_rabbitmq", "broker"}
+CHUNK = 10
+"""How many tests of one module a worker gets at once: they may share fixtures."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--workers", type=int, default=0, metavar="N", help="run the tests in N forked processes")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    if not session.config.option.workers or session.config.option.collectonly:
+        return None
+    if session.testsfailed and not session.config.option.continue_on_collection_errors:
+        raise session.Interrupted(f"{session.testsfailed} errors during collection")
+    _Run(session).run(session.config.option.workers)
+    return True
+
+
+class _Run:
+    """The tests that are left for each database, as indices of the session's items, and the workers that run them."""
+
+    def __init__(self, session: pytest.Session) -> None:
+        self._session = session
+        self._left = {
+            engine: deque(_chunks([(n, item) for n, item in enumerate(session.items) if databases.runs_on(engine, item)]))
+            for engine in databases.engines(session.config)
+        }
+        self._workers: dict[Any, _Worker] = {}
+        session.testscollected = sum(len(chunk) for chunks in self._left.values() for chunk in chunks)
+
+    def run(self, count: int) -> None:
+        self._start_workers(count)
+        try:
+            while self._workers:
+                for channel in wait(list(self._workers)):
+                    self._hear(self._workers[channel])
+                if self._session.shouldfail or self._session.shouldstop:
+                    for chunks in self._left.values():
+                        chunks.clear()
+        finally:
+            for worker in self._workers.values():
+                worker.channel.close()
+            for worker in self._workers.values():
+                os.waitpid(worker.pid, 0)
+        if self._session.shouldfail:
+            raise self._session.Failed(self._session.shouldfail)
+        if self._session.shouldstop:
+            raise self._session.Interrupted(self._session.shouldstop)
+
+    def _start_workers(self, count: int) -> None:
+        if any(NEED_RABBITMQ & tiers.fixtures(item) for item in self._session.items):
+            self._session.config.stash[rabbitmq] = RabbitServer(spins=False).start(waits=False)
+        first, *others = self._left
+        # One worker for each other database: when it has run all tests, one for the first takes its place.
+        for engine in (*others, *[first] * count)[:count]:
+            self._start(engine)
+
+    def _start(self, engine: databases.Engine) -> None:
+        ours, theirs = Pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if not pid:
+            for channel in (ours, *self._workers):
+                channel.close()
+            _work(self._session, engine, theirs)
+        theirs.close()
+        self._workers[ours] = _Worker(ours, pid, engine)
+
+    def _hear(self, worker: _Worker) -> None:
+        try:
+            report = worker.channel.recv()
+            if report is None:
+                worker.give(self._left[worker.engine])
+                return
+        except (EOFError, ConnectionError):
+            self._has_ended(worker)
+            return
+        if report["when"] == "teardown":
+            worker.unfinished.popleft()
+        hook, config = self._session.config.hook, self._session.config
+        self._report(worker, hook.pytest_report_from_serializable(config=config, data=report))
+
+    def _has_ended(self, worker: _Worker) -> None:
+        del self._workers[worker.channel]
+        worker.channel.close()
+        _, status = os.waitpid(worker.pid, 0)
+        if worker.unfinished:
+            item = self._session.items[worker.unfinished.popleft()]
+            text = f"The worker ended with status {os.waitstatus_to_exitcode(status)} while it ran this test."
+            self._report(worker, pytest.TestReport(item.nodeid, item.location, {item.name: 1}, "failed", text, "call"))
+        if unfinished := [*worker.unfinished, *worker.chunk]:
+            self._left[worker.engine].appendleft(unfinished)
+        if engine := next((engine for engine in (worker.engine, *self._left) if self._left[engine]), None):
+            self._start(engine)
+
+    def _report(self, worker: _Worker, report: pytest.TestReport) -> None:
+        if len(self._left) > 1:
+            report.nodeid += f" ({worker.engine})"
+        report.node = SimpleNamespace(gateway=SimpleNamespace(id=worker.pid))  # type: ignore[attr-defined]  # so the terminal knows that tests overlap
+        self._session.config.hook.pytest_runtest_logreport(report=report)
+
+
+class _Worker:
+    """A worker, as the process that distributes the tests sees it."""
+
+    def __init__(self, channel: Any, pid: int, engine: databases.Engine) -> None:
+        self.channel = channel
+        self.pid = pid
+        self.engine = engine
+        self.unfinished: deque[int] = deque()
+        self.chunk: deque[int] = deque()
+
+    def give(self, chunks: deque[list[int]]) -> None:
+        """Send it its next test, or `None` at the end."""
+        if not self.chunk and chunks:
+            self.chunk.extend(chunks.popleft())
+        index = self.chunk.popleft() if self.chunk else None
+        if index is not None:
+            self.unfinished.append(index)
+        self.channel.send(index)
+
+
+def _chunks(tests: list[tuple[int, pytest.Item]]) -> Iterator[list[int]]:
+    """First what takes longest: what needs a RabbitMQ of its own, in one worker; the others outside of the core, one by one."""
+    kinds: dict[str, list[tuple[int, pytest.Item]]] = {"mortal": [], "long": [], "core": []}
+    for index, item in tests:
+        kind = "mortal" if "mortal_rabbitmq" in tiers.fixtures(item) else "core" if tiers.is_core(item) else "long"
+        kinds[kind].append((index, item))
+    if kinds["mortal"]:
+        yield [index for index, _ in kinds["mortal"]]
+    yield from ([index] for index, _ in kinds["long"])
+    for _, module in groupby(kinds["core"], key=lambda test: test[1].path):
+        indices = [index for index, _ in module]
+        yield from (indices[start : start + CHUNK] for start in range(0, len(indices), CHUNK))
+
+
+def _work(session: pytest.Session, engine: databases.Engine, channel: Any) -> NoReturn:
+    """Run tests in a forked process, until there are none."""
+    status = 1
+
+    def ask() -> int | None:
+        channel.send(None)
+        index: int | None = channel.recv()
+        return index
+
+    try:
+        _become_a_worker(session.config, engine, channel)
+        with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
+            _run_tests(session, ask)
+            status = 0
+    except BaseException:  # noqa: BLE001 - the process ends here
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        os._exit(status)
+
+
+def _run_tests(session: pytest.Session, ask: Callable[[], int | None]) -> None:
+    index = ask()
+    while index is not None:
+        following = ask()
+        item, next_item = session.items[index], None if following is None else session.items[following]
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
+        index = following
+
+
+def _become_a_worker(config: Any, engine: databases.Engine, channel: Any) -> None:
+    """Give up what belongs to the process that was forked: random numbers, servers, files, and the terminal."""
+    random.seed()
+    private.own_what_follows()
+    databases.switch_to(engine, config)
+    capture = config.pluginmanager.getplugin("capturemanager")
+    capture.stop_global_capturing()
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
+    directories = config._tmp_path_factory
+    directories._basetemp = directories.getbasetemp() / str(os.getpid())
+    directories._basetemp.mkdir()
+    terminal = config.pluginmanager.unregister(name="terminalreporter")
+    config.pluginmanager.register(SimpleNamespace(_tw=terminal._tw), "terminalreporter")  # what a timeout writes to
+    config.pluginmanager.register(_Reporter(config, channel))
+
+
+class _Reporter:
+    """Sends the reports of a worker."""
+
+    def __init__(self, config: pytest.Config, channel: Any) -> None:
+        self._config = config
+        self._channel = channel
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._channel.send(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
