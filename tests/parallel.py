@@ -129,7 +129,10 @@ class _Run:
     def _report(self, worker: _Worker, report: pytest.TestReport) -> None:
         if len(self._left) > 1:
             report.nodeid += f" ({worker.engine})"
-        report.node = SimpleNamespace(gateway=SimpleNamespace(id=worker.pid))  # type: ignore[attr-defined]  # so the terminal knows that tests overlap
+        # As pytest-xdist does, for the terminal: tests overlap.
+        report.node = SimpleNamespace(  # type: ignore[attr-defined]
+            gateway=SimpleNamespace(id=worker.pid), _workerinfocache=f"[worker {worker.pid}]"
+        )
         self._session.config.hook.pytest_runtest_logreport(report=report)
 
 
