@@ -5,15 +5,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 EXTRAS := postgres,redis,celery,prometheus,opentelemetry,http,terminal
-# More workers than processors: a test waits most of its time. Each has servers of its own.
-WORKERS ?= 6
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+# More workers than processors, because tests wait.
+WORKERS ?= 5
+PYTEST := $(BIN)/python -m pytest --workers $(WORKERS) --db both
 
 # Every worker and every process of a test would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test proof all check messages screenshots bench docs clean
+.PHONY: help venv demo test all check messages screenshots bench docs clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,17 +25,11 @@ demo: $(VENV)/.demo ## run the demo shop
 	$(BIN)/python manage.py migrate --verbosity 0 --database savings
 	$(BIN)/python manage.py demo
 
-test: $(VENV)/.test ## the suite on PostgreSQL, then its portable part on SQLite
-	$(PYTEST) -m 'not proof'
-	$(PYTEST) -m 'every_database and not proof' --db sqlite
+test: $(VENV)/.test ## the core of the suite, on PostgreSQL, RabbitMQ, Redis and SQLite
+	$(PYTEST) --core
 
-proof: $(VENV)/.test ## the long tests: soaks, bad days of the relay, seeded bugs, order under kills
-	$(PYTEST) -m proof
-	$(PYTEST) -m 'every_database and proof' --db sqlite
-
-all: $(VENV)/.test ## test and proof in one: each worker starts once, and long tests wait beside short ones
+all: $(VENV)/.test ## the whole suite: also killed processes and servers, outages, browsers, soaks
 	$(PYTEST)
-	$(PYTEST) -m every_database --db sqlite
 
 check: $(VENV)/.dev ## lint, spelling and wording, types, import contracts, migrations, docs
 	$(BIN)/ruff check
