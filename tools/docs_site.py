@@ -3,7 +3,8 @@
 The addresses of the site and of the repository are those of `[project.urls]` in pyproject.toml.
 
 On a page that is a file of the top level, such as `docs/changelog.md`, links work as they do in the file: one to a page in
-`docs`, or to another of these files, leads to its page. Any other file is not on the site: of a link to it only the text remains.
+`docs`, or to another of these files, leads to its page. Any other file is not on the site, and only the text of a link to it
+remains.
 """
 
 from __future__ import annotations
