@@ -128,6 +128,16 @@ def handles():
 
 
 @pytest.fixture
+def own_handlers():
+    """Handlers that this test registers are removed at its end."""
+    before = {handler.name for handler in registry.all()}
+    yield
+    for handler in registry.all():
+        if handler.name not in before:
+            registry.remove(handler.name)
+
+
+@pytest.fixture
 def process_environment(transactional_db):
     """The environment of a process that shall see this test's databases: committed rows only, so no `db` fixture."""
     return {

@@ -6,12 +6,12 @@ import pytest
 from django.db import connection
 from django.utils.module_loading import import_string
 
-from inbox.handlers.registry import registry
 from inbox.operators import decisions
 from inbox.receiving.in_hand import in_hand
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.joins import NAME, TOPICS
 from tests.support.relaying import connected
+from tests.support.workers import Process, as_environment
 
 
 @pytest.fixture
@@ -29,18 +29,25 @@ def transport(peer):
 
 
 @pytest.fixture
-def joins():
+def command(process_environment, tmp_path):
+    """A command in a process with handlers, settings and databases: `command("outbox_relay", "--drain", OUTBOX={…})`."""
+
+    def start(name, *arguments, **settings):
+        environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings"}
+        return Process({**environment, **as_environment(**settings)}, tmp_path / name, name, *arguments)
+
+    return start
+
+
+@pytest.fixture
+def joins(own_handlers):
     """Register a function as a join for this test: `joins(function, on_missing=…)`."""
-    before = {handler.name for handler in registry.all()}
 
     def register(function, *, topics=TOPICS, name=NAME, **arguments):
         arguments = {"correlate": "run_id", "deadline": timedelta(hours=2), **arguments}
         return import_string("inbox.joins.joined_handler")(all_of=topics, name=name, **arguments)(function)
 
-    yield register
-    for handler in registry.all():
-        if handler.name not in before:
-            registry.remove(handler.name)
+    return register
 
 
 @pytest.fixture(autouse=True)

@@ -65,6 +65,13 @@ def staff_client(*codenames):
     return client
 
 
+def superuser_client():
+    """A client of a user with every permission."""
+    client = Client()
+    client.force_login(User.objects.create_superuser(f"operator{User.objects.count()}"))
+    return client
+
+
 def a_message(state=State.READY, *, ago=timedelta(), due_ago=None, payload=None, using="default", **columns):
     at = utcnow() - ago
     values = {
