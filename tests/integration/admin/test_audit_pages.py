@@ -20,7 +20,6 @@ from inbox.states import State as InboxState
 from outbox.states import State
 from tests.support.admin_pages import (
     CANCEL,
-    RESCHEDULE,
     VIEW,
     Page,
     a_message,
@@ -60,13 +59,6 @@ class TestActions:
             ("staff0", "admin", "127.0.0.1", "cancel", "message")
         }
         assert entries[0].parameters == {"reason": "wrong price"}
-
-    def test_parameters_of_rescheduling_are_recorded(self):
-        message = a_message(State.SCHEDULED)
-
-        act(staff_client(VIEW, RESCHEDULE), "reschedule", message, confirmed="yes", delay="2h", reason="")
-
-        assert AuditEntry.objects.get().parameters["delay"] == "2h"
 
     def test_entry_is_rolled_back_with_its_action(self, monkeypatch):
         def fails(*args, **kwargs):

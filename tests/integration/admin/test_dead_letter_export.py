@@ -6,11 +6,8 @@ import pytest
 
 from exactly_once.models import AuditEntry
 from exactly_once.operators import dead_letters
-from exactly_once.sql.now import DatabaseTime
-from inbox.states import State as InboxState
 from outbox.states import State
-from tests.support.admin_pages import VIEW, Page, a_message, act, said, staff_client
-from tests.support.inbox_rows import store_message
+from tests.support.admin_pages import VIEW, Page, a_message, act, an_inbox_message, said, staff_client
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -25,12 +22,6 @@ def lines(response):
 
 def ids(response):
     return [line["message_id"] for line in lines(response)]
-
-
-def a_stored_message(number, state=InboxState.DEAD, **columns):
-    given = {"topic": "shop.paid", "handler": "shop.pay", "content_type": "application/json", "body": b"{}", "digest": "-"}
-    names = {"biz_id": f"order-{number}", "message_id": f"m-{number}"}
-    return store_message(**given | names | columns, state=state, received_at=DatabaseTime())
 
 
 def test_selected_dead_letters_are_a_file_and_each_is_in_the_audit_log():
@@ -56,7 +47,7 @@ def test_all_matching_are_exported_and_only_dead_letters_of_them(monkeypatch):
 
 
 def test_more_messages_than_an_action_may_change_are_exported():
-    rows = [a_stored_message(number) for number in range(600)]
+    rows = [an_inbox_message() for _ in range(600)]
     client = staff_client("view_inboxmessage", "export_inboxmessage")
     response = act(client, "export", rows[0], page=INBOX_LIST, query="?state=dead", select_across="1")
     assert len(ids(response)) == 600

@@ -7,7 +7,6 @@ import time
 from datetime import timedelta
 
 import pytest
-from django.urls import reverse
 
 from inbox import Lease, Reject, RetryLater
 from inbox.models import InboxMessage
@@ -129,25 +128,9 @@ def test_statement_that_would_end_the_transaction_is_refused(dead):
     assert not Effect.objects.exists()
 
 
-def test_write_to_another_database_is_refused(dead):
-    dead.does = lambda message: Effect.objects.using("other").create(name="elsewhere")
-    assert "Read-only in a dry run, so writes to them fail: other." in Page(run()).text
-    assert not Effect.objects.using("other").exists()
-
-
 def test_dry_run_asks_first_and_warns_of_real_effects(dead):
     page = Page(act(staff_client(VIEW, DRY_RUN), "dry_run", the_row(), page=LIST))
     assert "Mail, HTTP requests and other effects outside the database are real." in page.text
-
-
-def test_dry_run_needs_its_own_permission(dead):
-    ran = []
-    dead.does = ran.append
-    row = the_row()
-    client = staff_client(VIEW, "retry_inboxmessage", "skip_inboxmessage")
-    assert "Dry run" not in Page(client.get(reverse(DETAIL, args=[row.pk]))).text
-    act(client, "dry_run", row, page=LIST, confirmed="yes", seconds="1")
-    assert not ran
 
 
 def test_handler_under_a_lease_is_refused(handles):

@@ -15,7 +15,7 @@ from inbox.models import InboxMessage
 from inbox.operators.operations import executor
 from inbox.states import State
 from outbox.models import OutboxMessage
-from tests.support.admin_pages import NASTY, Page, a_message, said, staff_client
+from tests.support.admin_pages import Page, a_message, said, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, make_due, options, the_row
 from tests.support.inbox_rows import settle
 
@@ -135,21 +135,6 @@ class TestFailureOfAMessage:
         own, complete = page.text.index('raise ValueError("the card was refused")'), page.text.index("Traceback (most")
         assert own < complete
         assert len(page.all("details", **{"class": "message-frames"})) == 2
-
-    def test_markup_in_an_error_stays_text(self, handles):
-        def raise_markup(message):
-            raise ValueError(NASTY)
-
-        failed(handles, raise_markup)
-        row = the_row()
-        client = staff_client(VIEW)
-        for response in (
-            client.get(reverse(DETAIL, args=[row.pk])),
-            client.get(reverse(GROUPS)),
-            client.get(reverse(GROUP), group_of(row)),
-        ):
-            assert NASTY in Page(response).text
-            assert not Page(response).all("img")
 
 
 class TestDeferredMessages:

@@ -4,9 +4,7 @@ from contextlib import closing
 from datetime import timedelta
 
 import pytest
-from django.contrib.auth.models import User
 from django.db import connection, connections
-from django.test import Client
 from django.urls import reverse
 
 from exactly_once.admin.health import horizon_warnings
@@ -15,15 +13,13 @@ from exactly_once.operators.database_health import Pin
 from exactly_once.process.clock import utcnow
 from outbox.models import TrailEntry
 from outbox.store import history
-from tests.support.admin_pages import Page
+from tests.support.admin_pages import Page, superuser_client
 
 HEALTH = "admin:exactly_once_databasehealth_changelist"
 
 
 def the_page():
-    client = Client()
-    client.force_login(User.objects.create_superuser(f"operator{User.objects.count()}"))
-    return Page(client.get(reverse(HEALTH)))
+    return Page(superuser_client().get(reverse(HEALTH)))
 
 
 @pytest.mark.every_database

@@ -29,7 +29,7 @@ A_MOMENT = timedelta(minutes=1)
 
 class Outbox:
     page = "admin:outbox_outboxmessage_changelist"
-    model, trail, operation = OutboxMessage, TrailEntry, Operation
+    model, trail = OutboxMessage, TrailEntry
     action, dead, retrying, settled = "restore", State.DEAD, State.RETRYING, State.PUBLISHED
     names = ()
     statements = 6
@@ -59,7 +59,7 @@ class Outbox:
 
 class Inbox(Outbox):
     page = "admin:inbox_inboxmessage_changelist"
-    model, trail, operation = InboxMessage, InboxTrailEntry, Operation
+    model, trail = InboxMessage, InboxTrailEntry
     action, dead, retrying, settled = "retry", InboxState.DEAD, InboxState.RETRYING, InboxState.DONE
     names = ("shop.reserve_stock",)
     statements = 4 + len(InboxState)
@@ -297,7 +297,6 @@ class TestFilters:
 
         assert found(app, state="dead") == {row.pk}
         assert found(app, state="no such state\x00") == set()
-        assert "“state” has no value “no such state" in page(app, state="no such state").text
 
     @pytest.mark.parametrize("lookup", ["biz_id", "body__contains", "last_error__regex"])
     def test_column_lookups_in_the_query_string_are_refused(self, app, lookup):
@@ -406,7 +405,7 @@ class TestAllMatching:
         client.post(url, {**data, "plan_confirmed": "yes", "reason": "broker was down"})
 
         assert "applies to 1 of 1" in " ".join(preview.text.split())
-        assert app.operation.objects.get().total == 1
+        assert Operation.objects.get().total == 1
 
     @pytest.mark.parametrize("query", [{"state": "bogus"}, {"q": "headers.tenant:"}, {"q": "a\x00b"}], ids=str)
     def test_operation_is_not_planned_if_a_filter_or_the_search_is_not_understood(self, app, query):
@@ -415,7 +414,7 @@ class TestAllMatching:
 
         app.client().post(reverse(app.page, query=query), data)
 
-        assert not app.operation.objects.exists()
+        assert not Operation.objects.exists()
 
 
 class TestLimit:
@@ -462,9 +461,7 @@ def test_no_page_counts_more_than_its_limit(app, query):
     app.message()
     client = app.client()
 
-    with CaptureQueriesContext(
-        connection,
-    ) as queries:
+    with CaptureQueriesContext(connection) as queries:
         client.get(reverse(app.page), query)
 
     counts = [query["sql"] for query in queries if "COUNT(" in query["sql"] and f'"{app.model._meta.db_table}"' in query["sql"]]

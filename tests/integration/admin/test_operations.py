@@ -37,7 +37,6 @@ from tests.support.deliveries import an_envelope, deliver, drain, make_due, opti
 from tests.support.http_api import TOKENS
 from tests.support.inbox_rows import settle, store_message
 from tests.support.waiting import wait_until
-from tests.support.workers import Process, as_environment
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
@@ -246,22 +245,39 @@ class TestExecution:
         assert seen == [0, 1, 2]
 
 
-class TestCanary:
-    def test_canary_stops_by_itself_when_the_same_failure_returns(self, handles):
-        def refuse(message):
-            raise ValueError("still broken")
+def has_ended(operation, executor):
+    """What running consumers do, once; whether it has ended the operation."""
+    executor.drain(StopRequest())
+    drain(options(MAX_ATTEMPTS=1))
+    operation.refresh_from_db()
+    return not operation.is_open
 
-        handler = handles(refuse)
-        for _ in range(20):
-            deliver(handler, an_envelope(), given=options(MAX_ATTEMPTS=1))
-        operation = planned(staff_client(VIEW, RETRY), "retry", canary="on")
+
+class TestCanary:
+    @pytest.fixture
+    def canary(self, handles):
+        """Plan a canary on dead letters whose handler raises the first of `errors`, if there is one left."""
+
+        def plan(count, errors):
+            def handle(message):
+                if errors:
+                    raise errors[0]
+                the_effect(message)
+
+            handler = handles(handle)
+            for _ in range(count):
+                deliver(handler, an_envelope(), given=options(MAX_ATTEMPTS=1))
+            return planned(staff_client(VIEW, RETRY), "retry", canary="on")
+
+        return plan
+
+    def test_canary_stops_by_itself_when_the_same_failure_returns(self, canary):
+        operation = canary(20, [ValueError("still broken")])
         executor = inbox_operations.executor()
         executor.drain(StopRequest())
         assert states() == ["dead"] * 19 + ["retrying"]
 
-        drain(options(MAX_ATTEMPTS=1))
-        wait_until(lambda: executor.drain(StopRequest()) or Operation.objects.get().state == "stopped")
-        operation.refresh_from_db()
+        wait_until(partial(has_ended, operation, executor))
         assert (operation.state, operation.done, operation.failed_again) == ("stopped", 1, 1)
         assert "wave 1: 1 of 1 messages failed again as before (ValueError" in operation.stopped_because
         assert states() == ["dead"] * 20
@@ -271,29 +287,12 @@ class TestCanary:
         assert page.all("a", href=reverse("admin:inbox_inboxmessage_change", args=[failing.pk]))
         assert not page.all("button", value="continue")
 
-    def test_stopped_canary_is_continued_with_one_of_the_messages_that_are_left(self, handles):
-        fails = [True]
-
-        def refuse_first(message):
-            if fails:
-                raise ValueError("broken")
-            the_effect(message)
-
-        handler = handles(refuse_first)
-        for _ in range(20):
-            deliver(handler, an_envelope(), given=options(MAX_ATTEMPTS=1))
-        operation = planned(staff_client(VIEW, RETRY), "retry", canary="on")
+    def test_stopped_canary_is_continued_with_one_of_the_messages_that_are_left(self, canary):
+        operation = canary(20, errors := [ValueError("broken")])
         executor = inbox_operations.executor()
-
-        def has_ended():
-            executor.drain(StopRequest())
-            drain(options(MAX_ATTEMPTS=1))
-            operation.refresh_from_db()
-            return not operation.is_open
-
-        wait_until(has_ended)
+        wait_until(partial(has_ended, operation, executor))
         assert (operation.state, operation.done) == ("stopped", 1)
-        fails.clear()
+        errors.clear()
         other = staff_client(VIEW, RETRY)
         assert Page(other.get(reverse(OPERATION, args=[operation.pk]))).all("button", value="continue")
         act(staff_client(VIEW, SKIP), "continue", operation, page=OPERATIONS)
@@ -305,7 +304,7 @@ class TestCanary:
         operation.refresh_from_db()
         assert (operation.state, operation.done) == ("running", 2)
 
-        wait_until(has_ended)
+        wait_until(partial(has_ended, operation, executor))
         assert (operation.state, operation.done, operation.succeeded, operation.failed_again) == ("finished", 20, 19, 1)
         assert states() == ["dead"] + ["done"] * 19
         assert [entry.action for entry in AuditEntry.objects.filter(kind="operation").order_by("pk")] == [
@@ -314,53 +313,27 @@ class TestCanary:
         ]
         assert not OperationPart.objects.exists()
 
-    def test_canary_retries_1_10_and_100_messages_while_they_succeed(self, handles):
-        fails = [True]
-
-        def refuse_first(message):
-            if fails:
-                raise ValueError("broken")
-            the_effect(message)
-
-        handler = handles(refuse_first)
-        for _ in range(40):
-            deliver(handler, an_envelope(), given=options(MAX_ATTEMPTS=1))
-        operation = planned(staff_client(VIEW, RETRY), "retry", canary="on")
-        fails.clear()
+    def test_canary_retries_1_10_and_100_messages_while_they_succeed(self, canary):
+        operation = canary(40, errors := [ValueError("broken")])
+        errors.clear()
         executor, waves = inbox_operations.executor(), []
 
         def has_finished():
             executor.drain(StopRequest())
             waves.append(InboxMessage.objects.exclude(state=State.DEAD).count())
-            drain()
-            operation.refresh_from_db()
-            return operation.state == "finished"
+            return has_ended(operation, executor)
 
         wait_until(has_finished)
         assert sorted(set(waves)) == [1, 11, 40]
-        assert (operation.done, operation.succeeded, operation.failed_again) == (40, 40, 0)
+        assert (operation.state, operation.done) == ("finished", 40)
+        assert (operation.succeeded, operation.failed_again) == (40, 0)
         assert states() == ["done"] * 40
 
-    def test_another_failure_does_not_stop_a_canary(self, handles):
-        errors = [ValueError("first"), KeyError("second")]
-
-        def refuse(message):
-            raise errors[0]
-
-        handler = handles(refuse)
-        for _ in range(2):
-            deliver(handler, an_envelope(), given=options(MAX_ATTEMPTS=1))
-        operation = planned(staff_client(VIEW, RETRY), "retry", canary="on")
+    def test_another_failure_does_not_stop_a_canary(self, canary):
+        operation = canary(2, errors := [ValueError("first"), KeyError("second")])
         del errors[0]
-        executor = inbox_operations.executor()
 
-        def has_finished():
-            executor.drain(StopRequest())
-            drain(options(MAX_ATTEMPTS=1))
-            operation.refresh_from_db()
-            return not operation.is_open
-
-        wait_until(has_finished)
+        wait_until(partial(has_ended, operation, inbox_operations.executor()))
         assert (operation.state, operation.done, operation.failed_again) == ("finished", 2, 2)
 
 
@@ -375,15 +348,26 @@ class TestOutbox:
         outbox_executor("default").drain(StopRequest())
         return Operation.objects.get(pk=re.search(r"operation/(\d+)/", response.url)[1])
 
-    def test_all_dead_messages_are_restored(self):
-        for _ in range(3):
-            a_message(OutboxState.DEAD)
-        a_message(OutboxState.PUBLISHED)
-        operation = self.executed(
-            staff_client("view_outboxmessage", "restore_outboxmessage"), "restore", "?state=dead", overdue="on"
-        )
-        assert (operation.state, operation.done) == ("finished", 3)
-        assert sorted(OutboxMessage.objects.values_list("state", flat=True)) == ["published", "ready", "ready", "ready"]
+    @pytest.mark.parametrize(
+        ("action", "query", "fields", "before", "after"),
+        [
+            ("restore", "?state=dead", {"overdue": "on"}, ["dead"] * 2 + ["published"], ["published", "ready", "ready"]),
+            ("cancel", "", {}, ["dead", "ready", "retrying", "published"], ["cancelled"] * 3 + ["published"]),
+            ("publish_now", "?state=retrying", {}, ["retrying"], ["ready"]),
+        ],
+        ids=["all dead messages are restored", "all unpublished ones are cancelled", "retrying ones are published now"],
+    )
+    def test_all_messages_that_match_and_may_be_changed_are_changed(self, action, query, fields, before, after):
+        for state in before:
+            a_message(OutboxState(state))
+        changed = [state for state in before if state != "published"]
+        permission = "reschedule" if action == "publish_now" else action
+
+        operation = self.executed(staff_client("view_outboxmessage", f"{permission}_outboxmessage"), action, query, **fields)
+
+        assert (operation.state, operation.total, operation.done) == ("finished", len(changed), len(changed))
+        assert operation.sources == sorted(set(changed))
+        assert sorted(OutboxMessage.objects.values_list("state", flat=True)) == after
 
     def test_restore_without_overdue_messages_names_the_others(self):
         a_message(OutboxState.DEAD)
@@ -413,37 +397,17 @@ class TestOutbox:
         operation.refresh_from_db()
         assert (operation.state, operation.done, operation.stopped_because) == ("finished", 1, "")
 
-    def test_all_unpublished_messages_are_cancelled(self):
-        for state in (OutboxState.READY, OutboxState.RETRYING, OutboxState.DEAD, OutboxState.PUBLISHED):
-            a_message(state)
-        operation = self.executed(staff_client("view_outboxmessage", "cancel_outboxmessage"), "cancel", "")
-        assert (operation.total, operation.done, operation.sources) == (3, 3, ["dead", "ready", "retrying"])
-        assert sorted(OutboxMessage.objects.values_list("state", flat=True)) == ["cancelled"] * 3 + ["published"]
-
-    def test_retrying_messages_are_published_now(self):
-        a_message(OutboxState.RETRYING)
-        operation = self.executed(
-            staff_client("view_outboxmessage", "reschedule_outboxmessage"), "publish_now", "?state=retrying"
-        )
-        assert (operation.state, operation.done) == ("finished", 1)
-        assert OutboxMessage.objects.get().state == OutboxState.READY
-
 
 class TestProcesses:
     @pytest.fixture
-    def process(self, process_environment, tmp_path):
-        environment = {
-            **process_environment,
-            "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
-            **as_environment(OUTBOX={"BROKER_URL": "local://"}, INBOX={"BROKER_URL": "local://"}),
-        }
-        return lambda name, command: Process(environment, tmp_path / f"{name}.log", command)
+    def process(self, command):
+        return partial(command, OUTBOX={"BROKER_URL": "local://"}, INBOX={"BROKER_URL": "local://"})
 
-    @pytest.mark.parametrize("command", ["inbox_consume", "outbox_relay"])
-    def test_running_process_executes_a_planned_operation(self, process, command):
+    @pytest.mark.parametrize("name", ["inbox_consume", "outbox_relay"])
+    def test_running_process_executes_a_planned_operation(self, process, name):
         dead_rows(5)
         operation = planned(staff_client(VIEW, SKIP), "skip")
-        with process("one", command):
+        with process(name):
             wait_until(lambda: Operation.objects.get().state == "finished")
         operation.refresh_from_db()
         assert operation.done == 5
@@ -457,13 +421,13 @@ class TestProcesses:
             operation.refresh_from_db()
             return operation.processed >= count
 
-        with process("first", "inbox_consume") as first:
+        with process("inbox_consume") as first:
             wait_until(partial(processed, 8))
             first.kill()
             first.ends()
         holder = Operation.objects.get().holder
         Operation.objects.update(rate=None)
-        with process("second", "inbox_consume"):
+        with process("inbox_consume"):
             wait_until(lambda: Operation.objects.get().state == "finished")
         operation.refresh_from_db()
         assert (operation.done, operation.refused, operation.failed) == (60, 0, 0)

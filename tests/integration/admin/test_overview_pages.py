@@ -3,8 +3,6 @@
 from datetime import timedelta
 
 import pytest
-from django.contrib.auth.models import User
-from django.test import Client
 from django.urls import reverse
 
 from exactly_once.models import Alert, Minute, Operation
@@ -16,7 +14,7 @@ from inbox.models import PausedHandler
 from outbox.models import PausedTopic
 from outbox.states import State
 from tests.support import ROOT
-from tests.support.admin_pages import NASTY, Page, a_message, staff_client
+from tests.support.admin_pages import NASTY, Page, a_message, staff_client, superuser_client
 from tests.support.deliveries import the_effect
 from tests.support.heartbeats import a_consumer, a_relay
 from tests.support.many_rows import multiply
@@ -63,10 +61,7 @@ class OverviewPage(Page):
 
 
 def the_page(url=OVERVIEW):
-    user = User.objects.create_superuser(f"operator{User.objects.count()}")
-    client = Client()
-    client.force_login(user)
-    return OverviewPage(client.get(reverse(url)))
+    return OverviewPage(superuser_client().get(reverse(url)))
 
 
 def links(page):
@@ -80,8 +75,7 @@ def statistics(app, subject="", *, ago=timedelta(), **given):
 
 
 def test_overview_is_the_first_page_of_the_console_in_the_admin():
-    client = Client()
-    client.force_login(User.objects.create_superuser("operator"))
+    client = superuser_client()
 
     apps = {app["app_label"]: app["models"] for app in client.get(reverse("admin:index")).context["app_list"]}
 
@@ -229,8 +223,7 @@ def test_page_of_an_alert_links_to_what_it_names(app, condition, name, page):
     alert = raised(1, app, condition=condition, object=name)
     name, _, query = page.partition("?")
     target = reverse(f"admin:{name}") + (f"?{query}" if query else "")
-    client = Client()
-    client.force_login(User.objects.create_superuser("operator"))
+    client = superuser_client()
     url = reverse("admin:exactly_once_alert_change", args=[alert.pk])
 
     assert Page(client.get(url)).all("a", href=target)
@@ -349,8 +342,7 @@ def test_stages_of_each_topic_are_shown_with_their_percentiles(handles):
     statistics("inbox", "removed.handler", to_effect={"0": 2})
     statistics("inbox", "celery.shop.charge", to_effect={"0": 1})
 
-    client = Client()
-    client.force_login(User.objects.create_superuser("operator"))
+    client = superuser_client()
     page = OverviewPage(client.get(reverse(LATENCY)))
 
     received, committed = "Due → received", "Received → effect committed"
@@ -396,16 +388,19 @@ def test_missing_relay_is_reported_with_a_link_to_the_relays():
     assert "No relay is running" not in the_page().text
 
 
-def test_waiting_relay_paused_topic_and_overdue_message_are_reported():
+def test_waiting_relay_paused_topic_paused_handler_and_overdue_message_are_reported():
     a_relay(waits_for="the broker: connection refused")
     a_message(State.READY, ago=timedelta(hours=3))
-    PausedTopic.objects.create(topic="shop.slow", paused_by="ada", paused_at=utcnow() - timedelta(minutes=5))
+    paused = {"paused_by": "ada", "paused_at": utcnow() - timedelta(minutes=5)}
+    PausedTopic.objects.create(topic="shop.slow", **paused)
+    PausedHandler.objects.create(handler="shop.reserve", **paused)
 
     text = the_page().text
 
     assert "Relay relay-1:4711 waits for the broker: connection refused." in text
     assert "A message has been due for 3 h and is not published." in text
     assert "Topic shop.slow has been paused for 5 min by ada." in text
+    assert "Handler shop.reserve has been paused for 5 min by ada." in text
 
 
 def test_handlers_without_a_consumer_are_reported(handles):
@@ -416,34 +411,14 @@ def test_handlers_without_a_consumer_are_reported(handles):
     assert "No consumer is running" not in the_page().text
 
 
-def test_paused_handler_is_reported():
-    PausedHandler.objects.create(handler="shop.reserve", paused_by="ada", paused_at=utcnow() - timedelta(minutes=5))
-
-    assert "Handler shop.reserve has been paused for 5 min by ada." in the_page().text
-
-
 def test_scheduled_messages_of_the_future_are_not_overdue():
     a_message(State.SCHEDULED, due_ago=-timedelta(hours=5))
     assert "none is due" in the_page().text
 
 
-def test_hostile_names_stay_text():
-    statistics("outbox", NASTY, retried=1)
-    statistics("outbox", "")
-    a_relay(waits_for=NASTY)
-    PausedTopic.objects.create(topic=NASTY, paused_by=NASTY, paused_at=utcnow())
-
-    page = the_page()
-
-    assert not page.all("img")
-    assert NASTY in page.text
-    assert [script["src"] for script in page.all("script") if "src" not in script] == []
-
-
 def test_figures_view_returns_charts_only_if_asked():
     statistics("outbox", ago=timedelta(minutes=2), published=60, to_broker={"0": 60})
-    client = Client()
-    client.force_login(User.objects.create_superuser("operator"))
+    client = superuser_client()
     url = reverse(FIGURES)
 
     assert "charts" not in client.get(url).json()

@@ -129,9 +129,6 @@ def test_page_of_a_topic_offers_to_resume_it():
     assert {found["value"] for found in page.all("button", name="action")} == {"resume"}
 
 
-on_handlers = partial(act, page=HANDLERS)
-
-
 class TestPausedHandlers:
     @pytest.fixture(autouse=True)
     def handler(self, handles):
@@ -173,9 +170,9 @@ class TestPausedHandlers:
     def test_resuming_deletes_the_row_and_writes_the_audit_log(self):
         row = PausedHandler.objects.create(handler="shop.reserve_stock", paused_by="ada", paused_at=DatabaseTime())
         client = staff_client(VIEW_HANDLERS, "resume_pausedhandler")
-        assert "Resume these handlers?" in Page(on_handlers(client, "resume", row)).text
+        assert "Resume these handlers?" in Page(act(client, "resume", row, page=HANDLERS)).text
 
-        response = on_handlers(client, "resume", row, confirmed="yes")
+        response = act(client, "resume", row, page=HANDLERS, confirmed="yes")
 
         assert said(response) == [("success", "Handler shop.reserve_stock: resumed")]
         assert not PausedHandler.objects.exists()

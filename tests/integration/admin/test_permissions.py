@@ -26,7 +26,7 @@ from inbox.operators.editing import conflict_token
 from inbox.outgoing_webhooks import Endpoint
 from outbox.models import PausedTopic, PendingCallback
 from outbox.states import State
-from tests.support.admin_pages import a_message, staff_client
+from tests.support.admin_pages import a_message, staff_client, superuser_client
 from tests.support.deliveries import deliver, run_to_the_end
 from tests.support.heartbeats import a_relay
 from tests.support.inbox_rows import store_message
@@ -212,8 +212,7 @@ def test_page_about_messages_is_refused_without_either_of_its_permissions(label,
 @pytest.mark.parametrize("label", sorted(OURS))
 def test_row_is_changed_and_deleted_by_actions_only_and_added_only_where_there_is_a_form_for_it(label, a_row):
     row = a_row(label)
-    client = Client()
-    client.force_login(User.objects.create_superuser("root"))
+    client = superuser_client()
 
     assert (client.get(url_of(label, "add")).status_code == 200) == (label in ADDED)
     if row is not None:
@@ -246,6 +245,17 @@ def test_action_does_nothing_without_its_permission_and_is_done_and_recorded_wit
 
     assert response.status_code in {200, 302}
     assert recorded() == [action]
+
+
+@pytest.mark.parametrize(("label", "action"), [one for one in ACTIONS if DECLARED[one].question])
+def test_action_with_a_question_names_its_rows_and_does_nothing_until_it_is_confirmed(label, action, a_row_to_act_on):
+    row = a_row_to_act_on(label, action)
+    before = values_of(row)
+
+    response = superuser_client().post(url_of(label), {"action": action, "_selected_action": [str(row.pk)]})
+
+    assert f'name="_selected_action" value="{row.pk}"' in response.content.decode()
+    assert (values_of(row), recorded()) == (before, [])
 
 
 def recorded():

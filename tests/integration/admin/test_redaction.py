@@ -278,12 +278,9 @@ def test_export_gets_the_redacted_payload_or_an_error():
     ],
 )
 @pytest.mark.parametrize("option", ["REDACT", "REDACT_ERRORS"])
-def test_check_names_a_function_that_cannot_be_loaded_once(settings, path, said, option):
-    settings.OUTBOX, settings.INBOX = {option: path}, {}
-    (problem,) = (found for found in run_checks() if "REDACT" in found.msg)
-    assert (problem.id, said in problem.msg) == ("exactly_once.E003", True)
-
-    settings.OUTBOX, settings.INBOX = {}, {option: path}
+@pytest.mark.parametrize("setting", ["OUTBOX", "INBOX"])
+def test_check_names_a_function_that_cannot_be_loaded_once(settings, path, said, option, setting):
+    settings.OUTBOX, settings.INBOX = ({option: path} if name == setting else {} for name in ("OUTBOX", "INBOX"))
     (problem,) = (found for found in run_checks() if "REDACT" in found.msg)
     assert (problem.id, said in problem.msg) == ("exactly_once.E003", True)
 

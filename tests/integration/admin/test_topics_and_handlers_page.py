@@ -14,9 +14,9 @@ from exactly_once.process.clock import utcnow
 from exactly_once.sql import counts
 from exactly_once.telemetry.statistics import bucket_of
 from inbox.models import PausedHandler
-from outbox.models import OutboxMessage, PausedTopic
+from outbox.models import PausedTopic
 from outbox.states import State
-from tests.support.admin_pages import NASTY, Page, a_message, staff_client
+from tests.support.admin_pages import Page, a_message, staff_client
 from tests.support.many_rows import multiply
 from tests.support.shop_day import AMOUNT, CHARGE, PLACED, RESERVE, SMS, TEXT, a_handled, failing
 
@@ -182,23 +182,6 @@ def test_page_is_refused_without_its_permission_and_shows_no_app_whose_messages_
     assert staff_client(*VIEW[1:]).get(reverse(PAGE)).status_code == 403
     assert list(rows(staff_client(*VIEW[:2]).get(reverse(PAGE)))) == [SMS]
     assert list(rows(staff_client(VIEW[0], VIEW[2]).get(reverse(PAGE)))) == [TEXT]
-
-
-def test_hostile_names_and_reasons_add_no_element():
-    shapes = []
-    for text in ("harm/less", NASTY):  # as often broken into lines
-        a_message(State.READY, topic=text)
-        pauses = [
-            PausedTopic.objects.create(topic=text, paused_by=text, reason=text, paused_at=utcnow()),
-            PausedHandler.objects.create(handler=text, paused_by=text, reason=text, paused_at=utcnow()),
-        ]
-        page = Page(opened(*PAUSED))
-        assert text in page.text
-        shapes.append(page.shape)
-        for row in (*pauses, OutboxMessage.objects.get()):
-            row.delete()
-
-    assert shapes[0] == shapes[1]
 
 
 def test_statements_use_indexes_among_many_messages():
