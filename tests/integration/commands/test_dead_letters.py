@@ -89,15 +89,6 @@ class TestOutbox:
         assert "line 1: imported" in said
         assert said.endswith("2 imported, 0 here already, 0 refused.\n")
 
-    def test_imported_message_is_published_after_an_operator_restores_it(self, tmp_path):
-        row = a_dead_letter(key="")
-        file = written(tmp_path / "letters.jsonl", *exported())
-        OutboxMessage.objects.all().delete()
-        run("exactly_once_import", file)
-        assert OutboxMessage.objects.get().state == State.DEAD
-        run("outbox_restore", row.message_id)
-        assert OutboxMessage.objects.get().state == State.READY
-
     def test_body_that_is_not_text_is_base64(self):
         a_dead_letter(body=BINARY)
         [line] = exported()
@@ -111,10 +102,6 @@ class TestOutbox:
         assert [line["message_id"] for line in exported("--topic", "shop.chosen")] == [str(chosen.message_id)]
         assert [line["message_id"] for line in exported(other.message_id)] == [str(other.message_id)]
         assert len(exported()) == 2
-
-    def test_more_messages_than_are_read_at_once_are_exported_in_their_order(self):
-        rows = [a_dead_letter() for _ in range(120)]
-        assert [line["message_id"] for line in exported()] == [str(row.message_id) for row in rows]
 
     def test_same_file_twice_changes_nothing(self, tmp_path):
         a_dead_letter()

@@ -18,7 +18,7 @@ from tests.support.deliveries import InAThread, at_once
 from tests.support.open_transactions import OpenTransaction
 from tests.support.servers import FaultProxy
 from tests.support.waiting import A_WHILE, wait_until
-from tests.support.workers import GROUP, Process, as_environment, migrate
+from tests.support.workers import GROUP, migrate
 
 mortal_database = mortal.mortal_database
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -40,18 +40,9 @@ def own_temporary_directory(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def running(process_environment, tmp_path):
-    def start(name, url, **changes):
-        environment = {
-            **process_environment,
-            "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
-            "TMPDIR": str(tmp_path / "temporary"),
-            **changes,
-        }
-        given = as_environment(OUTBOX={"BROKER_URL": url}, INBOX={"GROUP": GROUP})
-        return Process({**environment, **given}, tmp_path / "log", name)
-
-    return start
+def running(command, process_environment):
+    process_environment["TMPDIR"] = tempfile.gettempdir()
+    return lambda name, url: command(name, OUTBOX={"BROKER_URL": url}, INBOX={"GROUP": GROUP})
 
 
 def probe(capsys, app, *arguments):
@@ -110,8 +101,9 @@ def test_process_without_its_broker_is_alive_and_not_ready(app, capsys, running)
 def test_process_without_its_database_is_alive_and_not_ready(
     app, capsys, running, process_environment, mortal_postgres, mortal_database, rabbitmq_url, tmp_path
 ):
-    migrate({**process_environment, "DATABASE_URL": mortal_database}, tmp_path / "migrate.log")
-    with running(COMMANDS[app], rabbitmq_url, DATABASE_URL=mortal_database) as process:
+    process_environment["DATABASE_URL"] = mortal_database
+    migrate(process_environment, tmp_path / "migrate.log")
+    with running(COMMANDS[app], rabbitmq_url) as process:
         process.until(ProcessRow.objects.filter(app=app).exists)
         mortal_postgres.kill()
         process.until(lambda: "is unavailable" in process.said())
@@ -140,14 +132,12 @@ def test_relay_that_runs_the_handlers_of_local_is_alive_and_ready_for_both_apps(
         process.until(lambda: probe(capsys, app)[0] == 0)
 
 
-@pytest.mark.every_database
 @override_settings(ROOT_URLCONF=__name__)
 def test_view_of_both_apps_has_the_checks_of_each_and_another_name_is_not_found(client):
     assert client.get(reverse("exactly_once_health:ready")).json()["checks"].keys() == {"outbox", "inbox"}
     assert client.get(reverse("exactly_once_health:ready", args=["unknown"])).status_code == 404
 
 
-@pytest.mark.every_database
 @override_settings(ROOT_URLCONF=__name__)
 @BOTH
 def test_views_answer_503_and_name_the_failing_checks(app, client):
@@ -261,7 +251,6 @@ def test_command_fails_while_the_database_is_frozen(app, capsys, database_behind
     assert (code, checks) == (1, {"database": "unavailable"})
 
 
-@pytest.mark.every_database
 @override_settings(
     ROOT_URLCONF=__name__,
     MIDDLEWARE=[

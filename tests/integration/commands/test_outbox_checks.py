@@ -65,22 +65,23 @@ def test_encoder_that_cannot_be_loaded_is_an_error(settings, path, reason):
     assert reason in problem.msg
 
 
-@pytest.mark.parametrize("name", ["OUTBOX_BROKER_URL", "OUTBOX_BROKER_ULR"])
-def test_setting_beside_the_dictionary_that_is_named_like_an_option_is_reported(settings, name):
-    settings.OUTBOX_WHATEVER_ELSE = "of another app"
-    setattr(settings, name, "amqp://shop:secret@host//")
+@pytest.mark.parametrize("name", ["BROKER_URL", "BROKER_ULR"])
+@pytest.mark.parametrize(("setting", "problem"), [("OUTBOX", "outbox.W008"), ("INBOX", "inbox.W009")])
+def test_setting_beside_the_dictionary_that_is_named_like_an_option_is_reported(settings, setting, problem, name):
+    setattr(settings, f"{setting}_WHATEVER_ELSE", "of another app")
+    setattr(settings, f"{setting}_{name}", "amqp://shop:secret@host//")
 
-    warning = found()["outbox.W008"]
+    warning = found(setting.lower())[problem]
 
-    assert warning.msg == f"The setting {name} is not read."
-    assert "OUTBOX['BROKER_URL']" in warning.hint
+    assert warning.msg == f"The setting {setting}_{name} is not read."
+    assert f"{setting}['BROKER_URL']" in warning.hint
 
 
 class TestBrokerCheck:
-    def test_broker_whose_transport_is_not_installed_is_an_error(self, settings):
+    def test_broker_whose_transport_is_not_installed_is_an_error(self, settings, monkeypatch):
         settings.OUTBOX = {"BROKER_URL": "local://"}
-        with without_module("inbox.local"):
-            error = found()["outbox.E002"]
+        monkeypatch.setitem(sys.modules, "inbox.local", None)
+        error = found()["outbox.E002"]
 
         assert "cannot be loaded" in error.msg
         assert "needs 'inbox'" in error.hint
@@ -121,22 +122,6 @@ class TestBrokerCheck:
         settings.OUTBOX = {"BROKER_URL": url}
 
         assert found() == {}
-
-
-class without_module:  # noqa: N801 - it reads as a function
-    """Makes the module `name` fail to import, as if it were not installed."""
-
-    def __init__(self, name):
-        self._name = name
-
-    def __enter__(self):
-        self._found = sys.modules.pop(self._name, None)
-        sys.modules[self._name] = None
-
-    def __exit__(self, *exc_info):
-        del sys.modules[self._name]
-        if self._found is not None:
-            sys.modules[self._name] = self._found
 
 
 class TestDatabaseCheck:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from tests.support.servers.private import free_port
 from tests.support.waiting import wait_until
-from tests.support.workers import Process
 
 SECRET = "Xy7secret7yX"
 
@@ -95,12 +94,6 @@ def test_check_reports_a_mistyped_url_without_its_password(setting, option, valu
     assert re.search(r"(outbox|inbox)\.E\d", said)
 
 
-@pytest.mark.parametrize("value", ODD)
-@pytest.mark.parametrize(("setting", "option"), OPTIONS)
-def test_check_shows_an_odd_url_without_its_password(setting, option, value):
-    assert SECRET not in checked(**{setting: {option: filled(value)}})
-
-
 @pytest.mark.parametrize("value", MISTYPED, ids=json.dumps)
 def test_check_reports_a_setting_that_is_not_a_dict_without_its_password(value):
     for setting in ("OUTBOX", "INBOX"):
@@ -131,18 +124,6 @@ def test_check_prints_no_password_whatever_its_characters_and_wherever_it_is_wri
         settings = {"OUTBOX": {"BROKER_URL": given}, "INBOX": {"BROKER_URL": given, "LEASE_STORE": given}}
 
     assert SECRET not in checked(**settings)
-
-
-@pytest.fixture
-def command(process_environment, tmp_path):
-    """Start a command with these settings and without Django's checks, which refuse most of them before."""
-
-    def start(name, *arguments, **settings):
-        given = {setting: json.dumps(value) for setting, value in settings.items()}
-        environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings", **given}
-        return Process(environment, tmp_path / "log", name, *arguments)
-
-    return start
 
 
 @pytest.mark.parametrize("value", MISTYPED, ids=json.dumps)

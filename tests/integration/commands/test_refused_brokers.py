@@ -10,7 +10,7 @@ import pytest
 from outbox.states import State
 from tests.support.relaying import published, state_of
 from tests.support.waiting import wait_until
-from tests.support.workers import GROUP, Process, as_environment
+from tests.support.workers import GROUP
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -19,13 +19,8 @@ BOTH = pytest.mark.parametrize("name", ["outbox_relay", "inbox_consume"])
 
 
 @pytest.fixture
-def running(process_environment, tmp_path):
-    def start(name, outbox, **inbox):
-        environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings"}
-        given = as_environment(OUTBOX={"BROKER_URL": outbox}, INBOX={"GROUP": GROUP, **inbox})
-        return Process({**environment, **given}, tmp_path / f"{name}.log", name)
-
-    return start
+def running(command):
+    return lambda name, outbox, **inbox: command(name, OUTBOX={"BROKER_URL": outbox}, INBOX={"GROUP": GROUP, **inbox})
 
 
 def errors(process):

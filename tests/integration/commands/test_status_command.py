@@ -147,20 +147,12 @@ class TestRelays:
         assert line.endswith("  silent")
 
     @pytest.mark.parametrize("silent", [False, True])
-    @pytest.mark.parametrize(
-        ("ready", "expected"),
-        [
-            (0, "No relay is running. Messages that are due: 0."),
-            (2, "No relay is running. Messages that are due: 2."),
-        ],
-    )
-    def test_status_says_when_no_relay_is_running(self, silent, ready, expected):
+    def test_status_says_when_no_relay_is_running(self, silent):
         if silent:
             a_relay(silent_for=2 * SILENT_AFTER)
-        for _ in range(ready):
-            published()
+        published()
 
-        assert run(app="outbox").splitlines()[-1] == expected
+        assert run(app="outbox").splitlines()[-1] == "No relay is running. Messages that are due: 1."
 
     def test_status_does_not_say_that_no_relay_is_running_while_one_runs(self):
         a_relay(silent_for=2 * SILENT_AFTER)

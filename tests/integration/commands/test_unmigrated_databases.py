@@ -17,7 +17,6 @@ from exactly_once.models import Process as ProcessRow
 from outbox.states import State
 from outbox.store.dialect import live
 from tests.support.relaying import published, row_of, state_of
-from tests.support.workers import Process, as_environment
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
 
@@ -44,15 +43,6 @@ def half_migrated(request):
 def executed(statement):
     with connection.cursor() as cursor:
         cursor.execute(statement)
-
-
-@pytest.fixture
-def command(process_environment, tmp_path):
-    def start(name, *arguments, **options):
-        environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings"}
-        return Process({**environment, **as_environment(**options)}, tmp_path / name, name, *arguments)
-
-    return start
 
 
 def refusal(process):
