@@ -16,10 +16,9 @@ MESSAGES = [f"message-{number:02}" for number in range(12)]
 
 
 @pytest.fixture
-def handler():
+def handler(own_handlers):
     subscribe(TOPIC)
-    yield registry.get(TOPIC)
-    registry.remove(TOPIC)
+    return registry.get(TOPIC)
 
 
 @pytest.mark.django_db(transaction=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from django.test import override_settings
 
-from inbox.handlers.registry import registry
 from inbox.http import subscribe
 from outbox.models import OutboxMessage
 from tests.support.http_api import AUDITOR, HTTP, Api, documents, rendered
@@ -33,12 +32,11 @@ CHECKS = (
 
 
 @pytest.fixture
-def served(live_server):
+def served(live_server, own_handlers):
     """The URL of both APIs."""
     subscribe(TOPIC)
     with override_settings(ROOT_URLCONF="tests.support.http_urls", OUTBOX={"HTTP": {**HTTP, **SHORT_WAIT}}):
         yield f"{live_server.url}/api"
-    registry.remove(TOPIC)
 
 
 @pytest.mark.parametrize("module", documents())
@@ -60,7 +58,6 @@ def test_every_error_is_documented_as_a_problem(module):
             assert operation["security"] == [{"BearerToken": []}]
 
 
-@pytest.mark.every_database
 @pytest.mark.django_db
 @override_settings(ROOT_URLCONF="tests.support.http_urls")
 def test_document_is_served_without_a_token_and_names_the_addresses():

@@ -3,7 +3,6 @@
 import pytest
 from django.test import override_settings
 
-from inbox.handlers.registry import registry
 from inbox.http import subscribe
 from inbox.models import InboxMessage
 from inbox.states import State
@@ -16,11 +15,10 @@ JOBS = [f"job-{number}" for number in range(5)]
 
 
 @pytest.fixture
-def base(live_server):
+def base(live_server, own_handlers):
     subscribe(TOPIC)
     with override_settings(ROOT_URLCONF="tests.support.http_urls", OUTBOX={"HTTP": HTTP}):
         yield f"{live_server.url}/api/"
-    registry.remove(TOPIC)
 
 
 @pytest.mark.every_database

@@ -51,8 +51,8 @@ SERIALIZABLE_ROUNDS = 5
 
 
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.every_database
 class TestAllCome:
+    @pytest.mark.every_database
     @pytest.mark.parametrize("order", list(itertools.permutations(TOPICS)))
     def test_join_runs_once_when_the_last_message_has_arrived_in_any_order(self, joins, order):
         joins(report)
@@ -80,6 +80,7 @@ class TestAllCome:
         with pytest.raises(KeyError):
             join["other"]
 
+    @pytest.mark.every_database
     def test_duplicates_in_random_order_do_not_start_a_run_again(self, joins):
         joins(report)
         runs = [f"run-{number}" for number in range(10)]
@@ -91,6 +92,7 @@ class TestAllCome:
 
         assert sorted(effects()) == sorted((run, ALL) for run in runs)
 
+    @pytest.mark.every_database
     def test_message_with_other_content_for_a_topic_that_has_arrived_is_a_conflicting_duplicate(self, joins):
         given = []
         joins(given.append)
@@ -145,6 +147,7 @@ class TestAllCome:
         drain()
         assert sorted(effects()) == [("monday", ",".join(TOPICS[:2])), ("monday", ",".join(TOPICS[1:]))]
 
+    @pytest.mark.every_database
     def test_join_that_fails_is_retried_with_all_messages_and_its_effect_happens_once(self, joins):
         attempts = []
 
@@ -183,6 +186,7 @@ class TestAllCome:
         assert effects() == [("monday", ALL)]
         assert {bytes(body) for body in Part.objects.values_list("body", flat=True)} == {b""}
 
+    @pytest.mark.every_database
     def test_purge_deletes_a_finished_run_with_its_row(self, joins):
         joins(report)
         for run in ("monday", "tuesday"):
@@ -424,7 +428,6 @@ class TestAtTheDeadline:
 
 
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.every_database
 class TestDecisions:
     @pytest.fixture
     def dead(self, joins):
@@ -445,12 +448,6 @@ class TestDecisions:
         delete_messages()
         with pytest.raises(Refused, match="the row of a join's run"):
             letters.store("default", values, "imported")
-
-    def test_completed_run_is_called_with_the_entered_messages(self, dead):
-        assert deciding.complete("default", dead.pk, {topic: {"rows": 0} for topic in TOPICS[1:]}, by="by anna")
-        drain()
-        assert effects() == [("monday", ALL)]
-        assert set(Part.objects.filter(entered_by="by anna").values_list("topic", flat=True)) == {*TOPICS[1:]}
 
     def test_partly_completed_run_stays_dead(self, dead):
         assert deciding.complete("default", dead.pk, {TOPICS[1]: {}}, by="by anna")
@@ -504,7 +501,6 @@ class TestDecisions:
 
 
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.every_database
 class TestWithTheHelpersForTests:
     def test_published_messages_reach_the_join_through_the_local_transport(self, joins):
         joins(report)
@@ -536,7 +532,6 @@ class TestWithTheHelpersForTests:
             run_handler(joins(report), {"run_id": "monday"})
 
 
-@pytest.mark.every_database
 class TestDeclaring:
     @pytest.mark.parametrize(
         ("arguments", "words"),

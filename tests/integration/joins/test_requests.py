@@ -21,6 +21,7 @@ from outbox import publish, request
 from outbox.testing import published, run_relay
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, run_to_the_end
+from tests.support.joins import effects
 from tests.support.waiting import A_WHILE
 
 ASKED, ANSWERED = "bank.transfer.requested", "bank.transfer.answered"
@@ -31,18 +32,14 @@ pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True
 
 
 @pytest.fixture
-def asks():
+def asks(own_handlers):
     """Register a function as the handler of the answers, for this test: `asks(function, on_timeout=…)`."""
-    before = {handler.name for handler in registry.all()}
 
     def register(function, **arguments):
         arguments = {"request": ASKED, "answer": ANSWERED, "timeout": TIMEOUT, "name": NAME, **arguments}
         return correlated(**arguments)(function)
 
-    yield register
-    for handler in registry.all():
-        if handler.name not in before:
-            registry.remove(handler.name)
+    return register
 
 
 def settle(asked, answered):
@@ -61,10 +58,6 @@ def is_asked(chain="chain-1", payment="payment-1", *, redelivered=False):
 def is_answered(chain="chain-1", result="paid", *, redelivered=False):
     envelope = an_envelope({"result": result}, topic=ANSWERED, correlation_id=chain)
     return deliver(registry.get(f"{NAME}/{ANSWERED}"), envelope, redelivered=redelivered)
-
-
-def effects():
-    return list(Effect.objects.order_by("pk").values_list("name", "detail"))
 
 
 def late_answer():

@@ -138,13 +138,9 @@ def test_signed_body_that_is_not_an_event_is_answered_with_400_and_not_stored(bo
     assert published() == []
 
 
-def test_event_that_a_function_cannot_read_is_answered_with_400():
-    assert view(biz_id=lambda callback: callback.payload["data"]["id"])(a_request()).status_code == 400
-    assert published() == []
-
-
-def test_event_without_the_part_to_publish_is_answered_with_400():
-    assert view(payload="data.object")(a_request()).status_code == 400
+@pytest.mark.parametrize("argument", [{"biz_id": lambda callback: callback.payload["data"]["id"]}, {"payload": "data.object"}])
+def test_event_without_what_a_function_or_a_path_reads_is_answered_with_400(argument):
+    assert view(**argument)(a_request()).status_code == 400
     assert published() == []
 
 

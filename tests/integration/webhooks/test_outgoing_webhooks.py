@@ -20,7 +20,6 @@ import inbox.outgoing_webhooks
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
 from inbox.consumer.runner import Runner
-from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.operators.decisions import retry
 from inbox.outgoing_webhooks import Endpoint, endpoints, posting, send_webhooks
@@ -48,13 +47,9 @@ def network(settings):
 
 
 @pytest.fixture
-def offers():
+def offers(own_handlers):
     """`send_webhooks` for this test."""
-    before = {handler.name for handler in registry.all()}
-    yield send_webhooks
-    for handler in registry.all():
-        if handler.name not in before:
-            registry.remove(handler.name)
+    return send_webhooks
 
 
 @pytest.fixture
@@ -65,6 +60,13 @@ def receiver():
 
 def an_endpoint(receiver, name="partner", **columns):
     return Endpoint.objects.create(name=name, url=receiver.url, **columns)
+
+
+@pytest.fixture
+def endpoint(offers, receiver):
+    """An endpoint that gets the messages of the topic."""
+    offers(TOPIC)
+    return an_endpoint(receiver)
 
 
 def offered(*orders, topic=TOPIC):
@@ -106,9 +108,7 @@ def the_endpoint(name="partner"):
 
 
 class TestRequest:
-    def test_request_is_signed_so_that_our_own_verifier_accepts_it(self, offers, receiver):
-        offers(TOPIC)
-        endpoint = an_endpoint(receiver)
+    def test_request_is_signed_so_that_our_own_verifier_accepts_it(self, receiver, endpoint):
         (message,) = offered()
         send()
 
@@ -122,9 +122,7 @@ class TestRequest:
         assert (request.json["type"], request.json["data"]) == (TOPIC, ORDER)
         assert states() == ["done"]
 
-    def test_every_attempt_sends_the_same_id_and_the_same_bytes(self, offers, receiver):
-        offers(TOPIC)
-        endpoint = an_endpoint(receiver)
+    def test_every_attempt_sends_the_same_id_and_the_same_bytes(self, receiver, endpoint):
         (message,) = offered()
         receiver.answer = lambda request: Reply(500 if len(receiver.requests) < 3 else 204)
         for _ in range(3):
@@ -137,9 +135,7 @@ class TestRequest:
         assert states() == ["done"]
 
     @pytest.mark.parametrize("message_id", ["bestellung-ü", "1", "\u200b"])
-    def test_another_producers_id_becomes_one_that_every_receiver_can_deduplicate_on(self, offers, receiver, message_id):
-        offers(TOPIC)
-        endpoint = an_endpoint(receiver)
+    def test_another_producers_id_becomes_one_that_every_receiver_can_deduplicate_on(self, receiver, message_id, endpoint):
         deliver(*(make_message(TOPIC, ORDER, id=message_id, biz_id=f"{source}#{message_id}") for source in ("a", "b")))
         receiver.answer = lambda request: Reply(500 if len(receiver.requests) == 1 else 200)
         send()
@@ -234,9 +230,7 @@ class TestFanOut:
         assert [request.json["data"] for request in receiver.requests] == [{"id": "order-17"}]
         assert not rows("partner").exists()
 
-    def test_published_message_is_sent_and_its_rows_commit_with_it(self, offers, receiver):
-        offers(TOPIC)
-        an_endpoint(receiver)
+    def test_published_message_is_sent_and_its_rows_commit_with_it(self, receiver, endpoint):
         with transaction.atomic():
             message = publish(TOPIC, ORDER)
         run_relay()
@@ -256,9 +250,7 @@ class TestFanOut:
             offered()
         assert not rows().exists()
 
-    def test_copies_at_the_same_moment_are_sent_once(self, offers, receiver):
-        offers(TOPIC)
-        an_endpoint(receiver)
+    def test_copies_at_the_same_moment_are_sent_once(self, receiver, endpoint):
         message = make_message(TOPIC, ORDER, biz_id="order-17")
         at_once([lambda: deliver(message, raise_errors=False) for _ in range(4)])
         make_due()
@@ -286,18 +278,14 @@ class TestFanOut:
         with pytest.raises(ImproperlyConfigured, match=r"add 'inbox.outgoing_webhooks' to INSTALLED_APPS"):
             getattr(inbox.outgoing_webhooks, name)
 
-    def test_handler_of_a_topic_can_be_tested_as_any_other(self, offers, receiver):
-        offers(TOPIC)
-        an_endpoint(receiver)
+    def test_handler_of_a_topic_can_be_tested_as_any_other(self, endpoint):
         run_handler(f"webhooks/{TOPIC}", make_message(TOPIC, ORDER))
         assert states() == ["received"]
 
 
 class TestAnswers:
     @pytest.mark.parametrize("status", [100 + 99, 302, 400, 404, 500, 503])
-    def test_other_answer_is_a_failed_attempt_that_shows_the_beginning_of_the_answer(self, offers, receiver, status):
-        offers(TOPIC)
-        an_endpoint(receiver)
+    def test_other_answer_is_a_failed_attempt_that_shows_the_beginning_of_the_answer(self, receiver, status, endpoint):
         offered()
         elsewhere = receiver.url.replace("/hooks", "/elsewhere")
         receiver.answer = lambda request: Reply(status, {"Location": elsewhere}, b"out of \x00 order\n" + b"x" * 5000)
@@ -311,10 +299,8 @@ class TestAnswers:
         assert receiver.paths == ["/hooks"]
         assert the_endpoint().failures == 1
 
-    def test_answer_is_redacted_before_it_is_stored(self, offers, receiver, settings):
+    def test_answer_is_redacted_before_it_is_stored(self, receiver, settings, endpoint):
         settings.INBOX = {**settings.INBOX, "REDACT_ERRORS": "tests.support.redactors.mask_ibans"}
-        offers(TOPIC)
-        an_endpoint(receiver)
         offered()
         receiver.answer = lambda request: Reply(400, {}, b"unknown account DE89370400440532013000")
         send(given=options(REDACT_ERRORS="tests.support.redactors.mask_ibans"))
@@ -322,9 +308,7 @@ class TestAnswers:
         for text in (rows().get().last_error, rows().get().traceback, the_endpoint().reason):
             assert "unknown account DE…" in text
 
-    def test_message_that_fails_too_often_is_a_dead_letter_that_an_operator_retries(self, offers, receiver):
-        offers(TOPIC)
-        an_endpoint(receiver)
+    def test_message_that_fails_too_often_is_a_dead_letter_that_an_operator_retries(self, receiver, endpoint):
         offered()
         receiver.answer = lambda request: Reply(500)
         for _ in range(OPTIONS.MAX_ATTEMPTS):
@@ -338,9 +322,7 @@ class TestAnswers:
         assert states() == ["done"]
         assert len(set(receiver.ids)) == 1
 
-    def test_status_410_disables_the_endpoint_and_its_other_messages_wait_until_it_is_enabled(self, offers, receiver):
-        offers(TOPIC)
-        an_endpoint(receiver)
+    def test_status_410_disables_the_endpoint_and_its_other_messages_wait_until_it_is_enabled(self, receiver, endpoint):
         offered(*({"order": number} for number in range(3)))
         receiver.answer = lambda request: Reply(410)
         send()
@@ -360,9 +342,7 @@ class TestAnswers:
 
     @pytest.mark.parametrize("given", ["120", "date"])
     @pytest.mark.parametrize("status", [429, 503])
-    def test_retry_after_pauses_the_endpoint_and_counts_no_attempt(self, offers, receiver, status, given):
-        offers(TOPIC)
-        an_endpoint(receiver)
+    def test_retry_after_pauses_the_endpoint_and_counts_no_attempt(self, receiver, status, given, endpoint):
         offered({"order": 1}, {"order": 2})
         value = format_datetime(utcnow() + timedelta(seconds=120), usegmt=True) if given == "date" else given
         receiver.answer = lambda request: Reply(status, {"Retry-After": value})
@@ -380,9 +360,7 @@ class TestAnswers:
         assert states() == ["done", "done"]
         assert the_endpoint().state == "active"
 
-    def test_messages_that_have_waited_for_days_are_not_given_up_when_the_endpoint_limits_their_rate(self, offers, receiver):
-        offers(TOPIC)
-        endpoint = an_endpoint(receiver)
+    def test_messages_that_have_waited_for_days_are_not_given_up_when_the_endpoint_limits_their_rate(self, receiver, endpoint):
         offered()
         endpoints.disable("default", endpoint.pk, "asked by the customer")
         travel(timedelta(days=10))
@@ -393,10 +371,8 @@ class TestAnswers:
         assert len(receiver.requests) == 1
         assert (states(), rows().get().attempts) == (["retrying"], 0)
 
-    def test_server_that_answers_too_slowly_is_cut_off(self, offers, receiver, settings):
+    def test_server_that_answers_too_slowly_is_cut_off(self, settings, endpoint):
         settings.INBOX = {**settings.INBOX, "WEBHOOK_TIMEOUT": timedelta(seconds=0.3)}
-        offers(TOPIC)
-        an_endpoint(receiver)
         offered()
         with _dripping() as port:
             Endpoint.objects.update(url=f"http://{LOOPBACK}:{port}/")
@@ -446,9 +422,7 @@ def _dripping():
 
 
 class TestCircuitBreaker:
-    def test_endpoint_that_fails_repeatedly_is_paused_for_all_processes_and_tried_again_one_at_a_time(self, offers, receiver):
-        offers(TOPIC)
-        an_endpoint(receiver)
+    def test_endpoint_that_fails_repeatedly_is_paused_for_all_processes_and_tried_again_one_at_a_time(self, receiver, endpoint):
         offered(*({"order": number} for number in range(endpoints.FAILURES + 5)))
         receiver.answer = lambda request: Reply(500)
         send()
@@ -495,18 +469,14 @@ class TestCircuitBreaker:
         endpoints.failed("default", endpoint, "no answer")
         assert the_endpoint().reason == "asked by the customer"
 
-    def test_failures_between_successes_pause_nothing(self, offers, receiver):
-        offers(TOPIC)
-        an_endpoint(receiver)
+    def test_failures_between_successes_pause_nothing(self, receiver, endpoint):
         offered(*({"order": number} for number in range(4 * endpoints.FAILURES)))
         receiver.answer = lambda request: Reply(500 if len(receiver.requests) % endpoints.FAILURES else 200)
         send()
         assert len(receiver.requests) == 4 * endpoints.FAILURES
         assert the_endpoint().state == "active"
 
-    def test_request_of_a_process_that_does_not_know_of_the_pause_yet_is_deferred(self, offers, receiver):
-        offers(TOPIC)
-        an_endpoint(receiver)
+    def test_request_of_a_process_that_does_not_know_of_the_pause_yet_is_deferred(self, receiver, endpoint):
         offered()
         known = EndpointHandlers(["default"])
         known.refresh()
@@ -556,17 +526,13 @@ class TestProcess:
                 wait_until(lambda: set(states("slow")) == {"done"})
         assert len(set(slow.ids)) == 20
 
-    def test_command_sends_what_is_due_and_ends(self, offers, receiver):
-        offers(TOPIC)
-        an_endpoint(receiver)
+    def test_command_sends_what_is_due_and_ends(self, endpoint):
         offered({"order": 1}, {"order": 2})
         call_command("inbox_outgoing_webhooks", drain=True)
         assert states() == ["done", "done"]
 
-    def test_leases_may_be_in_redis(self, offers, receiver, settings, redis_url):
+    def test_leases_may_be_in_redis(self, receiver, settings, redis_url, endpoint):
         settings.INBOX = {**settings.INBOX, "LEASE_STORE": redis_url}
-        offers(TOPIC)
-        an_endpoint(receiver)
         receiver.answer = lambda request: Reply(500 if len(receiver.requests) < 2 else 200)
         offered()
         for _ in range(2):
