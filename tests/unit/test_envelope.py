@@ -148,15 +148,10 @@ def test_the_colon_prefix_takes_precedence_over_the_underscore_prefix():
     assert envelope.id == "ours"
 
 
-def test_amqp_properties_are_used_where_cloudevents_attributes_are_missing():
-    envelope = a_delivery(properties={"message_id": "m", "correlation_id": "c"}, routing_key="the.key")
-
-    assert (envelope.id, envelope.correlation_id, envelope.topic) == ("m", "c", "the.key")
-
-
-@pytest.mark.parametrize("blank", ["", "  ", None])
-def test_amqp_properties_are_used_where_cloudevents_attributes_are_blank(blank):
-    headers = {f"cloudEvents:{name}": blank for name in ("id", "type", "time", "correlationid")}
+@pytest.mark.parametrize("value", ["missing", "", "  ", None])
+def test_amqp_properties_are_used_where_cloudevents_attributes_are_missing_or_blank(value):
+    names = [] if value == "missing" else ["id", "type", "time", "correlationid"]
+    headers = {f"cloudEvents:{name}": value for name in names}
 
     envelope = a_delivery(
         properties={"message_id": "m", "correlation_id": "c", "timestamp": 1772366400}, headers=headers, routing_key="the.key"

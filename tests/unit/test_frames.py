@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import amqp
 import pytest
 from amqp.method_framing import frame_writer
-from amqp.serialization import dumps, loads
+from amqp.serialization import dumps
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +21,7 @@ from tests.support.relaying import Queue, connected, soon
 CHANNEL, EXCHANGE = 7, "outbox"
 FRAME_MAX = 4096
 LARGEST = FRAME_MAX - wire.FRAME_OVERHEAD
-PUBLISH = struct.pack(">HH", *wire.PUBLISH)
+
 
 names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=60).filter(
     lambda name: name not in {"CC", "BCC"}
@@ -140,28 +140,6 @@ class TestExpiration:
 class TestDecoding:
     @given(headers=st.dictionaries(names, values, max_size=8))
     @settings(max_examples=100, deadline=None)
-    def test_py_amqp_decodes_what_was_encoded(self, headers):
-        message = a_message(headers=headers, priority=3)
-        (_, method), (_, header), (_, body) = frames(encoded(message, 131_072))
-
-        assert method[:4] == PUBLISH
-        (ticket, exchange, topic, mandatory), _ = loads("Bssb", method, 4)
-        assert (ticket, exchange, topic, mandatory) == (0, EXCHANGE, message.envelope.topic, True)
-        read = amqp.Message()
-        read._load_properties(wire.PUBLISH[0], header, 12)
-        assert read.properties.pop("application_headers") == message.envelope.to_headers()
-        assert read.properties == {
-            "content_type": "application/json",
-            "content_encoding": "utf-8",
-            "delivery_mode": 2,
-            "priority": 3,
-            "message_id": "0198-id",
-            "type": "shop.order.placed",
-        }
-        assert body == b"{}"
-
-    @given(headers=st.dictionaries(names, values, max_size=8))
-    @settings(max_examples=100, deadline=None)
     def test_an_independent_decoder_reads_the_same_headers(self, headers):
         message = a_message(headers=headers)
         _, (_, header), _ = frames(encoded(message, 131_072))
@@ -175,24 +153,6 @@ class TestDecoding:
         read = wire.Reader(header, at=12).properties()["headers"]
 
         assert {name: type(read[name]) for name in headers} == {name: type(value) for name, value in headers.items()}
-
-
-class TestFrames:
-    @given(length=st.integers(0, 5 * LARGEST))
-    @settings(max_examples=50, deadline=None)
-    def test_frames_are_never_larger_than_negotiated_and_carry_the_whole_body(self, length):
-        body = b"z" * length
-        split = frames(encoded(a_message(body)))
-
-        assert [kind for kind, _ in split[:2]] == [wire.METHOD_FRAME, wire.HEADER_FRAME]
-        assert {kind for kind, _ in split[2:]} <= {wire.BODY_FRAME}
-        assert all(0 < len(payload) <= LARGEST for _, payload in split)
-        assert struct.unpack_from(">HHQ", split[1][1]) == (wire.PUBLISH[0], 0, length)
-        assert b"".join(payload for _, payload in split[2:]) == body
-
-    @pytest.mark.parametrize(("length", "count"), [(0, 0), (1, 1), (LARGEST, 1), (LARGEST + 1, 2), (3 * LARGEST, 3)])
-    def test_a_body_is_split_into_as_few_frames_as_possible(self, length, count):
-        assert len(frames(encoded(a_message(b"z" * length)))) == 2 + count
 
 
 class TestRefusedMessages:

@@ -29,11 +29,12 @@ DECORATORS = [idempotent_handler, batch_handler, leased_handler]
 every_decorator = pytest.mark.parametrize("decorator", DECORATORS, ids=lambda decorator: decorator.__name__)
 
 DURATIONS = {
-    "base": lambda value: Backoff(base=value),
-    "cap": lambda value: Backoff(cap=value),
-    "wait": lambda value: Batch(wait=value),
-    "duration": lambda value: Lease(duration=value),
-    "limit": lambda value: Lease(limit=value),
+    "base of a backoff": lambda value: Backoff(base=value),
+    "cap of a backoff": lambda value: Backoff(cap=value),
+    "wait of a batch": lambda value: Batch(wait=value),
+    "duration of a lease": lambda value: Lease(duration=value),
+    "limit of a lease": lambda value: Lease(limit=value),
+    **{f"timeout of {one.__name__}": lambda value, one=one: one("t", timeout=value) for one in DECORATORS},
 }
 COUNTS = {
     "max_attempts": lambda value: Retry(max_attempts=value),
@@ -64,28 +65,15 @@ class TestDurations:
     @pytest.mark.parametrize("option", DURATIONS)
     @pytest.mark.parametrize("value", [30, 0.5, "30s", True], ids=repr)
     def test_value_that_is_not_a_timedelta_is_refused_with_the_right_form(self, option, value):
-        with pytest.raises(TypeError, match=rf"^{option} is {value!r}: .*such as timedelta\(seconds=[\d.]+\)"):
+        seconds = value if type(value) in {int, float} else r"[\d.]+"
+        with pytest.raises(TypeError, match=rf"^{option.split()[0]} is {value!r}: .*such as timedelta\(seconds={seconds}\)"):
             DURATIONS[option](value)
-
-    def test_a_number_is_shown_as_the_timedelta_that_was_probably_meant(self):
-        with pytest.raises(TypeError, match=r"duration is 45: .*timedelta\(seconds=45\)"):
-            Lease(duration=45)
 
     @pytest.mark.parametrize("option", DURATIONS)
     @pytest.mark.parametrize("value", [timedelta(), -A_SECOND], ids=str)
     def test_duration_of_zero_or_less_is_refused(self, option, value):
-        with pytest.raises(ValueError, match=rf"^{option} is .*longer than zero"):
+        with pytest.raises(ValueError, match=rf"^{option.split()[0]} is .*longer than zero"):
             DURATIONS[option](value)
-
-    @every_decorator
-    def test_every_decorator_refuses_a_timeout_that_is_a_number(self, decorator):
-        with pytest.raises(TypeError, match=r"^timeout is 30: .*timedelta\(seconds=30\)"):
-            decorator("t", timeout=30)
-
-    @every_decorator
-    def test_every_decorator_refuses_a_timeout_of_zero(self, decorator):
-        with pytest.raises(ValueError, match=r"^timeout is 0:00:00: .*longer than zero"):
-            decorator("t", timeout=timedelta())
 
 
 class TestCounts:

@@ -9,15 +9,12 @@ from django.core.checks import WARNING
 from django.test import override_settings
 
 from inbox.handlers.decorator import idempotent_handler
-from inbox.handlers.registry import registry
 from inbox.joins import joined_handler
 from inbox.joins.checks import check_cycles, check_tables
 
 
 @pytest.fixture
-def declare():
-    before = {handler.name for handler in registry.all()}
-
+def declare(own_handlers):
     def declare(name, *topics, publishes=(), **arguments):
         if len(topics) == 1 and "deadline" not in arguments:
             decorator = idempotent_handler(topics[0], name=name, publishes=publishes)
@@ -26,10 +23,7 @@ def declare():
             decorator = joined_handler(all_of=topics, correlate="run_id", name=name, publishes=publishes, **arguments)
         decorator(lambda given: None)
 
-    yield declare
-    for handler in registry.all():
-        if handler.name not in before:
-            registry.remove(handler.name)
+    return declare
 
 
 def names():

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from datetime import timedelta
 from textwrap import indent
 from types import SimpleNamespace
@@ -35,26 +34,9 @@ from exactly_once.process.outage import Outage, OutageLog
 from exactly_once.process.running import run_until_signalled
 from exactly_once.sql.faults import is_about_values, is_collision, is_lost, is_outage, remedy
 from exactly_once.wire.context import Cause, caused_by, current_cause
-from exactly_once.wire.identity import new_message_id, process_name
+from exactly_once.wire.identity import process_name
 from exactly_once.wire.retry import Pause
 from exactly_once.wire.text import describe
-
-
-class TestMessageId:
-    def test_a_message_id_is_a_uuid_of_version_7(self):
-        message_id = new_message_id()
-
-        assert (message_id.version, message_id.variant) == (7, uuid.RFC_4122)
-
-    def test_a_message_id_carries_the_time_it_was_made(self):
-        before = time.time_ns() // 1_000_000
-        made = new_message_id().int >> 80
-        after = time.time_ns() // 1_000_000
-
-        assert before <= made <= after
-
-    def test_message_ids_are_unique(self):
-        assert len({new_message_id() for _ in range(10_000)}) == 10_000
 
 
 def test_a_process_is_named_by_host_pid_and_thread():
@@ -87,80 +69,64 @@ class TestCause:
         assert seen == [Cause()]
 
 
-def driver_error(sqlstate, message=""):
+def driver_error(sqlstate, message="", kind=OperationalError):
     """What Django raises for an error of PostgreSQL's."""
     cause = psycopg.errors.lookup(sqlstate)(message) if sqlstate else psycopg.OperationalError(message)
-    error = OperationalError(message)
+    error = kind(message)
     error.__cause__ = cause
     return error
 
 
+NO_CONNECTION = ["connection refused", "the connection is closed", "server closed the connection unexpectedly"]
+COLLISIONS = [
+    *map(driver_error, ["40001", "40P01", "55P03"]),  # serialization failures, deadlocks, lock timeouts
+    *map(OperationalError, ["database is locked", "database table is locked: outbox"]),  # of SQLite
+]
+OUTAGES = [
+    *map(driver_error, ["08006", "08003", "57P01", "57P02", "57P03", "25006", "53100", "53300", "58030"]),
+    # PostgreSQL classifies it as an invalid transaction state, and Django as an internal error.
+    driver_error("25P03", "terminating connection due to idle-in-transaction timeout", InternalError),
+    *(driver_error(None, message) for message in NO_CONNECTION),
+    *map(InterfaceError, NO_CONNECTION),
+]
+NEITHER = [
+    *(driver_error(sqlstate, "canceling statement") for sqlstate in ("57014", "42P01", "42501")),
+    driver_error("40001", "order refused", ValueError),  # of an application, caused by a database error
+    *(DatabaseError("connection"), ValueError("connection refused"), ValueError("database is locked")),
+]
+
+
 class TestDatabaseErrors:
-    @pytest.mark.parametrize("sqlstate", ["40001", "40P01", "55P03"])
-    def test_serialization_failures_deadlocks_and_lock_timeouts_are_collisions(self, sqlstate):
-        error = driver_error(sqlstate)
-
-        assert is_collision(error)
-        assert not is_outage(error)
-
-    @pytest.mark.parametrize("sqlstate", ["08006", "08003", "57P01", "57P02", "57P03", "25006", "53100", "53300", "58030"])
-    def test_connection_failures_and_server_shutdowns_are_outages(self, sqlstate):
-        error = driver_error(sqlstate)
-
-        assert is_outage(error)
-        assert not is_collision(error)
-
-    def test_a_transaction_ended_by_the_idle_timeout_of_the_server_is_an_outage(self):
-        """PostgreSQL classifies it as an invalid transaction state, and Django as an internal error."""
-        error = InternalError("terminating connection due to idle-in-transaction timeout")
-        error.__cause__ = psycopg.errors.IdleInTransactionSessionTimeout("terminating connection")
-
-        assert is_outage(error)
-        assert not is_collision(error)
+    @pytest.mark.parametrize("error", [*COLLISIONS, *OUTAGES, *NEITHER], ids=lambda error: f"{error!r} {error.__cause__!r}")
+    def test_an_error_is_a_collision_an_outage_or_neither(self, error):
+        assert (is_collision(error), is_outage(error)) == (error in COLLISIONS, error in OUTAGES)
 
     @pytest.mark.parametrize(
-        "message", ["connection refused", "the connection is closed", "server closed the connection unexpectedly"]
+        ("sqlstate", "kind", "blames_the_row"),
+        [
+            *((sqlstate, DataError, True) for sqlstate in ("22P05", "22001")),
+            *((sqlstate, IntegrityError, True) for sqlstate in ("23505", "23514")),
+            ("54000", OperationalError, True),
+            *((sqlstate, ProgrammingError, False) for sqlstate in ("42P01", "42501")),
+            ("25006", InternalError, False),
+            ("23502", IntegrityError, False),  # a column that this version does not write; all that it writes has a value
+        ],
     )
-    def test_an_error_about_the_connection_without_a_sqlstate_is_an_outage(self, message):
-        assert is_outage(driver_error(None, message))
-        assert is_outage(InterfaceError(message))
+    def test_errors_of_values_blame_the_row_and_those_of_the_schema_and_the_server_do_not(self, sqlstate, kind, blames_the_row):
+        error = driver_error(sqlstate, "refused", kind)
 
-    @pytest.mark.parametrize("sqlstate", ["57014", "42P01", "42501"])
-    def test_other_sqlstates_are_neither_collision_nor_outage(self, sqlstate):
-        error = driver_error(sqlstate, "canceling statement")
-
-        assert not is_outage(error)
-        assert not is_collision(error)
+        assert is_about_values(error) is blames_the_row
+        assert not (blames_the_row and is_outage(error))
 
     @pytest.mark.parametrize(
-        ("sqlstate", "kind"),
-        [("22P05", DataError), ("22001", DataError), ("23505", IntegrityError), ("23514", IntegrityError), ("54000", None)],
+        ("sqlstate", "lost"),
+        [
+            *((code, True) for code in ("08006", "57P01", "25P03")),
+            *((code, False) for code in ("25006", "53100", "58030", "42P01")),
+        ],
     )
-    def test_errors_of_values_blame_the_row(self, sqlstate, kind):
-        error = (kind or OperationalError)("refused")
-        error.__cause__ = psycopg.errors.lookup(sqlstate)("refused")
-
-        assert is_about_values(error)
-        assert not is_outage(error)
-
-    @pytest.mark.parametrize(
-        ("sqlstate", "kind"),
-        [("42P01", ProgrammingError), ("42501", ProgrammingError), ("25006", InternalError), ("23502", IntegrityError)],
-    )
-    def test_errors_of_the_schema_and_the_server_do_not_blame_the_row(self, sqlstate, kind):
-        """23502: a column that this version does not write; all that it writes has a value."""
-        error = kind("refused")
-        error.__cause__ = psycopg.errors.lookup(sqlstate)("refused")
-
-        assert not is_about_values(error)
-
-    @pytest.mark.parametrize("sqlstate", ["08006", "57P01", "25P03"])
-    def test_a_session_that_the_server_ended_is_lost(self, sqlstate):
-        assert is_lost(driver_error(sqlstate))
-
-    @pytest.mark.parametrize("sqlstate", ["25006", "53100", "58030", "42P01"])
-    def test_a_session_that_answers_with_an_error_is_not_lost(self, sqlstate):
-        assert not is_lost(driver_error(sqlstate))
+    def test_a_session_is_lost_if_the_server_ended_it_and_not_if_it_answers_with_an_error(self, sqlstate, lost):
+        assert is_lost(driver_error(sqlstate)) is lost
 
     @pytest.mark.parametrize(
         ("sqlstate", "alias", "expected"),
@@ -173,23 +139,6 @@ class TestDatabaseErrors:
     )
     def test_the_remedy_of_a_database_error_names_the_database(self, sqlstate, alias, expected):
         assert remedy(driver_error(sqlstate), alias) == expected
-
-    @pytest.mark.parametrize("message", ["database is locked", "database table is locked: outbox"])
-    def test_a_locked_sqlite_database_is_a_collision(self, message):
-        assert is_collision(OperationalError(message))
-        assert not is_outage(OperationalError(message))
-
-    def test_an_application_error_caused_by_a_database_error_is_neither(self):
-        error = ValueError("order refused")
-        error.__cause__ = driver_error("40001")
-
-        assert not is_collision(error)
-        assert not is_outage(error)
-
-    def test_errors_that_are_not_from_the_driver_are_neither_collision_nor_outage(self):
-        for error in (DatabaseError("connection"), ValueError("connection refused"), ValueError("database is locked")):
-            assert not is_outage(error)
-            assert not is_collision(error)
 
 
 class TestOutage:

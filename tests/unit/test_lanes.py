@@ -331,10 +331,15 @@ class TestPrefetch:
 
 class TestLargeBodies:
     @pytest.mark.parametrize("options", [{"ordered": Ordered()}, {"batch": Batch(size=10)}, {"group_commit": 10}], ids=str)
-    def test_a_load_is_limited_by_the_size_of_its_bodies(self, options):
+    @pytest.mark.parametrize(
+        ("sizes", "expected"),
+        [([LOAD_BYTES // 2] * 4, [[0, 1], [2, 3]]), ([2 * LOAD_BYTES, 1, 2 * LOAD_BYTES], [[0], [1], [2]])],
+        ids=["by the size of its bodies", "to a delivery larger than the limit"],
+    )
+    def test_a_load_is_limited(self, options, sizes, expected):
         lane = a_lane(**options)
-        for number in range(4):
-            message = kombu.Message(body=bytes(LOAD_BYTES // 2), delivery_tag=number)
+        for number, size in enumerate(sizes):
+            message = kombu.Message(body=bytes(size), delivery_tag=number)
             lane.put(Delivery(Acks(None, multiple=True), lane.handler, message, 0.0))
 
         loads = []
@@ -342,17 +347,4 @@ class TestLargeBodies:
             loads.append(numbers(load))
             lane.done()
 
-        assert loads == [[0, 1], [2, 3]]
-
-    def test_a_single_delivery_is_taken_however_large_it_is(self):
-        lane = a_lane(ordered=Ordered())
-        for number, size in enumerate([2 * LOAD_BYTES, 1, 2 * LOAD_BYTES]):
-            message = kombu.Message(body=bytes(size), delivery_tag=number)
-            lane.put(Delivery(Acks(None, multiple=True), lane.handler, message, 0.0))
-
-        loads = []
-        while load := lane.take(0.0):
-            loads.append(numbers(load))
-            lane.done()
-
-        assert loads == [[0], [1], [2]]
+        assert loads == expected

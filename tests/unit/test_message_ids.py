@@ -3,6 +3,8 @@
 import time
 import uuid
 
+import pytest
+
 from exactly_once.wire.identity import new_message_id, new_message_ids
 
 
@@ -14,9 +16,14 @@ def test_ids_made_in_one_call_are_unique_ascending_and_of_version_7():
     assert ids == sorted(ids)
 
 
-def test_ids_made_in_one_call_carry_the_time_of_the_call():
+def test_ids_made_one_by_one_are_unique():
+    assert len({new_message_id() for _ in range(10_000)}) == 10_000
+
+
+@pytest.mark.parametrize("make", [lambda: [new_message_id()], lambda: new_message_ids(100)], ids=["one", "many"])
+def test_ids_carry_the_time_of_the_call(make):
     before = time.time_ns() // 1_000_000
-    [made] = {message_id.int >> 80 for message_id in new_message_ids(100)}
+    [made] = {message_id.int >> 80 for message_id in make()}
 
     assert before <= made <= time.time_ns() // 1_000_000
 

@@ -8,9 +8,9 @@ import pytest
 
 from inbox import Shed
 from inbox.handlers.handler import Handler
-from inbox.handlers.message import Message
 from inbox.limits import shedder as shedding_module
 from inbox.limits.shedder import Shedder, shedder_of
+from inbox.testing import make_message
 from tests.support.deliveries import at_once
 
 
@@ -19,19 +19,7 @@ def a_handler(**shed):
 
 
 def a_message(**payload):
-    return Message(
-        id="m",
-        topic="t",
-        key="",
-        biz_id="b",
-        payload=payload,
-        headers={},
-        created_at=None,
-        attempt=1,
-        redelivered=False,
-        correlation_id="",
-        causation_id="",
-    )
+    return make_message("t", payload)
 
 
 def dropped(shedder, messages=1000):
@@ -52,43 +40,24 @@ def _no_time_passes(monkeypatch):
 
 
 class TestWhenToDrop:
-    def test_nothing_is_dropped_before_the_first_reading(self, shedder):
-        assert dropped(shedder) == 0
+    @pytest.mark.parametrize(
+        ("lags", "consumers", "expected"),
+        [
+            pytest.param([], 1, 0, id="nothing before the first reading"),
+            pytest.param([100], 1, 0, id="nothing at the limit"),
+            pytest.param([130], 1, 40, id="above the limit down to nine tenths of it"),
+            pytest.param([101, 95], 1, 5, id="also below the limit once it has begun"),
+            pytest.param([101, 90, 95, 100], 1, 0, id="nothing after it has ended at nine tenths"),
+            pytest.param([101, 90, 95, 100, 101], 1, 11, id="again above the limit"),
+            pytest.param([130], 4, 10, id="the share of one of several consumers"),
+            pytest.param([130], 0, 40, id="an unknown number of consumers counts as one"),
+        ],
+    )
+    def test_messages_above_the_limit_are_dropped_down_to_nine_tenths_of_it(self, shedder, lags, consumers, expected):
+        for lag in lags:
+            shedder.record_lag(lag, consumers=consumers)
 
-    def test_nothing_is_dropped_at_the_limit(self, shedder):
-        shedder.record_lag(100)
-
-        assert dropped(shedder) == 0
-
-    def test_above_the_limit_messages_are_dropped_down_to_nine_tenths_of_it(self, shedder):
-        shedder.record_lag(130)
-
-        assert dropped(shedder) == 40
-
-    def test_shedding_continues_below_the_limit_once_it_has_begun(self, shedder):
-        shedder.record_lag(101)
-        shedder.record_lag(95)
-
-        assert dropped(shedder) == 5
-
-    def test_shedding_ends_at_nine_tenths_and_begins_again_only_above_the_limit(self, shedder):
-        for lag in (101, 90, 95, 100):
-            shedder.record_lag(lag)
-        assert dropped(shedder) == 0
-
-        shedder.record_lag(101)
-
-        assert dropped(shedder) == 11
-
-    def test_consumers_of_one_queue_share_the_excess(self, shedder):
-        shedder.record_lag(130, consumers=4)
-
-        assert dropped(shedder) == 10
-
-    def test_an_unknown_number_of_consumers_counts_as_one(self, shedder):
-        shedder.record_lag(130, consumers=0)
-
-        assert dropped(shedder) == 40
+        assert dropped(shedder) == expected
 
     def test_threads_share_the_excess(self, shedder):
         shedder.record_lag(290)
