@@ -13,7 +13,7 @@ from outbox.models import PendingCallback
 from outbox.states import State
 from tests.support.admin_pages import DETAIL, NASTY, VIEW, Page, a_message, act, listed, said, staff_client
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 CALLBACKS, CALLBACK = "admin:outbox_pendingcallback_changelist", "admin:outbox_pendingcallback_change"
 VIEW_CALLBACKS, RUN, DISCARD = "view_pendingcallback", "run_pendingcallback", "discard_pendingcallback"

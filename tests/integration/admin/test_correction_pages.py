@@ -16,7 +16,7 @@ from tests.support.admin_pages import NASTY, Page, said, staff_client
 from tests.support.deliveries import an_envelope, at_once, deliver, drain, effects, the_effect, the_row
 from tests.support.inbox_rows import copy_of, settle
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 LIST, DETAIL = "admin:inbox_inboxmessage_changelist", "admin:inbox_inboxmessage_change"
 VIEW, RETRY, SKIP, EDIT = "view_inboxmessage", "retry_inboxmessage", "skip_inboxmessage", "edit_inboxmessage"
@@ -89,6 +89,7 @@ def test_changes_are_shown_before_anything_is_stored(dead):
     assert (InboxMessage.objects.count(), the_row().state) == (1, State.DEAD)
 
 
+@pytest.mark.every_database
 def test_confirmed_correction_is_stored_with_the_user_logged_and_run(dead):
     row = dead()
     client = staff_client(VIEW, EDIT)
@@ -155,6 +156,7 @@ def test_message_that_cannot_be_edited_is_refused_with_the_reason(dead):
     assert words.endswith("not replaced by a corrected message: Its state is done; only a dead message can be corrected.")
 
 
+@pytest.mark.every_database
 def test_correction_of_a_locked_row_is_reported_as_locked(dead, short_lock_waits):
     row = dead()
     client = staff_client(VIEW, EDIT)
@@ -169,6 +171,7 @@ def test_correction_of_a_locked_row_is_reported_as_locked(dead, short_lock_waits
     assert (InboxMessage.objects.count(), the_row().state) == (1, State.DEAD)
 
 
+@pytest.mark.every_database
 def test_correction_whose_biz_id_another_row_has_is_reported_as_taken(dead):
     row = dead()
     client = staff_client(VIEW, EDIT)

@@ -9,7 +9,7 @@ from exactly_once.operators import dead_letters
 from outbox.states import State
 from tests.support.admin_pages import VIEW, Page, a_message, act, an_inbox_message, said, staff_client
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 EXPORT = "export_outboxmessage"
 INBOX_LIST = "admin:inbox_inboxmessage_changelist"
@@ -34,6 +34,7 @@ def test_selected_dead_letters_are_a_file_and_each_is_in_the_audit_log():
     assert (entry.action, entry.object_id, entry.parameters) == ("export", str(chosen.message_id), {"messages": 1})
 
 
+@pytest.mark.every_database
 def test_all_matching_are_exported_and_only_dead_letters_of_them(monkeypatch):
     monkeypatch.setattr(dead_letters, "_AT_ONCE", 2)
     dead = [a_message(State.DEAD, topic="shop.a") for _ in range(5)]

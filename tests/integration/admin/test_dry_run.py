@@ -18,7 +18,7 @@ from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, deliver, options, the_effect, the_row
 from tests.support.inbox_rows import settle
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 VIEW, DRY_RUN = "view_inboxmessage", "dry_run_inboxmessage"
 LIST, DETAIL = "admin:inbox_inboxmessage_changelist", "admin:inbox_inboxmessage_change"
@@ -54,6 +54,7 @@ def untouched(before):
     return now == before
 
 
+@pytest.mark.every_database
 def test_dry_run_shows_what_would_be_written_and_published_and_leaves_nothing(dead):
     def work(message):
         the_effect(message)
@@ -72,6 +73,7 @@ def test_dry_run_shows_what_would_be_written_and_published_and_leaves_nothing(de
     assert untouched(before)
 
 
+@pytest.mark.every_database
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
@@ -96,6 +98,7 @@ def test_dry_run_shows_what_the_handler_raises(dead, error, outcome):
     assert untouched(before)
 
 
+@pytest.mark.every_database
 def test_handler_that_takes_too_long_is_interrupted(dead):
     ended = threading.Event()
 
@@ -115,6 +118,7 @@ def test_handler_that_takes_too_long_is_interrupted(dead):
     assert not Effect.objects.exists()
 
 
+@pytest.mark.every_database
 def test_statement_that_would_end_the_transaction_is_refused(dead):
     from django.db import connection  # noqa: PLC0415
 

@@ -12,7 +12,7 @@ from inbox.outgoing_webhooks import Endpoint, endpoints
 from tests.support.admin_pages import Page, act, said, staff_client
 from tests.support.inbox_rows import store_message
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 LIST, ADD, ONE = (f"admin:inbox_outgoing_webhooks_endpoint_{page}" for page in ("changelist", "add", "change"))
 VIEW = "view_endpoint"

@@ -19,7 +19,7 @@ from tests.support.admin_pages import Page, a_message, said, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, make_due, options, the_row
 from tests.support.inbox_rows import settle
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 VIEW, RETRY, SKIP, NOTE = "view_inboxmessage", "retry_inboxmessage", "skip_inboxmessage", "note_failurenote"
 LIST, DETAIL = "admin:inbox_inboxmessage_changelist", "admin:inbox_inboxmessage_change"
@@ -167,6 +167,7 @@ class TestDeferredMessages:
 
 
 class TestFailureGroups:
+    @pytest.mark.every_database
     def test_groups_show_class_place_count_and_handlers_with_the_largest_first(self, handles):
         failed(handles, ask_the_warehouse)
         failed(handles, refuse_the_card, count=3)
@@ -235,6 +236,7 @@ class TestFailureGroups:
         assert sorted(InboxMessage.objects.values_list("state", flat=True)) == ["retrying", "skipped", "skipped", "skipped"]
         assert InboxMessage.objects.filter(last_error="skipped: paid by hand").count() == 3
 
+    @pytest.mark.every_database
     def test_outbox_groups_are_by_the_brokers_answer_and_topic(self):
         failing = {"error_class": "returned", "last_error": "NO_ROUTE"}
         for topic in ("shop.a", "shop.a", "shop.b"):

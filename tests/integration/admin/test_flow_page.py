@@ -18,7 +18,7 @@ from tests.support.admin_pages import NASTY, Page, a_message, staff_client
 from tests.support.inbox_rows import store_message
 from tests.support.many_rows import multiply
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 PAGE = "admin:exactly_once_flow_changelist"
 VIEW = ("view_flow", "view_outboxmessage", "view_inboxmessage")
@@ -107,6 +107,7 @@ def test_chain_is_found_by_the_id_of_any_of_its_messages_and_by_its_correlation_
         assert names(chain_of(str(name))) == [(0, "shop.order.placed"), (1, "stock.reserved")]
 
 
+@pytest.mark.every_database
 def test_chain_spans_the_databases_and_the_tree_orders_siblings_by_time():
     placed = a_publication("shop.order.placed")
     a_publication("third", cause=placed, after=3)
@@ -217,6 +218,7 @@ def test_hostile_texts_add_no_element():
     assert shapes[0] == shapes[1]
 
 
+@pytest.mark.every_database
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])
 def test_statements_of_a_chain_use_indexes_among_many_messages():
     if connection.vendor == "postgresql":

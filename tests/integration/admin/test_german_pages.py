@@ -30,7 +30,7 @@ from tests.support.relaying import published, set_columns
 from tests.support.shop_day import hostile_rows
 from tools.messages import APPS, catalog, update
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 ENTRY = re.compile(r'^msgid "(.+)"\n(?:msgid_plural ".*"\nmsgstr\[0\] "(.*)"|msgstr "(.*)")', re.MULTILINE)
 LABELS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks"}

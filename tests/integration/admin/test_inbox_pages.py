@@ -21,7 +21,7 @@ from tests.support.admin_pages import act as act_on_a_list
 from tests.support.admin_pages import an_inbox_message, listed, said, staff_client
 from tests.support.inbox_rows import settle
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 LIST = "admin:inbox_inboxmessage_changelist"
 DETAIL = "admin:inbox_inboxmessage_change"
@@ -80,6 +80,7 @@ class TestMessageList:
         assert shown(client, handler="removed") == {removed.pk}
         assert shown(client, handler="unknown\x00") == set()
 
+    @pytest.mark.every_database
     def test_stuck_filter_selects_dead_retrying_and_overdue_messages(self):
         too_long = inbox_options().STUCK_AFTER + timedelta(minutes=1)
         dead, retrying = an_inbox_message(State.DEAD), an_inbox_message(State.RETRYING, next_ago=-LONG_AGO)
@@ -273,6 +274,7 @@ class TestRetry:
         assert (entry.object_id, entry.user_id) == (str(dead.pk), int(client.session["_auth_user_id"]))
 
 
+@pytest.mark.every_database
 class TestRunningMessage:
     @pytest.mark.parametrize(("action", "becomes"), [("retry", State.RUNNING), ("skip", State.SKIPPED)])
     def test_running_message_can_be_retried_or_skipped_only_after_its_lease_has_ended(self, action, becomes):

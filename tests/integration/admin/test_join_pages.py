@@ -16,7 +16,7 @@ from tests.support.admin_pages import Page, act, said, staff_client
 from tests.support.deliveries import drain
 from tests.support.joins import TOPICS, comes, effects, report
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 RUNS, RUN = (f"admin:inbox_joins_run_{page}" for page in ("changelist", "change"))
 VIEW, COMPLETE, EXTEND, START = "view_run", "complete_run", "extend_run", "start_run"
@@ -102,6 +102,7 @@ def test_page_shows_the_run_of_a_join_that_is_not_registered(waiting):
     assert "monday" in the_list().text
 
 
+@pytest.mark.every_database
 def test_operator_enters_the_missing_messages(dead):
     payloads = json.dumps({topic: {"rows": 0} for topic in TOPICS[1:]})
     client = staff_client(VIEW, COMPLETE)

@@ -16,7 +16,7 @@ from inbox.states import State
 from tests.support.admin_pages import Page, a_message, act, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, options
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 INBOX_LIST = "admin:inbox_inboxmessage_changelist"
 VIEW_INBOX, STEPS, LIFE = "view_inboxmessage", "view_step", "view_trailentry"

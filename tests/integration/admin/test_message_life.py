@@ -13,7 +13,7 @@ from outbox.states import State
 from tests.support.admin_pages import DETAIL, VIEW, Page, a_message, staff_client
 from tests.support.inbox_rows import store_message
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 VIEW_INBOX, LIFE = "view_inboxmessage", "view_trailentry"
 HANDLER = "orders.reserve_stock"
@@ -66,6 +66,7 @@ def words(page):
     return " ".join(page.text.split())
 
 
+@pytest.mark.every_database
 def test_message_page_shows_its_history_in_time_order_with_process_and_reason():
     row, _ = a_life()
 

@@ -20,7 +20,7 @@ from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
 from tests.support.admin_pages import NASTY, RESTORE, VIEW, Page, a_message, an_inbox_message, listed, staff_client
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 INBOX_VIEW, RETRY = "view_inboxmessage", "retry_inboxmessage"
 AGES = {"hour": timedelta(hours=1), "day": timedelta(days=1), "week": timedelta(days=7)}
@@ -118,6 +118,7 @@ class TestList:
         assert "due in 50 min" in shown.text
         assert app.due_at(row).isoformat() in [found["datetime"] for found in shown.all("time")]
 
+    @pytest.mark.every_database
     def test_list_query_count_does_not_grow_with_rows_and_bodies_are_not_read(self, app, django_assert_num_queries):
         for _ in range(60):
             app.message()
@@ -177,6 +178,7 @@ class TestSearch:
         assert found(app, q="shop.order") == {ten.pk}
         assert found(app, q="order") == set()
 
+    @pytest.mark.every_database
     def test_search_term_that_ends_with_a_star_matches_a_prefix(self, app):
         one, ten, other = app.message(biz_id="order-1"), app.message(biz_id="order-10"), app.message(topic="a", biz_id="b")
 
@@ -184,6 +186,7 @@ class TestSearch:
         assert found(app, q="shop.order*") == {one.pk, ten.pk}
         assert found(app, q="") == {one.pk, ten.pk, other.pk}
 
+    @pytest.mark.every_database
     @pytest.mark.parametrize(
         "odd",
         [
@@ -205,6 +208,7 @@ class TestSearch:
 
 
 class TestErrors:
+    @pytest.mark.every_database
     def test_search_finds_a_part_of_the_error_of_messages_that_are_retrying_or_dead(self, app):
         failing = [app.message(state, last_error="Timeout: no answer\nwithin 10 s") for state in (app.dead, app.retrying)]
         app.message(app.dead, last_error="KeyError: 'amount'")
@@ -237,6 +241,7 @@ class TestHeaders:
 
         assert found(app, q=form) == {row.pk}
 
+    @pytest.mark.every_database
     @pytest.mark.parametrize(
         ("headers", "term"),
         [
@@ -277,6 +282,7 @@ class TestHeaders:
 
         assert found(app, q="headers.changed") == {row.pk}
 
+    @pytest.mark.every_database
     def test_search_in_damaged_headers_finds_nothing_and_does_not_fail(self, app):
         for headers in (5, "tenant", ["tenant"], None):
             app.message(headers=headers if headers is not None else {})
@@ -340,6 +346,7 @@ class TestFilters:
         assert found(app, attempts="5") == {dead.pk, retrying.pk}
         assert found(app, attempts="5", state=app.settled) == {settled.pk}
 
+    @pytest.mark.every_database
     def test_host_filter_selects_messages_with_a_failed_attempt_on_the_host(self, app):
         rows = [app.message(app.retrying) for _ in range(3)]
         app.attempted(rows[0], "worker-1")

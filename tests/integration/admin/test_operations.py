@@ -38,7 +38,7 @@ from tests.support.http_api import TOKENS
 from tests.support.inbox_rows import settle, store_message
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 VIEW, RETRY, SKIP = "view_inboxmessage", "retry_inboxmessage", "skip_inboxmessage"
 LIST = "admin:inbox_inboxmessage_changelist"
@@ -78,6 +78,7 @@ def states():
 
 
 class TestPlanning:
+    @pytest.mark.every_database
     def test_all_matching_messages_become_an_operation_after_a_preview(self):
         dead_rows(3)
         dead_rows(2, state=State.RETRYING)
@@ -138,6 +139,7 @@ class TestPlanning:
         assert states() == ["dead", "retrying", "retrying"]
 
 
+@pytest.mark.every_database
 class TestExecution:
     def test_message_that_has_changed_since_is_refused_and_named(self):
         dead_rows(3)
@@ -398,6 +400,7 @@ class TestOutbox:
         assert (operation.state, operation.done, operation.stopped_because) == ("finished", 1, "")
 
 
+@pytest.mark.every_database
 class TestProcesses:
     @pytest.fixture
     def process(self, command):
@@ -436,6 +439,7 @@ class TestProcesses:
         assert InboxTrail.objects.filter(became="skipped").count() == 60
 
 
+@pytest.mark.every_database
 class TestRetention:
     @pytest.fixture(params=["outbox", "inbox"])
     def kept(self, request):

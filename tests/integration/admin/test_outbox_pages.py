@@ -39,7 +39,7 @@ from tests.support.admin_pages import (
     superuser_client,
 )
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 RELAYS, RELAY = "admin:exactly_once_process_changelist", "admin:exactly_once_process_change"
 VIEW_RELAYS = "view_process"
@@ -47,6 +47,7 @@ LONG_AGO = timedelta(days=1)
 
 
 class TestMessageFilters:
+    @pytest.mark.every_database
     def test_stuck_filter_selects_dead_retrying_stuck_and_overdue_messages(self):
         dead, retrying = a_message(State.DEAD), a_message(State.RETRYING, due_ago=-LONG_AGO)
         overdue = a_message(State.READY, due_ago=outbox_options().STUCK_AFTER + timedelta(minutes=1))
@@ -337,6 +338,7 @@ class TestRestore:
         assert "the database reported canceling statement" in report[0][1]
         assert (state_of(first), state_of(second)) == (State.DEAD, State.READY)
 
+    @pytest.mark.every_database
     def test_restore_is_rolled_back_when_its_log_entry_cannot_be_written(self, monkeypatch):
         row = a_message(State.DEAD)
 
@@ -379,6 +381,7 @@ class TestCancel:
         assert "None of them exists any more" in Page(act(staff_client(VIEW, CANCEL), "cancel", row)).text
 
 
+@pytest.mark.every_database
 @pytest.mark.django_db(databases=["default", "other"])
 def test_admin_of_another_database_lists_and_restores_messages_of_that_database(rf):
     class OtherAdmin(OutboxMessageAdmin):

@@ -20,7 +20,7 @@ from tests.support.heartbeats import a_consumer, a_relay
 from tests.support.many_rows import multiply
 from tests.support.shop_day import CHARGE, TIMEOUT, failing
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 OVERVIEW = "admin:exactly_once_overview_changelist"
 FIGURES, LATENCY = "admin:exactly_once_overview_figures", "admin:exactly_once_overview_latency"
@@ -82,6 +82,7 @@ def test_overview_is_the_first_page_of_the_console_in_the_admin():
     assert apps["exactly_once"][0]["object_name"] == "Overview"
 
 
+@pytest.mark.every_database
 def test_counts_of_each_state_link_to_the_list_of_that_state():
     a_message(State.DEAD)
     a_message(State.DEAD)
@@ -240,6 +241,7 @@ def test_processes_that_wait_for_the_same_are_one_line():
     assert "relay-1:4711, relay-2:4711 wait for the broker: connection refused." in line
 
 
+@pytest.mark.every_database
 def test_counts_beyond_the_limit_are_shown_as_more_than_the_limit():
     multiply(a_message(State.DEAD), LIMIT)
 
@@ -318,6 +320,7 @@ def test_figures_without_statistics_are_unknown_and_not_zero():
     assert "last hour" in page.text
 
 
+@pytest.mark.every_database
 def test_counts_and_latencies_are_those_of_the_last_hour_and_day():
     statistics("outbox", published=7, retried=2, to_broker={"10": 9})
     statistics("outbox", ago=timedelta(hours=3), published=100)

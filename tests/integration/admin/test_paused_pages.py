@@ -16,7 +16,7 @@ from outbox.states import State
 from tests.support.admin_pages import NASTY, Page, a_message, act, said, staff_client
 from tests.support.deliveries import the_effect
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 TOPICS, TOPIC, ADD = (f"admin:outbox_pausedtopic_{page}" for page in ("changelist", "change", "add"))
 VIEW_TOPICS, PAUSE, RESUME = "view_pausedtopic", "pause_pausedtopic", "resume_pausedtopic"

@@ -33,7 +33,7 @@ from tests.support.inbox_rows import store_message
 from tests.support.joins import TOPICS, comes, report
 from tests.support.lower_bounds import at_least
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 APPS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks"}
 OURS = {model._meta.label: model_admin for model, model_admin in admin.site._registry.items() if model._meta.app_label in APPS}

@@ -31,7 +31,7 @@ from tests.support.admin_pages import (
     state_of,
 )
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 PREPARED = "admin:outbox_preparedmessage_changelist"
 CHECKED = "bank.transfer.requested"

@@ -23,7 +23,7 @@ from tests.support.admin_pages import Page, a_message, act, said, staff_client
 from tests.support.deliveries import the_effect
 from tests.support.heartbeats import a_consumer, a_relay, write_beat
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 PROCESSES, PROCESS = "admin:exactly_once_process_changelist", "admin:exactly_once_process_change"
 VIEW = "view_process"
@@ -99,6 +99,7 @@ class TestList:
         text = the_list().text.replace("\xa0", " ")
         assert [words for words in ("64.0 MB", "database 1.2 ms", "broker 2.5 ms", "32 / 64") if words not in text] == []
 
+    @pytest.mark.every_database
     def test_stopped_process_is_shown_for_an_hour_after_the_running_ones(self):
         stopped = a_relay(host="stopped-host")
         a_relay(host="live-host", running_for=timedelta(minutes=1))

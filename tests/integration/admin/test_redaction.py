@@ -14,7 +14,7 @@ from outbox import publish
 from tests.support.admin_pages import VIEW, Page, a_message, act, an_inbox_message, staff_client
 from tests.support.deliveries import an_envelope, deliver, options, the_effect, the_row
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 REDACTORS = "tests.support.redactors"
 INBOX_VIEW, EDIT, DRY_RUN, UNREDACTED = (

@@ -19,7 +19,7 @@ from tests.support.admin_pages import (
     state_of,
 )
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 HOUR = timedelta(hours=1)
 
@@ -43,6 +43,7 @@ def test_restore_asks_for_confirmation_and_previews_the_result_for_each_message(
     assert [state_of(row) for row in rows] == [State.CANCELLED, State.CANCELLED, State.PUBLISHED]
 
 
+@pytest.mark.every_database
 def test_restore_with_overdue_messages_records_the_user_and_the_reason():
     late, later = cancelled(), ahead()
 

@@ -20,7 +20,7 @@ from tests.support.admin_pages import Page, a_message, staff_client
 from tests.support.many_rows import multiply
 from tests.support.shop_day import AMOUNT, CHARGE, PLACED, RESERVE, SMS, TEXT, a_handled, failing
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 PAGE = "admin:exactly_once_topicsandhandlers_changelist"
 VIEW = ("view_topicsandhandlers", "view_outboxmessage", "view_inboxmessage")
@@ -52,6 +52,7 @@ class Text(Page):
         self.feed(html)
 
 
+@pytest.mark.every_database
 def test_each_topic_and_handler_has_its_backlog_its_oldest_message_and_what_fails(handles):
     handles(print, name=RESERVE, topic=PLACED)
     for ago in (5, 9):
@@ -87,6 +88,7 @@ def test_a_handler_of_several_topics_is_shown_with_all_of_them(handles):
     assert rows(opened())[RESERVE]["further"] == f"{PLACED},{SMS}"
 
 
+@pytest.mark.every_database
 def test_rate_and_percentiles_are_those_of_the_last_ten_minutes():
     now = utcnow()
     for ago, count in ((2, 30), (3, 20), (11, 4_000)):
@@ -184,6 +186,7 @@ def test_page_is_refused_without_its_permission_and_shows_no_app_whose_messages_
     assert list(rows(staff_client(VIEW[0], VIEW[2]).get(reverse(PAGE)))) == [TEXT]
 
 
+@pytest.mark.every_database
 def test_statements_use_indexes_among_many_messages():
     multiply(a_message(State.SCHEDULED, due_ago=-timedelta(hours=1)), 10_000)
     multiply(a_handled(TEXT, "first"), 10_000)

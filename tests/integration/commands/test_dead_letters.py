@@ -21,7 +21,7 @@ from tests.support.admin_pages import a_message
 from tests.support.deliveries import TOPIC, an_envelope, deliver, drain, effects, make_due, options, the_effect, the_row
 from tests.support.inbox_rows import delete_messages
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 BINARY = b"\xff\x00binary"
 
@@ -73,6 +73,7 @@ def a_dead_letter(**given):
 
 
 class TestOutbox:
+    @pytest.mark.every_database
     def test_exported_message_is_imported_elsewhere_with_every_column_but_its_position(self, tmp_path):
         row = a_dead_letter()
         other = a_dead_letter(body=BINARY, wire='{"content_type": "application/x-binary"}')
@@ -149,6 +150,7 @@ class TestOutbox:
         assert error == f"1 imported, 0 here already, {len(bad)} refused."
         assert OutboxMessage.objects.count() == 1
 
+    @pytest.mark.every_database
     def test_second_unique_message_of_a_topic_and_biz_id_is_refused(self, tmp_path):
         a_dead_letter(is_unique=True, biz_id="order-1")
         file = written(tmp_path / "letters.jsonl", *exported())
@@ -217,6 +219,7 @@ class TestInbox:
         deliver(handler, an_envelope(key="customer-1", headers={"tenant": "acme"}, **given), given=options(MAX_ATTEMPTS=1))
         return InboxMessage.objects.latest("pk")
 
+    @pytest.mark.every_database
     def test_exported_message_is_imported_elsewhere_with_its_errors_and_steps(self, handler, tmp_path):
         row = self.a_dead_letter(handler)
         Step.objects.create(message=row, name="charge", result={"id": 7}, taken_at=utcnow())
@@ -234,6 +237,7 @@ class TestInbox:
         assert InboxTrail.objects.filter(message_id=row.message_id, was="", became=InboxState.DEAD, reason__contains="import")
         assert list(AuditEntry.objects.order_by("pk").values_list("action", flat=True)) == ["export", "import"]
 
+    @pytest.mark.every_database
     def test_imported_message_runs_once_after_an_operator_retries_it(self, handler, tmp_path):
         row = self.a_dead_letter(handler)
         file = written(tmp_path / "letters.jsonl", *exported())

@@ -14,7 +14,7 @@ from inbox import checks as ours
 from tests.support.deliveries import the_effect
 from tests.support.http_api import HTTP
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 
 def found(*, deploy=False, databases=None):
@@ -28,6 +28,7 @@ def settings_of_a_service_without_a_broker():
         yield
 
 
+@pytest.mark.every_database
 def test_healthy_project_passes_every_check(handles):
     handles(the_effect)
 

@@ -12,7 +12,7 @@ from inbox.models import InboxMessage
 from inbox.states import State
 from tests.support.deliveries import an_envelope, deliver, drain, effects, run_to_the_end, the_effect, the_row
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 
 def run(command, *arguments, **options):
@@ -62,6 +62,7 @@ class TestRetry:
 
         assert the_row(message_id=first).state == State.RETRYING
 
+    @pytest.mark.every_database
     @pytest.mark.parametrize(("chosen", "count"), [({"handler": "tests.a"}, 1), ({"topic": "b"}, 2), ({"all": True}, 3)])
     def test_retry_selects_by_handler_by_topic_or_all(self, dead, chosen, count):
         for name, topic in (("tests.a", "a"), ("tests.b", "b"), ("tests.c", "b")):
@@ -86,6 +87,7 @@ class TestRetry:
         assert run("inbox_retry", all=True, retrying=True) == "1 message is due now."
         assert drain() == 1
 
+    @pytest.mark.every_database
     def test_retry_after_the_handler_is_fixed_takes_effect_once(self, handles):
         deliver(handles(fails, name="tests.h"))
         run_to_the_end()

@@ -19,7 +19,7 @@ from outbox.store import pausing
 from tests.support.relaying import ids, published, row_of, set_columns, state_of
 from tests.support.servers.private import free_port
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 DAY = timedelta(days=1)
 
@@ -84,6 +84,7 @@ class TestPauseAndResume:
 
 
 class TestResumeChecks:
+    @pytest.mark.every_database
     def test_resume_returns_stuck_messages_to_prepared_with_zero_attempts(self):
         stuck, other, dead = one_in(State.STUCK, attempts=15), one_in(State.STUCK, topic="other"), one_in(State.DEAD)
 
@@ -123,6 +124,7 @@ class TestRestore:
         assert state_of(message) == State.READY
 
 
+@pytest.mark.every_database
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])
 class TestRelayProcess:
     @pytest.fixture

@@ -26,7 +26,7 @@ from tests.support.heartbeats import a_relay
 from tests.support.relaying import published, row_of, set_columns
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
+pytestmark = pytest.mark.django_db
 
 DAY = timedelta(days=1)
 LONG_AGO = timedelta(days=400)
@@ -70,6 +70,7 @@ class TestBoth:
             run(app="orders")
 
 
+@pytest.mark.every_database
 class TestOutbox:
     def test_status_counts_every_state(self):
         for state in (State.DEAD, State.DEAD, State.PUBLISHED):
@@ -185,6 +186,7 @@ class TestRelays:
             run(app="outbox")
 
 
+@pytest.mark.every_database
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])
 class TestInbox:
     def test_status_of_an_empty_inbox_is_all_zeros(self):

@@ -21,7 +21,7 @@ from outbox.store.settling import Failure, Settlement
 from tests.support.deliveries import an_envelope, deliver, the_effect
 from tests.support.relaying import TOPIC, published, set_columns
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 HANDLER = "tests.reserve_stock"
 HOUR = timedelta(hours=1)
@@ -53,6 +53,7 @@ def transitions(message):
 
 
 class TestLifeOfAMessage:
+    @pytest.mark.every_database
     def test_life_joins_outbox_and_inbox_by_message_id(self, handles):
         handles(the_effect, name=HANDLER)
         message, _another = published(biz_id="order-1"), published(biz_id="order-2")
@@ -115,6 +116,7 @@ class TestLifeOfAMessage:
 
         assert any("No handler of this project has it" in words for words in history_of(str(message.id)).unknown) is is_missed
 
+    @pytest.mark.every_database
     def test_life_shows_an_entry_once_when_two_aliases_name_one_database(self):
         message = published()
         cancel(message.id)

@@ -16,7 +16,7 @@ from outbox.testing import published, run_relay
 from tests.support.deliveries import at_once
 from tests.support.http_api import AUDITOR, HTTP, NEXT_SHOP, PARTNER, SHOP, Api
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 TOPIC = "shop.order.placed"
 MESSAGE = {"topic": TOPIC, "payload": {"order": "17", "total": "9.90"}}
@@ -60,6 +60,7 @@ def test_scheduled_and_expiring_message_is_published_with_its_times():
     assert status_of(scheduled["id"])["expires_at"] is not None
 
 
+@pytest.mark.every_database
 @pytest.mark.parametrize("key", ["8e03978e-40d5", '"8e03978e-40d5"'])
 def test_repeated_request_with_an_idempotency_key_publishes_once(key):
     first, second = (push(**{"Idempotency-Key": key}) for _ in range(2))
@@ -70,6 +71,7 @@ def test_repeated_request_with_an_idempotency_key_publishes_once(key):
     assert [message.biz_id for message in published()] == ["shop/8e03978e-40d5"]
 
 
+@pytest.mark.every_database
 @pytest.mark.parametrize(
     "change",
     [
@@ -119,6 +121,7 @@ def test_idempotency_keys_of_two_clients_are_independent():
     assert len(published()) == 2
 
 
+@pytest.mark.every_database
 def test_number_and_boolean_are_different_payloads_of_a_unique_message():
     one, true = ({**MESSAGE, "biz_id": "order-17", "unique": True, "payload": payload} for payload in (1, True))
 
@@ -131,6 +134,7 @@ def test_empty_idempotency_key_and_one_beside_a_biz_id_are_refused(key, message)
     assert published() == []
 
 
+@pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
 def test_concurrent_requests_with_one_idempotency_key_publish_once():
     answers = at_once([lambda: push(**{"Idempotency-Key": "k-1"})] * 6)
@@ -139,6 +143,7 @@ def test_concurrent_requests_with_one_idempotency_key_publish_once():
     assert OutboxMessage.objects.count() == 1
 
 
+@pytest.mark.every_database
 def test_many_messages_are_published_in_one_transaction():
     batch = {"messages": [{**MESSAGE, "biz_id": f"order-{number}", "unique": True} for number in range(5)]}
 
@@ -384,6 +389,7 @@ def executed(response):
     return Api().get(response["Location"].removeprefix("/api/")).json()
 
 
+@pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
 def test_restore_of_a_topic_is_answered_before_its_messages_are_restored():
     ids = [message.id for message in some_cancelled(2_500)]
@@ -416,6 +422,7 @@ def test_operation_is_shown_to_its_own_client_only(token):
     assert Api().get(f"outbox/operations/{2**63}").status_code == 422
 
 
+@pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
 def test_repeated_restore_of_a_topic_is_answered_with_the_operation_that_is_still_open():
     some_cancelled(2)

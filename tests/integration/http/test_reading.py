@@ -42,7 +42,7 @@ from tests.support.http_api import AUDITOR, HTTP, PARTNER, SHOP, Api
 from tests.support.servers.private import LOOPBACK
 from tests.support.waiting import A_WHILE, wait_until
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 TOPIC = "shop.order.placed"
 PATH = f"inbox/subscriptions/{TOPIC}"
@@ -95,6 +95,7 @@ def end_leases():
     travel(timedelta(minutes=2))
 
 
+@pytest.mark.every_database
 def test_message_is_read_under_a_lease_and_done_when_it_is_acknowledged(orders):
     arrive(orders, payload={"order": "17"}, biz_id="order-17", key="customer-1", headers={"tenant": "acme"})
 
@@ -117,6 +118,7 @@ def test_consumer_stores_a_message_of_a_subscription_and_runs_nothing(orders):
     assert (the_row().state, the_row().attempts) == (State.RECEIVED, 0)
 
 
+@pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
 def test_published_message_reaches_its_reader_without_a_broker(orders):
     with transaction.atomic():
@@ -138,6 +140,7 @@ def test_each_subscription_gets_every_message_and_its_clients_share_them(subscri
     assert len(read(path="inbox/subscriptions/shop.copies", max_messages=10)) == 4
 
 
+@pytest.mark.every_database
 def test_message_is_read_again_when_its_lease_has_ended_and_the_old_lease_is_refused(orders):
     arrive(orders)
     [first] = read(**LEASE)
@@ -163,6 +166,7 @@ def test_ended_lease_is_refused_although_no_client_has_read_the_message_since(or
     assert the_row().state == State.RUNNING
 
 
+@pytest.mark.every_database
 def test_other_leases_of_a_request_are_settled_beside_one_that_has_ended(orders):
     arrive(orders, 3)
     messages = read(max_messages=3, **LEASE)
@@ -176,6 +180,7 @@ def test_other_leases_of_a_request_are_settled_beside_one_that_has_ended(orders)
     assert InboxMessage.objects.filter(state=State.DONE).count() == 2
 
 
+@pytest.mark.every_database
 def test_repeated_acknowledgement_and_release_are_accepted_and_counted_once(orders):
     handled = []
     message_handled.connect(lambda message, **_: handled.append(message.id), weak=False, dispatch_uid="http")
@@ -192,6 +197,7 @@ def test_repeated_acknowledgement_and_release_are_accepted_and_counted_once(orde
     assert settle("acknowledge", two).json()["ended"] == [two["lease"]]
 
 
+@pytest.mark.every_database
 def test_released_message_is_due_at_once_or_after_the_delay_and_costs_no_attempt(orders):
     arrive(orders)
     for _ in range(5):
@@ -294,6 +300,7 @@ def test_messages_that_were_claimed_before_the_database_became_unavailable_are_a
     assert Api().post(f"{PATH}/read", {}).status_code == 503
 
 
+@pytest.mark.every_database
 def test_duplicate_of_a_message_in_every_state_is_suppressed(orders):
     causes = []
     duplicate_suppressed.connect(lambda **given: causes.append(given["biz_id"]), weak=False, dispatch_uid="http")
@@ -313,6 +320,7 @@ def test_duplicate_of_a_message_in_every_state_is_suppressed(orders):
     assert len(causes) == 3
 
 
+@pytest.mark.every_database
 def test_messages_of_a_key_are_read_one_at_a_time_in_order(subscribed):
     handler = subscribed(ordered=Ordered())
     for key in "aabab":
@@ -345,6 +353,7 @@ def test_dead_letter_blocks_its_key_until_an_operator_skips_it(subscribed):
     assert len(read()) == 1
 
 
+@pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
 def test_concurrent_readers_never_get_the_same_message(orders):
     arrive(orders, 12)
@@ -355,6 +364,7 @@ def test_concurrent_readers_never_get_the_same_message(orders):
     assert len(ids) == len({*ids}) == 12
 
 
+@pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
 def test_waiting_reader_gets_a_message_that_comes_later_and_holds_no_connection_meanwhile(orders):
     with InAThread(lambda: read(wait_seconds=20)) as reader:
@@ -374,6 +384,7 @@ def others_connected():
         return cursor.fetchone()[0]
 
 
+@pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
 def test_request_has_no_transaction_around_it_with_atomic_requests(orders, monkeypatch):
     monkeypatch.setitem(connection.settings_dict, "ATOMIC_REQUESTS", True)
@@ -604,6 +615,7 @@ def test_transitions_are_in_the_trail_and_handled_messages_in_the_statistics(ord
     ]
 
 
+@pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
 def test_web_process_writes_what_it_has_counted(orders, monkeypatch):
     monkeypatch.setattr("inbox.http.reading._writers", {})
@@ -627,6 +639,7 @@ def test_name_that_cannot_be_part_of_a_url_is_refused(name):
         subscribe(TOPIC, name=name)
 
 
+@pytest.mark.every_database
 def test_large_bodies_are_not_read_all_at_once(orders, monkeypatch):
     monkeypatch.setattr(reading, "_LARGEST_ANSWER_BYTES", 1000)
     arrive(orders, 4, payload={"text": "x" * 900})

@@ -28,7 +28,7 @@ ASKED, ANSWERED = "bank.transfer.requested", "bank.transfer.answered"
 NAME = "tests.transfer"
 TIMEOUT = timedelta(minutes=10)
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
@@ -84,6 +84,7 @@ class TestRequest:
         assert message.headers == {}
 
 
+@pytest.mark.every_database
 class TestAnswer:
     @pytest.mark.parametrize("order", [(is_asked, is_answered), (is_answered, is_asked)], ids=["request first", "answer first"])
     def test_answer_is_handled_once_with_its_request_in_either_order_and_with_duplicates(self, asks, order):
@@ -147,6 +148,7 @@ class TestAnswer:
         assert effects() == [("payment-1", "paid"), ("payment-1", "no answer")]
 
 
+@pytest.mark.every_database
 class TestTimeout:
     def test_timeout_is_handled_once_although_no_answer_ever_comes(self, asks):
         asks(settle, on_timeout=give_up)

@@ -22,7 +22,7 @@ from outbox.models import OutboxMessage
 from outbox.testing import published, run_relay, travel
 from tests.support.apps.effects.models import Effect
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 TOPIC = "payments.event"
 SECRET = "whsec_c2VjcmV0IG9mIHRoZSBwcm92aWRlcg=="
@@ -207,6 +207,7 @@ def test_repeated_event_in_other_bytes_is_the_same():
     assert len(published()) == 1
 
 
+@pytest.mark.every_database
 def test_event_that_was_published_before_is_still_known():
     view()(a_request())
     run_relay(handlers=False)
@@ -280,6 +281,7 @@ def test_request_needs_no_csrf_token_and_no_login(settings):
     assert len(published()) == 1
 
 
+@pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
 @override_settings(ROOT_URLCONF=__name__)
 def test_event_is_committed_before_the_answer_also_with_atomic_requests(monkeypatch):
@@ -301,6 +303,7 @@ def test_event_is_committed_before_the_answer_also_with_atomic_requests(monkeypa
     assert seen == [(200, False, 1)]
 
 
+@pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
 def test_request_whose_transaction_fails_is_not_answered_with_200(monkeypatch):
     def fail(*arguments):
@@ -314,6 +317,7 @@ def test_request_whose_transaction_fails_is_not_answered_with_200(monkeypatch):
     assert published() == []
 
 
+@pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
 def test_provider_that_repeats_forges_and_contradicts_causes_one_effect_per_event(handles):
     """Every event comes one to five times, at the same time, among forged and contradicting ones."""
@@ -357,6 +361,7 @@ def test_provider_that_repeats_forges_and_contradicts_causes_one_effect_per_even
     )
 
 
+@pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
 def test_event_that_is_no_longer_in_history_has_no_second_effect(handles):
     def apply(message):

@@ -35,7 +35,7 @@ from tests.support.inbox_rows import settle
 from tests.support.servers.private import LOOPBACK, free_port
 from tests.support.waiting import A_WHILE, wait_until
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+pytestmark = pytest.mark.django_db(transaction=True)
 
 TOPIC = "shop.order.placed"
 ORDER = {"order": "order-17", "total": "9.90", "name": "Ñandú"}
@@ -200,6 +200,7 @@ class TestRequest:
 
 
 class TestFanOut:
+    @pytest.mark.every_database
     def test_message_becomes_one_request_for_each_endpoint_that_wants_its_topic(self, offers, receiver):
         offers(TOPIC, "shop.order.shipped")
         for name, columns in {
@@ -237,6 +238,7 @@ class TestFanOut:
         send()
         assert receiver.ids == [str(message.id)]
 
+    @pytest.mark.every_database
     def test_fan_out_that_fails_stores_no_request(self, offers, receiver):
         def to(message, endpoint):
             if endpoint.name == "other":
@@ -250,6 +252,7 @@ class TestFanOut:
             offered()
         assert not rows().exists()
 
+    @pytest.mark.every_database
     def test_copies_at_the_same_moment_are_sent_once(self, receiver, endpoint):
         message = make_message(TOPIC, ORDER, biz_id="order-17")
         at_once([lambda: deliver(message, raise_errors=False) for _ in range(4)])
@@ -360,6 +363,7 @@ class TestAnswers:
         assert states() == ["done", "done"]
         assert the_endpoint().state == "active"
 
+    @pytest.mark.every_database
     def test_messages_that_have_waited_for_days_are_not_given_up_when_the_endpoint_limits_their_rate(self, receiver, endpoint):
         offered()
         endpoints.disable("default", endpoint.pk, "asked by the customer")
@@ -421,6 +425,7 @@ def _dripping():
             thread.join(A_WHILE)
 
 
+@pytest.mark.every_database
 class TestCircuitBreaker:
     def test_endpoint_that_fails_repeatedly_is_paused_for_all_processes_and_tried_again_one_at_a_time(self, receiver, endpoint):
         offered(*({"order": number} for number in range(endpoints.FAILURES + 5)))
@@ -486,6 +491,7 @@ class TestCircuitBreaker:
         assert rows().get().attempts == 0
 
 
+@pytest.mark.every_database
 class TestProcess:
     def test_drain_sends_to_later_endpoints_after_another_process_has_sent_to_the_first_ones(self, offers, receiver):
         offers(TOPIC)
@@ -550,6 +556,7 @@ class TestProcess:
         assert len(receiver.requests) == 1
 
 
+@pytest.mark.every_database
 class TestManyEndpoints:
     def test_message_is_stored_for_many_endpoints_with_a_few_statements(self, offers, receiver):
         offers(TOPIC)
@@ -625,6 +632,7 @@ class TestEndpoint:
         with pytest.raises(ValidationError):
             Endpoint(**{"name": "partner", "url": "https://example.com", **columns}).full_clean()
 
+    @pytest.mark.every_database
     def test_transitions_are_guarded(self, receiver):
         pk = an_endpoint(receiver).pk
         assert not endpoints.enable("default", pk)
