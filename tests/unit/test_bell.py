@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from exactly_once.process.loop import Bell, StopRequest
+from tests.support.deliveries import InAThread
 
 FOR_EVER = 3600.0
 AT_ONCE = 0.0
@@ -21,22 +22,19 @@ def bell():
     return Bell()
 
 
-def results_of_waiting_while(bell, stop, do):
+def result_of_waiting_while(bell, stop, do):
     """What a wait in another thread returns when this thread calls `do` meanwhile."""
-    results = []
-    thread = threading.Thread(target=lambda: results.append(bell.wait(FOR_EVER, stop)))
-    thread.start()
-    do()
-    thread.join()
-    return results
+    with InAThread(lambda: bell.wait(FOR_EVER, stop)) as waiting:
+        do()
+    return waiting.answer
 
 
 def test_a_ring_wakes_a_waiting_loop(bell, stop):
-    assert results_of_waiting_while(bell, stop, bell.ring) == [True]
+    assert result_of_waiting_while(bell, stop, bell.ring) is True
 
 
 def test_a_stop_request_wakes_a_waiting_loop_and_does_not_count_as_a_ring(bell, stop):
-    assert results_of_waiting_while(bell, stop, stop.set) == [False]
+    assert result_of_waiting_while(bell, stop, stop.set) is False
 
 
 def test_waiting_for_a_ring_ends_after_its_timeout(bell, stop):

@@ -1,7 +1,6 @@
 """Our encoder writes the same bytes as py-amqp, and refuses a message that does not fit instead of sending it malformed."""
 
 import struct
-import threading
 from types import SimpleNamespace
 
 import amqp
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from exactly_once.transport import OutgoingMessage, PublishOutcome
 from exactly_once.wire.envelope import Envelope
 from outbox.transports.frames import FrameWriter
+from tests.support.deliveries import at_once
 from tests.support.fakes import amqp_wire as wire
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import Queue, connected, soon
@@ -212,19 +212,12 @@ def test_concurrent_writers_share_a_cache_without_mixing_up_messages():
     """All writers share the cache of encoded names."""
     messages = [a_message(topic=f"t{n}", id=f"m{n}", headers={f"h{n}": n}) for n in range(300)]
     expected = [by_py_amqp(message) for message in messages]
-    answers = {}
 
-    def lane(number):
+    def lane():
         writer = FrameWriter(channel=CHANNEL, exchange=EXCHANGE, frame_max=FRAME_MAX)
-        answers[number] = [writer.publish(message) for message in messages]
+        return [writer.publish(message) for message in messages]
 
-    threads = [threading.Thread(target=lane, args=[number]) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert [answers[number] == expected for number in range(4)] == [True] * 4
+    assert [written == expected for written in at_once([lane] * 4)] == [True] * 4
 
 
 class TestSmallestFrameSize:

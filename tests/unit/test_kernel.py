@@ -37,6 +37,7 @@ from exactly_once.wire.context import Cause, caused_by, current_cause
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.retry import Pause
 from exactly_once.wire.text import describe
+from tests.support.deliveries import InAThread, at_once
 
 
 def test_a_process_is_named_by_host_pid_and_thread():
@@ -60,13 +61,8 @@ class TestCause:
         assert current_cause() == Cause()
 
     def test_the_cause_of_one_thread_is_not_visible_in_another(self):
-        seen = []
         with caused_by(Cause("m")):
-            thread = threading.Thread(target=lambda: seen.append(current_cause()))
-            thread.start()
-            thread.join()
-
-        assert seen == [Cause()]
+            assert at_once([current_cause]) == [Cause()]
 
 
 def driver_error(sqlstate, message="", kind=OperationalError):
@@ -237,13 +233,11 @@ class TestOutage:
 
 class TestStopRequest:
     def test_a_stop_request_wakes_a_waiting_thread(self):
-        stop, woken = StopRequest(), []
-        thread = threading.Thread(target=lambda: woken.append(stop.wait(3600)))
-        thread.start()
-        stop.set()
-        thread.join()
+        stop = StopRequest()
+        with InAThread(lambda: stop.wait(3600)) as waiting:
+            stop.set()
 
-        assert woken == [True]
+        assert waiting.answer is True
         assert stop
 
     def test_waiting_for_a_stop_request_ends_after_its_timeout(self):
@@ -261,17 +255,11 @@ class TestStopRequest:
         assert signal.getsignal(number) is before
 
     def test_outside_the_main_thread_no_signal_handler_is_installed(self):
-        before, seen = signal.getsignal(signal.SIGTERM), []
-
         def run():
             with running_until_signalled(StopRequest()):
-                seen.append(signal.getsignal(signal.SIGTERM))
+                return signal.getsignal(signal.SIGTERM)
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-
-        assert seen == [before]
+        assert at_once([run]) == [signal.getsignal(signal.SIGTERM)]
 
 
 MANUAL_CLOCK = "loop.awake = lambda: now[0]"

@@ -85,7 +85,8 @@ def test_a_single_relay_takes_all_shards_from_its_first_pass_on():
 
 
 @pytest.mark.parametrize("relays", [2, 3, 4, 5])
-def test_several_relays_get_equal_shares(relays):
+def test_several_relays_get_equal_shares_and_work_at_the_same_time(relays):
+    """Relays that take turns in holding all shards also have equal shares, but do not work at the same time."""
     simulated = Simulated(relays)
     simulated.runs(seconds=5)
 
@@ -94,15 +95,6 @@ def test_several_relays_get_equal_shares(relays):
     fair = sum(parts) / relays
     assert all(0.8 * fair < part < 1.2 * fair for part in parts), parts
     assert min(parts) > 4, "a relay is down to the minimum"
-
-
-@pytest.mark.parametrize("relays", [2, 3, 4, 5])
-def test_several_relays_work_at_the_same_time(relays):
-    """Relays that take turns in holding all shards also have equal shares, but do not work at the same time."""
-    simulated = Simulated(relays)
-    simulated.runs(seconds=5)
-    simulated.runs(seconds=30)
-
     most = 30_000 * Simulated.PASS / (Simulated.PASS + Simulated.LOOK)
     assert all(time > 0.9 * most for time in simulated.at_work.values()), simulated.at_work
 

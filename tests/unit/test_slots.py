@@ -11,6 +11,7 @@ import pytest
 from inbox.handlers.handler import Handler
 from inbox.limits import slots as slots_module
 from inbox.limits.slots import Slots, limited_by_default, occupied, slots_of
+from tests.support.deliveries import at_once
 
 
 def a_handler(name, **options):
@@ -107,11 +108,7 @@ class TestSlots:
                         inside["now"] -= 1
                     slots.leave()
 
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once([work] * 8)
 
         assert max(most) <= 3
         assert [slots.take_for_stored(lambda: None) for _ in range(4)] == [True, True, True, False]

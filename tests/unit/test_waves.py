@@ -40,10 +40,6 @@ def test_an_empty_batch_makes_no_wave():
     assert waves([]) == []
 
 
-def test_messages_without_a_key_make_one_wave():
-    assert positions(waves([a_message(1), a_message(2), a_message(3)])) == [[1, 2, 3]]
-
-
 def test_the_kth_message_of_every_key_is_in_the_kth_wave():
     batch = [a_message(1, "a"), a_message(2, "a"), a_message(3, "b"), a_message(4), a_message(5, "a"), a_message(6, "b")]
 
