@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from django.db import connections, transaction
+from django.db import connection, connections, transaction
 
 from outbox import publish
 from tests.support.relaying import SECONDS, TOPIC
 
 KEY = "customer-1"
+
+
+def lock_waits(which="true"):
+    """How many locks sessions of the server wait for, of those that this condition on `pg_locks` selects."""
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT count(*) FROM pg_locks WHERE NOT granted AND {which}")
+        return cursor.fetchone()[0]
 
 
 class OpenTransaction:

@@ -39,7 +39,7 @@ from tests.support.deliveries import an_envelope, deliver
 from tests.support.relaying import SECONDS, TOPIC, published, state_of
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"], transaction=True)]
+pytestmark = pytest.mark.django_db(databases=["default", "other"], transaction=True)
 
 HOUR = timedelta(hours=1)
 
@@ -199,6 +199,7 @@ class TestAsyncView:
         assert OutboxMessage.objects.count() == 1
 
 
+@pytest.mark.every_database
 class TestInsideATransaction:
     def test_documented_handler_publishes_in_its_transaction(self, documented, handles, monkeypatch):
         order, handlers = Effect.objects.create(name="ann"), []

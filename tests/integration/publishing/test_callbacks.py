@@ -51,9 +51,7 @@ def add_callback():
 
         def call(message):
             calls.append(message)
-            if function is not None:
-                return function(message)
-            return None
+            return function and function(message)
 
         names.append(name or f"tests.callback{len(names)}")
         on(topic, name=names[-1])(call)
@@ -94,8 +92,8 @@ def failing(message):
     raise LookupError("no such order")
 
 
-@every_database
 class TestCallbackMessage:
+    @every_database
     def test_callback_receives_a_published_message_once(self, add_callback):
         calls = add_callback()
 
@@ -175,16 +173,14 @@ class TestCallbackEffect:
         assert effects() == ["order-17"]
         assert not PendingCallback.objects.exists()
 
-    def test_async_callback_effect_is_committed(self, add_callback):
+    def test_async_callback_effect_is_committed(self, request):
         async def create(message):
             await Effect.objects.acreate(name=message.biz_id)
 
+        request.addfinalizer(partial(registry.remove, "tests.async"))
         on_published(TOPIC, name="tests.async")(create)
-        try:
-            published(biz_id="order-17")
-            relay()
-        finally:
-            registry.remove("tests.async")
+        published(biz_id="order-17")
+        relay()
 
         assert effects() == ["order-17"]
 
@@ -423,7 +419,6 @@ def test_purge_keeps_a_message_that_is_settled_again_during_the_purge(add_callba
     assert pending().message.message_id == message.id
 
 
-@every_database
 def test_status_counts_pending_failing_and_unknown_callbacks(add_callback):
     add_callback(failing)
     add_callback(failing, name="tests.removed")

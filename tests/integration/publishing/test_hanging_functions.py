@@ -112,7 +112,6 @@ def test_checker_that_hangs_for_one_message_is_reported_with_its_stack_and_holds
         assert process.ends() == 0
 
 
-@pytest.mark.every_database
 @pytest.mark.parametrize(("threads", "taken"), [(1, 1), (2, 1), (4, 3)])
 def test_checker_that_hangs_for_every_message_leaves_a_thread_to_other_topics(relay, begun, threads, taken):
     in_vain = [prepare(CHECKED_IN_VAIN, {}, biz_id=f"in vain {n}") for n in range(6)]

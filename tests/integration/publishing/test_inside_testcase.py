@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 from django.core.management import call_command
 from django.db import connection, transaction
@@ -27,9 +29,13 @@ class HandlerTestCase(TestCase):
 
 @pytest.mark.every_database
 class TestOutboxInsideTestCase(HandlerTestCase):
+    databases: ClassVar = {"default", "other"}
+
     def test_publish_without_atomic_is_refused_inside_a_testcase(self):
-        with pytest.raises(PublishedOutsideTransaction):
-            publish(TOPIC, {})
+        for alias in self.databases:
+            with pytest.raises(PublishedOutsideTransaction):
+                publish(TOPIC, {}, using=alias)
+            assert not OutboxMessage.objects.using(alias).exists()
 
     def test_drain_runs_the_handlers_inside_a_testcase(self):
         self.handle_by(lambda message: Effect.objects.create(name=message.payload["name"]))

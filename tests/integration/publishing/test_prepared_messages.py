@@ -138,27 +138,25 @@ class TestPrepare:
 
 
 class TestDecision:
-    def test_committed_message_is_published(self):
+    def test_committed_message_is_published(self, peer):
         half = prepare(TOPIC, {"amount": 10})
         half.commit()
 
         assert trail_of(half) == [(State.PREPARED, State.READY)]
         with transaction.atomic():
             assert [row.ready_position > 0 for row in in_hand()] == [True]  # where no reader has passed its place
-        with FakeAmqpPeer() as peer:
-            drained(peer.url)
-            assert ids(peer.published) == [str(half.id)]
+        drained(peer.url)
+        assert ids(peer.published) == [str(half.id)]
         assert state_of(half) == State.PUBLISHED
 
-    def test_rolled_back_message_is_never_published(self):
+    def test_rolled_back_message_is_never_published(self, peer):
         half = prepare(TOPIC, {})
         half.rollback()
 
         assert trail_of(half) == [(State.PREPARED, State.ROLLED_BACK)]
         assert row_of(half).settled_at is not None
-        with FakeAmqpPeer() as peer:
-            drained(peer.url)
-            assert peer.published == []
+        drained(peer.url)
+        assert peer.published == []
 
     def test_committed_message_waits_for_a_delay_that_is_still_ahead(self):
         later, passed = prepare(TOPIC, {}, delay=HOUR), prepare(TOPIC, {}, delay=HOUR)
@@ -169,24 +167,14 @@ class TestDecision:
         assert (state_of(later), state_of(passed)) == (State.SCHEDULED, State.READY)
         assert row_of(later).available_at == row_of(later).deliver_at
 
-    def test_message_that_expired_undecided_is_not_sent_after_its_commit(self):
+    def test_message_that_expired_undecided_is_not_sent_after_its_commit(self, peer):
         half = prepare(TOPIC, {}, expires_in=HOUR)
         set_columns(half, expires_at=DatabaseTime(-HOUR))
         half.commit()
 
-        with FakeAmqpPeer() as peer:
-            drained(peer.url)
-            assert peer.published == []
+        drained(peer.url)
+        assert peer.published == []
         assert state_of(half) == State.EXPIRED
-
-    def test_commit_of_a_stuck_message_sets_every_scheduling_column(self):
-        half = stuck()
-        before = row_of(half).available_at
-        half.commit()
-
-        row = row_of(half)
-        assert (row.state, row.attempts, row.last_error, row.settled_at) == (State.READY, 0, "", None)
-        assert row.available_at != before
 
     def test_repeated_decision_changes_nothing(self):
         committed, dropped = prepare(TOPIC, {}), prepare(TOPIC, {})
@@ -247,21 +235,19 @@ class TestDecision:
         assert state_of(here) == State.PREPARED
         assert not OutboxMessage.objects.filter(message_id=there.id).exists()
 
-    def test_committed_message_takes_its_place_in_the_order_of_its_key(self):
+    def test_committed_message_takes_its_place_in_the_order_of_its_key(self, peer):
         first, half, last = published(key="k"), prepare(TOPIC, {}, key="k"), published(key="k")
         half.commit()
 
-        with FakeAmqpPeer() as peer:
-            drained(peer.url)
-            assert ids(peer.published) == ids([first, half, last])
+        drained(peer.url)
+        assert ids(peer.published) == ids([first, half, last])
 
-    def test_undecided_message_does_not_block_its_key(self):
+    def test_undecided_message_does_not_block_its_key(self, peer):
         half, last = prepare(TOPIC, {}, key="k"), published(key="k")
-        with FakeAmqpPeer() as peer:
-            drained(peer.url)
-            half.commit()
-            drained(peer.url)
-            assert ids(peer.published) == ids([last, half])
+        drained(peer.url)
+        half.commit()
+        drained(peer.url)
+        assert ids(peer.published) == ids([last, half])
 
     @several_connections
     def test_exactly_one_of_several_concurrent_decisions_takes_effect(self):

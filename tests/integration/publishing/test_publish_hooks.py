@@ -14,7 +14,7 @@ from outbox.models import OutboxMessage
 from tests.support import hooks
 from tests.support.relaying import TOPIC, row_of
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def hooked_by(*names):

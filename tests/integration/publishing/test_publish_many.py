@@ -1,5 +1,6 @@
 """publish_many() writes the same rows as publish(), in few statements."""
 
+import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -104,7 +105,7 @@ def test_publish_many_returns_the_messages_that_the_rows_hold():
     assert [(row.pk, row.message_id, row.topic, row.biz_id) for row in rows] == [
         (answer.position, answer.id, answer.topic, answer.biz_id) for answer in answers
     ]
-    assert [row.biz_id for row in rows] == [draft.biz_id for draft in drafts]
+    assert [(row.biz_id, json.loads(bytes(row.body))) for row in rows] == [(draft.biz_id, draft.payload) for draft in drafts]
 
 
 @pytest.mark.usefixtures("few_or_many")
