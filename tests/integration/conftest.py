@@ -11,7 +11,7 @@ from inbox.receiving.in_hand import in_hand
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.joins import NAME, TOPICS
 from tests.support.relaying import connected
-from tests.support.workers import Process, as_environment
+from tests.support.workers import Process, as_environment, broker_options, declare
 
 
 @pytest.fixture
@@ -37,6 +37,24 @@ def command(process_environment, tmp_path):
         return Process({**environment, **as_environment(**settings)}, tmp_path / name, name, *arguments)
 
     return start
+
+
+@pytest.fixture
+def broker(rabbitmq_url):
+    """The URL of a broker that is empty."""
+    return rabbitmq_url
+
+
+@pytest.fixture
+def handling(handles, broker):
+    """Register a function as a handler whose queue exists: `handling(function, topic=…)` is the handler."""
+
+    def register(function, **given):
+        handler = handles(function, **given)
+        declare(handler, broker_options(broker))
+        return handler
+
+    return register
 
 
 @pytest.fixture

@@ -10,8 +10,10 @@ import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+import amqp
 import kombu
 from django.core.management import call_command
 from django.test import override_settings
@@ -24,6 +26,7 @@ from inbox.consumer.topology import queue_name, queue_of
 from inbox.handlers.handler import Handler
 from tests.support import processes
 from tests.support.apps.named import NAMED_AND_LEASED, NAMED_AND_ORDERED
+from tests.support.apps.ordered import STEP
 from tests.support.apps.worker import JOB, NAMED
 from tests.support.waiting import A_WHILE, wait_until
 
@@ -31,27 +34,19 @@ EXCHANGE = "outbox"
 GROUP = "tests"
 CONFIRMED = {"confirm_publish": True}
 
-OF_THE_WORKERS = Handler(name="testworker.work", topics=(JOB,), function=print, biz_id=None, using="default")
-"""As far as its queue goes; the function lives in the processes."""
+
+def handler_of_the_workers(name, topic, **given):
+    """A handler as far as its queue goes; the function lives in the processes."""
+    return Handler(name=name, topics=(topic,), function=print, biz_id=None, using="default", **given)
+
+
+OF_THE_WORKERS = handler_of_the_workers("testworker.work", JOB)
 NAMED_OF_THE_WORKERS = [
-    Handler(name="testworker.named", topics=(NAMED,), function=print, biz_id=None, using="default"),
-    Handler(
-        name="testnamed.named_and_ordered",
-        topics=(NAMED_AND_ORDERED,),
-        function=print,
-        biz_id=None,
-        using="default",
-        ordered=Ordered(),
-    ),
-    Handler(
-        name="testnamed.named_and_leased",
-        topics=(NAMED_AND_LEASED,),
-        function=print,
-        biz_id=None,
-        using="default",
-        lease=Lease(),
-    ),
+    handler_of_the_workers("testworker.named", NAMED),
+    handler_of_the_workers("testnamed.named_and_ordered", NAMED_AND_ORDERED, ordered=Ordered()),
+    handler_of_the_workers("testnamed.named_and_leased", NAMED_AND_LEASED, lease=Lease()),
 ]
+STEP_OF_THE_WORKERS = handler_of_the_workers("testordered.step", STEP, ordered=Ordered())
 
 
 def broker_options(url, **changes):
@@ -99,15 +94,29 @@ def declare(handler, options):
         queue_of(handler, options)(connection.default_channel).declare()
 
 
-def send(url, topic, payload, *, body=None, **properties):
-    """As a foreign producer does. Persistent; the payload is JSON unless `body` says otherwise.
+@contextmanager
+def producing(url):
+    """A function that publishes persistent messages on one connection, as a foreign producer does.
 
     With confirms: RabbitMQ may silently lose the last messages of a channel that is closed at once.
     """
-    properties = {"content_type": "application/json", "content_encoding": "utf-8", "delivery_mode": 2, **properties}
     with kombu.Connection(url, transport_options=CONFIRMED) as connection:
         producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
-        producer.publish(json.dumps(payload) if body is None else body, routing_key=topic, **properties)
+        yield partial(producer.publish, delivery_mode=2)
+
+
+def send(url, topic, payload, *, body=None, **properties):
+    """Publish one message. The payload is JSON unless `body` says otherwise."""
+    properties = {"content_type": "application/json", "content_encoding": "utf-8", **properties}
+    with producing(url) as produce:
+        produce(json.dumps(payload) if body is None else body, routing_key=topic, **properties)
+
+
+def send_all(url, topic, messages):
+    """Publish messages, each given by its message id and its payload, on one connection."""
+    with producing(url) as produce:
+        for name, payload in messages:
+            produce(payload, routing_key=topic, serializer="json", message_id=name)
 
 
 def mark_redelivered(handler, options):
@@ -121,6 +130,15 @@ def relay(url):
     """Send everything that is due, as `outbox_relay --drain` does."""
     with override_settings(OUTBOX={"BROKER_URL": url, "EXCHANGE": EXCHANGE}):
         call_command("outbox_relay", drain=True)
+
+
+def consumers_of(url, name):
+    """How many consumers a queue of RabbitMQ has; 0 also without the queue. It is bound before it has one."""
+    with kombu.Connection(url) as connection:
+        try:
+            return connection.default_channel.queue_declare(name, passive=True).consumer_count
+        except amqp.NotFound:
+            return 0
 
 
 def length_of(server, handler, options):

@@ -27,7 +27,6 @@ from inbox.consumer.reception import Reception
 from inbox.consumer.runner import Runner
 from inbox.consumer.topology import declare as declare_queues
 from inbox.consumer.topology import queue_name
-from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving import parking
@@ -68,16 +67,16 @@ from tests.support.loads import a_delivery
 from tests.support.servers.private import free_port
 from tests.support.waiting import wait_until
 from tests.support.workers import (
-    CONFIRMED,
     EXCHANGE,
     Process,
     as_environment,
     broker_options,
     consuming,
     declare,
-    length_of,
+    handler_of_the_workers,
     mark_redelivered,
     send,
+    send_all,
 )
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -85,24 +84,10 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 SHORT = timedelta(milliseconds=200)
 
 
-@pytest.fixture
-def length(rabbitmq_server, rabbitmq_url):
-    """How many messages the broker holds for a handler, unacknowledged ones included."""
-    return lambda handler: length_of(rabbitmq_server, handler, broker_options(rabbitmq_url))
-
-
 def undelivered(url, handler):
     """How many messages of the queue the broker has not delivered yet."""
     with closing(kombu.Connection(url)) as connection:
         return connection.default_channel.queue_declare(queue_name(handler, broker_options(url)), passive=True).message_count
-
-
-def send_all(url, topic, payloads):
-    """Publish each payload with its name as the message id, on one connection."""
-    with kombu.Connection(url, transport_options=CONFIRMED) as connection:
-        producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
-        for name, payload in payloads:
-            producer.publish(payload, routing_key=topic, serializer="json", delivery_mode=2, message_id=name)
 
 
 def names(count, prefix="m"):
@@ -141,10 +126,11 @@ class Gate:
             self._changed.notify_all()
 
 
-def store(handler, name):
-    """Have a message of `handler` in the table, due now."""
-    arrival = read(handler, an_envelope(biz_id=name), OPTIONS)
-    assert arrivals.store_due("default", arrival.row, OPTIONS.DUPLICATE_TIMEOUT)
+def store(handler, names):
+    """Have messages of `handler` in the table, due now."""
+    for name in names:
+        arrival = read(handler, an_envelope(biz_id=name), OPTIONS)
+        assert arrivals.store_due("default", arrival.row, OPTIONS.DUPLICATE_TIMEOUT)
 
 
 @contextmanager
@@ -156,9 +142,9 @@ def held_in_hand(row):
 
 
 @contextmanager
-def running_stored(handlers, *, size):
+def running_stored(*, size, runner=None):
     """Threads of this process that run what is stored, as `inbox_consume` does with local://."""
-    pool = Pool(Runner(OPTIONS, handlers=lambda: handlers), size=size)
+    pool = Pool(runner or Runner(OPTIONS), size=size)
     pool.start()
     try:
         yield pool
@@ -175,7 +161,7 @@ def gate():
 
 
 class TestConcurrency:
-    def test_concurrency_is_the_number_of_handlers_running_each_on_its_own_connection(self, handles, rabbitmq_url, gate):
+    def test_concurrency_is_the_number_of_handlers_running_each_on_its_own_connection(self, handling, rabbitmq_url, gate):
         servers = set()
 
         def handle(message):
@@ -184,8 +170,7 @@ class TestConcurrency:
                 servers.add(cursor.fetchone()[0])
             gate(message)
 
-        handler, options = handles(handle), broker_options(rabbitmq_url, CONCURRENCY=5)
-        declare(handler, options)
+        handler, options = handling(handle), broker_options(rabbitmq_url, CONCURRENCY=5)
         send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(15)])
 
         with consuming([handler], options):
@@ -195,37 +180,16 @@ class TestConcurrency:
 
         assert (gate.most, len(servers)) == (5, 5)
 
-    def test_concurrency_is_shared_fairly_by_deliveries_and_stored_messages(self, handles, rabbitmq_url, gate):
-        handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=3)
-        declare(handler, options)
-        for name in names(12, "stored"):
-            store(handler, name)
-        send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(12, "sent")])
-
-        with consuming([handler], options) as consumer:
-            wait_until(lambda: consumer._unanswered == 12)  # both are there before the first of either ends
-            for _ in range(8):
-                some = wait_until(lambda: list(gate.inside) if len(gate.inside) == 3 else None)
-                gate.open(*some)
-                wait_until(lambda some=some: not set(some) & set(gate.inside))
-            wait_until(lambda: effects() == 24)
-
-        assert gate.most == 3
-        kinds = ["stored" if name.startswith("stored") else "sent" for name in gate.begun]
-        # They take turns: neither kind waits until the other is finished.
-        assert set(kinds[:8]) == {"stored", "sent"}
-
     @pytest.mark.parametrize(
         ("given", "fetched"),
         [({}, 7), ({"group_commit": 5}, 10), ({"size": 5, "wait": timedelta(minutes=1)}, 10)],
         ids=["single", "group_commit", "batch"],
     )
     def test_no_more_deliveries_are_fetched_than_prefetch_and_load_size_allow(
-        self, handles, rabbitmq_url, gate, given, fetched
+        self, handling, rabbitmq_url, gate, given, fetched
     ):
         handle = (lambda messages: [gate(message) for message in messages]) if "size" in given else gate
-        handler, options = handles(handle, **given), broker_options(rabbitmq_url, CONCURRENCY=2, PREFETCH=7)
-        declare(handler, options)
+        handler, options = handling(handle, **given), broker_options(rabbitmq_url, CONCURRENCY=2, PREFETCH=7)
         send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(25)])
 
         with consuming([handler], options) as consumer:
@@ -254,15 +218,16 @@ class TestConcurrencyOfAHandler:
     """`concurrency=2`: no more than two threads of a process run this handler."""
 
     @pytest.mark.parametrize("given", [{}, {"group_commit": 2}, {"size": 2}], ids=["single", "group_commit", "batch"])
-    def test_handler_has_no_more_threads_than_its_concurrency_and_the_others_are_free(self, handles, rabbitmq_url, gate, given):
+    def test_handler_has_no_more_threads_than_its_concurrency_and_the_others_are_free(
+        self, handling, rabbitmq_url, gate, given
+    ):
         handle = (lambda messages: [gate(message) for message in messages]) if "size" in given else gate
-        limited = handles(handle, name="tests.limited", concurrency=2, **given)
-        other, options = handles(the_effect, name="tests.other", topic="other"), broker_options(rabbitmq_url, CONCURRENCY=4)
-        for handler, topic in ((limited, TOPIC), (other, "other")):
-            declare(handler, options)
+        limited = handling(handle, name="tests.limited", concurrency=2, **given)
+        other = handling(the_effect, name="tests.other", topic="other")
+        for topic in (TOPIC, "other"):
             send_all(rabbitmq_url, topic, [(name, {}) for name in names(12, topic)])
 
-        with consuming([limited, other], options):
+        with consuming([limited, other], broker_options(rabbitmq_url, CONCURRENCY=4)):
             wait_until(lambda: len(gate.inside) == 2)
             wait_until(lambda: effects() == 12)
             assert len(gate.inside) == 2
@@ -274,10 +239,9 @@ class TestConcurrencyOfAHandler:
     def test_stored_messages_have_no_more_threads_than_the_concurrency_and_the_others_are_free(self, handles, gate):
         limited, other = handles(gate, name="tests.limited", concurrency=2), handles(the_effect, name="tests.other")
         for handler in (limited, other):
-            for name in names(8, handler.name):
-                store(handler, name)
+            store(handler, names(8, handler.name))
 
-        with running_stored([limited, other], size=4):
+        with running_stored(size=4):
             wait_until(lambda: len(gate.inside) == 2)
             wait_until(lambda: effects() == 8)
             assert len(gate.inside) == 2
@@ -286,9 +250,8 @@ class TestConcurrencyOfAHandler:
 
         assert gate.most == 2
 
-    def test_ordered_handler_runs_no_more_keys_at_a_time_than_its_concurrency(self, handles, rabbitmq_url, gate):
-        handler, options = handles(gate, concurrency=2, ordered=True), broker_options(rabbitmq_url, CONCURRENCY=4)
-        declare(handler, options)
+    def test_ordered_handler_runs_no_more_keys_at_a_time_than_its_concurrency(self, handling, rabbitmq_url, gate):
+        handler, options = handling(gate, concurrency=2, ordered=True), broker_options(rabbitmq_url, CONCURRENCY=4)
         for number in range(6):
             send(rabbitmq_url, TOPIC, {}, message_id=f"m{number}", headers={"cloudEvents:orderingkey": f"key {number}"})
 
@@ -300,11 +263,9 @@ class TestConcurrencyOfAHandler:
 
         assert gate.most == 2
 
-    def test_deliveries_and_stored_messages_of_a_handler_get_its_only_slot_in_turn(self, handles, rabbitmq_url, gate):
-        handler, options = handles(gate, concurrency=1), broker_options(rabbitmq_url, CONCURRENCY=3)
-        declare(handler, options)
-        for name in names(8, "stored"):
-            store(handler, name)
+    def test_deliveries_and_stored_messages_of_a_handler_get_its_only_slot_in_turn(self, handling, rabbitmq_url, gate):
+        handler, options = handling(gate, concurrency=1), broker_options(rabbitmq_url, CONCURRENCY=3)
+        store(handler, names(8, "stored"))
         send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(8, "sent")])
 
         with consuming([handler], options) as consumer:
@@ -320,14 +281,13 @@ class TestConcurrencyOfAHandler:
         kinds = ["stored" if name.startswith("stored") else "sent" for name in gate.begun[:10]]
         assert min(kinds.count("stored"), kinds.count("sent")) >= 3, kinds
 
-    def test_slot_of_a_failed_attempt_is_free_for_the_next_message(self, handles, rabbitmq_url):
+    def test_slot_of_a_failed_attempt_is_free_for_the_next_message(self, handling, rabbitmq_url):
         def handle(message):
             if message.payload.get("fails"):
                 raise ValueError("no")
             the_effect(message)
 
-        handler, options = handles(handle, concurrency=1), broker_options(rabbitmq_url, CONCURRENCY=2)
-        declare(handler, options)
+        handler, options = handling(handle, concurrency=1), broker_options(rabbitmq_url, CONCURRENCY=2)
         send_all(rabbitmq_url, TOPIC, [(name, {"fails": number % 2 == 0}) for number, name in enumerate(names(10))])
 
         with consuming([handler], options):
@@ -340,9 +300,8 @@ class TestConcurrencyOfAHandler:
 
 
 class TestAcknowledging:
-    def test_each_delivery_is_acknowledged_only_after_its_own_handler_has_ended(self, handles, rabbitmq_url, gate, length):
-        handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=8)
-        declare(handler, options)
+    def test_each_delivery_is_acknowledged_only_after_its_own_handler_has_ended(self, handling, rabbitmq_url, gate, length):
+        handler, options = handling(gate), broker_options(rabbitmq_url, CONCURRENCY=8)
         send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(8)])
         order = names(8)
         random.Random(3).shuffle(order)
@@ -357,11 +316,9 @@ class TestAcknowledging:
         assert effects_by_name() == dict.fromkeys(order, 1)
 
     def test_broker_connection_cut_while_all_workers_are_busy_has_each_effect_once(
-        self, handles, rabbitmq_url, proxy, gate, length
+        self, handling, rabbitmq_url, proxy, gate, length
     ):
-        handler = handles(gate)
-        options = broker_options(proxy.through(rabbitmq_url), CONCURRENCY=4)
-        declare(handler, broker_options(rabbitmq_url))
+        handler, options = handling(gate), broker_options(proxy.through(rabbitmq_url), CONCURRENCY=4)
         send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(10)])
 
         with consuming([handler], options) as consumer:
@@ -380,15 +337,13 @@ class TestAcknowledging:
     @pytest.mark.parametrize("redelivered", [False, True], ids=["fresh", "redelivered"])
     @pytest.mark.parametrize("by_payload", [False, True], ids=["biz-id of the message", "biz-id in the payload"])
     def test_sixty_copies_of_a_running_message_delay_no_other_message(
-        self, handles, rabbitmq_url, gate, length, redelivered, by_payload
+        self, handling, rabbitmq_url, gate, length, redelivered, by_payload
     ):
         """No worker waits for the first copy: with this DUPLICATE_TIMEOUT none of them would be free again."""
         gate.open(*names(40))
         named = {"biz_id": lambda message: message.payload["name"]} if by_payload else {}
-        handler, other = handles(gate, **named), handles(gate, topic="other", **named)
+        handler, other = handling(gate, **named), handling(gate, topic="other", **named)
         options = broker_options(rabbitmq_url, CONCURRENCY=2, DUPLICATE_TIMEOUT=timedelta(hours=1))
-        for each in (handler, other):
-            declare(each, options)
         slow = ("slow", {"name": "slow"})
         send_all(rabbitmq_url, TOPIC, [slow] * (61 if redelivered else 1))
         if redelivered:
@@ -411,14 +366,12 @@ class TestAcknowledging:
         assert (the_row(message_id="slow").duplicates, the_row(message_id="slow").attempts) == (60, 1)
 
     def test_copies_of_a_message_that_another_process_handles_occupy_one_worker_at_most(
-        self, handles, rabbitmq_url, gate, length
+        self, handling, rabbitmq_url, gate, length
     ):
         """With this DUPLICATE_TIMEOUT the one that waits for the first copy is free again when that has ended, not before."""
         gate.open()
-        handler, other = handles(gate), handles(gate, topic="other")
+        handler, other = handling(gate), handling(gate, topic="other")
         options = broker_options(rabbitmq_url, CONCURRENCY=2, DUPLICATE_TIMEOUT=timedelta(hours=1))
-        for each in (handler, other):
-            declare(each, options)
         row = read(handler, an_envelope(biz_id="slow", id="slow"), OPTIONS).row
 
         with consuming([handler, other], options):
@@ -477,9 +430,8 @@ class TestAcknowledging:
 
         assert (the_row().state, effects()) == (State.DONE, 1)
 
-    def test_copies_of_a_running_message_are_counted_by_their_cause(self, handles, rabbitmq_url, gate, length):
-        handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=2)
-        declare(handler, options)
+    def test_copies_of_a_running_message_are_counted_by_their_cause(self, handling, rabbitmq_url, gate, length):
+        handler, options = handling(gate), broker_options(rabbitmq_url, CONCURRENCY=2)
         bizid = {"headers": {"cloudEvents:bizid": "one"}}
         send(rabbitmq_url, TOPIC, {}, message_id="first", **bizid)
 
@@ -502,10 +454,8 @@ class TestAcknowledging:
         assert (became.count(Outcome.HANDLED), effects()) == (1, 1)
         assert set(became) <= {Outcome.HANDLED, Outcome.DUPLICATE, Outcome.DEFERRED}
 
-    def test_two_consumers_and_twenty_copies_have_one_effect(self, handles, rabbitmq_url, length):
-        handler = handles(the_effect, biz_id="order")
-        options = broker_options(rabbitmq_url, CONCURRENCY=6, PREFETCH=5)
-        declare(handler, options)
+    def test_two_consumers_and_twenty_copies_have_one_effect(self, handling, rabbitmq_url, length):
+        handler, options = handling(the_effect, biz_id="order"), broker_options(rabbitmq_url, CONCURRENCY=6, PREFETCH=5)
         send_all(rabbitmq_url, TOPIC, [(name, {"order": "one"}) for name in names(20)])
 
         with consuming([handler], options), consuming([handler], options):
@@ -535,22 +485,21 @@ def effect_on_the_other_database(message):
 
 
 class TestUnavailableDatabase:
-    def handler_on_the_other_database(self, handles, options, **given):
+    @pytest.fixture
+    def unavailable(self, handling, rabbitmq_url, request):
         """A handler on the other database, with ten messages."""
-        handler = handles(effect_on_the_other_database, name="tests.away", topic="away", using="other", **given)
-        declare(handler, options)
-        send_all(options.broker_url, "away", [(name, {}) for name in names(10, "waits ")])
+        given = getattr(request, "param", {})
+        handler = handling(effect_on_the_other_database, name="tests.away", topic="away", using="other", **given)
+        send_all(rabbitmq_url, "away", [(name, {}) for name in names(10, "waits ")])
         return handler
 
-    @pytest.mark.parametrize("given", [{}, {"group_commit": 3}], ids=["single", "group_commit"])
+    @pytest.mark.parametrize("unavailable", [{}, {"group_commit": 3}], ids=["single", "group_commit"], indirect=True)
     def test_unavailable_database_takes_no_thread_from_handlers_of_another_database(
-        self, handles, rabbitmq_url, caplog, length, other_database_outage, given
+        self, handling, rabbitmq_url, caplog, length, other_database_outage, unavailable
     ):
-        here, options = handles(the_effect, name="tests.here"), broker_options(rabbitmq_url, CONCURRENCY=2)
-        declare(here, options)
-        unavailable = self.handler_on_the_other_database(handles, options, **given)
+        here = handling(the_effect, name="tests.here")
 
-        with consuming([unavailable, here], options) as consumer:
+        with consuming([unavailable, here], broker_options(rabbitmq_url, CONCURRENCY=2)) as consumer:
             wait_until(lambda: consumer._reception._outages.is_ongoing("other"))
             send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(20)])
             wait_until(lambda: effects() == 20)
@@ -566,11 +515,8 @@ class TestUnavailableDatabase:
         assert set(InboxMessage.objects.using("other").values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
         assert 1 <= caplog.text.count("The database 'other' is available again") <= 2
 
-    def test_consumer_stops_while_a_database_is_unavailable(self, handles, rabbitmq_url, length, other_database_outage):
-        options = broker_options(rabbitmq_url, CONCURRENCY=1)
-        unavailable = self.handler_on_the_other_database(handles, options)
-
-        with consuming([unavailable], options) as consumer:
+    def test_consumer_stops_while_a_database_is_unavailable(self, unavailable, rabbitmq_url, length, other_database_outage):
+        with consuming([unavailable], broker_options(rabbitmq_url, CONCURRENCY=1)) as consumer:
             wait_until(lambda: consumer._reception._outages.is_ongoing("other"))
 
         assert length(unavailable) == 10
@@ -602,11 +548,9 @@ class TestUnavailableDatabase:
         assert ran == [1, 1]
 
     def test_stale_deliveries_of_an_unavailable_database_occupy_no_storing_thread(
-        self, handles, rabbitmq_url, length, other_database_outage
+        self, unavailable, rabbitmq_url, length, other_database_outage
     ):
         options = broker_options(rabbitmq_url, CONCURRENCY=1, ACK_TIMEOUT=timedelta(seconds=1))
-        unavailable = self.handler_on_the_other_database(handles, options)
-
         with consuming([unavailable], options) as consumer:
             wait_until(lambda: consumer._reception._outages.is_ongoing("other"))
             passed = monotonic() + options.longest_silence
@@ -622,27 +566,21 @@ def test_database_that_never_answers_occupies_only_one_thread_of_the_runner(hand
     """Its port accepts connections and never answers."""
     handles(effect_on_the_other_database, name="tests.away", using="other")
     here, runner = handles(the_effect, name="tests.here"), Runner(OPTIONS)
-    pool = Pool(runner, size=2)
     runner.turn()
     assert runner.outages.is_ongoing("other")
-    pool.start()
     with (
+        running_stored(size=2, runner=runner),
         ExitStack() as accepted,
         socket.create_server(("127.0.0.1", int(connections["other"].settings_dict["PORT"]))) as silent,
     ):
         accepted.enter_context(silent.accept()[0])
-        for name in names(20):
-            assert arrivals.store_due("default", read(here, an_envelope(biz_id=name), OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
+        store(here, names(20))
         wait_until(lambda: effects() == 20)
-        pool.close()
-    wait_until(lambda: not pool.alive)
 
 
-def test_ordered_queue_that_cannot_be_stored_takes_no_thread_from_other_handlers(handles, rabbitmq_url, caplog, length):
-    stuck, here = handles(the_effect, name="tests.stuck", topic="stuck", ordered=True), handles(the_effect, name="tests.here")
+def test_ordered_queue_that_cannot_be_stored_takes_no_thread_from_other_handlers(handling, rabbitmq_url, caplog, length):
+    stuck, here = handling(the_effect, name="tests.stuck", topic="stuck", ordered=True), handling(the_effect, name="tests.here")
     options = broker_options(rabbitmq_url, CONCURRENCY=1)
-    for handler in (stuck, here):
-        declare(handler, options)
     concurrent = read(stuck, an_envelope(topic="stuck", biz_id="/tests#1"), options).row
     headers = {"cloudEvents:source": "/tests", "cloudEvents:type": "stuck", "cloudEvents:orderingkey": "key"}
     with transaction.atomic():
@@ -681,10 +619,9 @@ class TestConsumerTimeout:
             mortal_rabbitmq.evaluate(f"application:set_env(rabbit, {name}, {value}).")
 
     def test_handler_that_outlasts_consumer_timeout_costs_the_channel_and_no_second_effect(
-        self, handles, rabbitmq_url, gate, length, consumer_timeout
+        self, handling, rabbitmq_url, gate, length, consumer_timeout
     ):
-        handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=3)
-        declare(handler, options)
+        handler, options = handling(gate), broker_options(rabbitmq_url, CONCURRENCY=3)
         consumer_timeout(3000)
         send_all(rabbitmq_url, TOPIC, [("slow", {})])
 
@@ -703,10 +640,9 @@ class TestConsumerTimeout:
         assert (the_row(message_id="slow").state, the_row(message_id="slow").attempts) == (State.DONE, 1)
 
     def test_consumer_timeout_of_another_channel_is_not_taken_for_a_queue_mismatch(
-        self, handles, rabbitmq_url, consumer_timeout
+        self, handling, rabbitmq_url, consumer_timeout
     ):
-        handler, options = handles(the_effect), broker_options(rabbitmq_url)
-        declare(handler, options)
+        handler, options = handling(the_effect), broker_options(rabbitmq_url)
         consumer_timeout(1000)
         send(rabbitmq_url, TOPIC, {})
         came = []
@@ -724,10 +660,9 @@ class TestConsumerTimeout:
 
         assert len(came) == 1
 
-    def test_incomplete_batch_is_handled_before_the_ack_timeout(self, handles, rabbitmq_url, length):
-        handler = handles(lambda messages: [the_effect(message) for message in messages], size=50, wait=timedelta(hours=1))
+    def test_incomplete_batch_is_handled_before_the_ack_timeout(self, handling, rabbitmq_url, length):
+        handler = handling(lambda messages: [the_effect(message) for message in messages], size=50, wait=timedelta(hours=1))
         options = broker_options(rabbitmq_url, ACK_TIMEOUT=timedelta(seconds=2))
-        declare(handler, options)
         send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(5)])
 
         with consuming([handler], options):
@@ -737,10 +672,9 @@ class TestConsumerTimeout:
         assert effects_by_name() == dict.fromkeys(names(5), 1)
         assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
 
-    def test_deliveries_waiting_for_a_worker_are_stored_before_the_ack_timeout(self, handles, rabbitmq_url, gate, length):
+    def test_deliveries_waiting_for_a_worker_are_stored_before_the_ack_timeout(self, handling, rabbitmq_url, gate, length):
         """All workers are busy for longer than the ack timeout."""
-        handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=2)
-        declare(handler, options)
+        handler, options = handling(gate), broker_options(rabbitmq_url, CONCURRENCY=2)
         send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(10)])
 
         with consuming([handler], options) as consumer:
@@ -758,32 +692,23 @@ class TestConsumerTimeout:
 
 
 class TestCrashQuarantine:
-    def stored(self, handler, *some, attempts=0):
-        for name in some:
-            assert arrivals.store_due(
-                "default", read(handler, an_envelope(biz_id=name), OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT
-            )
-        InboxMessage.objects.filter(biz_id__in=some).update(attempts=attempts)
-
     def test_messages_suspected_of_a_crash_run_one_at_a_time(self, handles, gate):
         """Two that run together would crash together again, until the harmless one is out of attempts as well."""
         suspects, others = names(4, "suspect"), names(4, "other")
         handler = handles(gate)
-        self.stored(handler, *suspects, attempts=1)
-        self.stored(handler, *others)
-        pool = Pool(Runner(OPTIONS), size=6)
-        pool.start()
+        store(handler, suspects)
+        InboxMessage.objects.update(attempts=1)
+        store(handler, others)
 
-        for _ in suspects:
-            (one,) = wait_until(lambda: [name for name in gate.inside if name in suspects])
-            wait_until(lambda: set(others) < set(gate.inside))
-            assert [name for name in gate.inside if name in suspects] == [one]
-            gate.open(one)
-            wait_until(lambda one=one: effects(one) == 1)
-        gate.open()
-        wait_until(lambda: effects() == 8)
-        pool.close()
-        wait_until(lambda: not pool.alive)
+        with running_stored(size=6):
+            for _ in suspects:
+                (one,) = wait_until(lambda: [name for name in gate.inside if name in suspects])
+                wait_until(lambda: set(others) < set(gate.inside))
+                assert [name for name in gate.inside if name in suspects] == [one]
+                gate.open(one)
+                wait_until(lambda one=one: effects(one) == 1)
+            gate.open()
+            wait_until(lambda: effects() == 8)
 
         assert effects_by_name() == dict.fromkeys([*suspects, *others], 1)
         assert dict(InboxMessage.objects.values_list("biz_id", "attempts")) == {
@@ -792,17 +717,13 @@ class TestCrashQuarantine:
         }
 
     def test_messages_that_only_failed_run_concurrently(self, handles, gate):
-        handler = handles(gate)
-        self.stored(handler, *names(4), attempts=1)
-        InboxMessage.objects.update(state=State.RETRYING)
-        pool = Pool(Runner(OPTIONS), size=4)
-        pool.start()
+        store(handles(gate), names(4))
+        InboxMessage.objects.update(state=State.RETRYING, attempts=1)
 
-        wait_until(lambda: len(gate.inside) == 4)
-        gate.open()
-        wait_until(lambda: effects() == 4)
-        pool.close()
-        wait_until(lambda: not pool.alive)
+        with running_stored(size=4):
+            wait_until(lambda: len(gate.inside) == 4)
+            gate.open()
+            wait_until(lambda: effects() == 4)
 
         assert effects_by_name() == dict.fromkeys(names(4), 1)
         assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 2)}
@@ -825,8 +746,7 @@ def a_process(environment, url, log, *arguments, database=None, **given):
 
 
 def handler_of(topic):
-    """The handler of a topic as far as its queue is concerned; the real function is in the processes."""
-    return Handler(name=name_of(topic), topics=(topic,), function=print, biz_id=None, using="default")
+    return handler_of_the_workers(name_of(topic), topic)
 
 
 def all_empty(length):
@@ -974,9 +894,7 @@ class TestOnRedis:
         options = broker_options(redis_url, PREFETCH=3)
         for handler in (slow, quick):
             declare(handler, options)
-        for topic in ("slow", "quick"):
-            for name in names(10, topic):
-                send(redis_url, topic, {}, message_id=name)
+            send_all(redis_url, handler.topics[0], [(name, {}) for name in names(10, handler.topics[0])])
 
         with consuming([slow, quick], options):
             wait_until(lambda: Effect.objects.filter(name__startswith="quick").count() == 10)

@@ -17,7 +17,7 @@ from inbox.models import InboxMessage
 from inbox.states import State
 from outbox import publish
 from outbox.models import OutboxMessage
-from tests.support.apps.effects.models import Effect, Unique
+from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import CHAINED, JOB
 from tests.support.deliveries import A_WHILE, TOPIC, effects, the_effect, the_row
 from tests.support.servers import FaultProxy
@@ -27,9 +27,9 @@ from tests.support.workers import (
     Process,
     as_environment,
     broker_options,
+    consumers_of,
     consuming,
     declare,
-    length_of,
     relay,
     send,
 )
@@ -37,12 +37,6 @@ from tests.support.workers import (
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
 SHORT = timedelta(milliseconds=200)
-
-
-@pytest.fixture
-def length(rabbitmq_server, rabbitmq_url):
-    """How many messages the broker holds for a handler, unacknowledged ones included."""
-    return lambda handler, options=None: length_of(rabbitmq_server, handler, options or broker_options(rabbitmq_url))
 
 
 @pytest.fixture
@@ -76,21 +70,18 @@ def state(name="job"):
 
 
 class TestEndToEnd:
-    def test_chain_of_handlers_keeps_its_correlation_id(self, handles, rabbitmq_url):
+    def test_chain_of_handlers_keeps_its_correlation_id(self, handling, rabbitmq_url):
         got = []
 
         def first(message):
             publish("second", {}, biz_id="2")
 
-        handlers = [handles(first), handles(got.append, topic="second")]
-        options = broker_options(rabbitmq_url)
-        for handler in handlers:
-            declare(handler, options)
+        handlers = [handling(first), handling(got.append, topic="second")]
         with transaction.atomic():
             published = publish(TOPIC, {}, biz_id="1")
         relay(rabbitmq_url)
 
-        with consuming(handlers, options):
+        with consuming(handlers, broker_options(rabbitmq_url)):
             wait_until(lambda: OutboxMessage.objects.filter(topic="second").exists())
             relay(rabbitmq_url)
             (message,) = wait_until(lambda: list(got))
@@ -131,51 +122,28 @@ class TestForeignProducers:
             pytest.param({"type": "x", "user_id": "guest", "app_id": "y", "reply_to": "z"}, {}, id="other AMQP properties"),
         ],
     )
-    def test_unusual_message_is_handled_and_delays_no_other(self, handles, rabbitmq_url, length, properties, headers):
-        handler, options = handles(the_effect), broker_options(rabbitmq_url)
-        declare(handler, options)
-        send(rabbitmq_url, TOPIC, None, body=b"{}", message_id="odd", **properties)
-        send(rabbitmq_url, TOPIC, {}, message_id="good")
+    def test_unusual_message_is_handled_and_delays_no_other(self, stored_beside_another, rabbitmq_url, properties, headers):
+        row = stored_beside_another(
+            lambda: send(rabbitmq_url, TOPIC, None, body=b"{}", message_id="odd", **properties),
+        )
 
-        with consuming([handler], options):
-            wait_until(lambda: effects("good") == 1)
-            wait_until(lambda: length(handler) == 0)
-
-        row = the_row(message_id="odd")
         assert (row.state, bytes(row.body), row.headers, row.last_error) == (State.DONE, b"{}", headers, "")
         assert effects("odd") == 1
 
     @pytest.mark.parametrize("property_name", ["message_id", "type"])
     def test_message_with_undecodable_property_is_a_dead_letter_and_the_consumer_goes_on(
-        self, handles, rabbitmq_url, length, property_name
+        self, stored_beside_another, rabbitmq_url, property_name
     ):
         """py-amqp raises on such a property while it reads the frame, before the consumer sees the message."""
-        handler, options = handles(the_effect), broker_options(rabbitmq_url)
-        declare(handler, options)
-        send_with_undecodable_property(rabbitmq_url, property_name)
-        send(rabbitmq_url, TOPIC, {}, message_id="good")
+        row = stored_beside_another(lambda: send_with_undecodable_property(rabbitmq_url, property_name))
 
-        with consuming([handler], options) as consumer:
-            wait_until(lambda: effects("good") == 1)
-            wait_until(lambda: length(handler) == 0)
-            assert not consumer._broker.ongoing
-
-        row = InboxMessage.objects.exclude(message_id="good").get()
         assert (row.state, bytes(row.body), effects()) == (State.DEAD, b"{}", 1)
         assert "no identity" in row.last_error
 
-    def test_message_with_timestamp_out_of_range_is_handled_and_delays_no_other(self, handles, rabbitmq_url, length):
+    def test_message_with_timestamp_out_of_range_is_handled_and_delays_no_other(self, stored_beside_another, rabbitmq_url):
         """An AMQP timestamp has 64 bits of seconds. One that no datetime can hold is ignored."""
-        handler, options = handles(the_effect), broker_options(rabbitmq_url)
-        declare(handler, options)
-        send_with_timestamp(rabbitmq_url, 2**62)
-        send(rabbitmq_url, TOPIC, {}, message_id="good")
+        row = stored_beside_another(lambda: send_with_timestamp(rabbitmq_url, 2**62))
 
-        with consuming([handler], options):
-            wait_until(lambda: effects("good") == 1)
-            wait_until(lambda: length(handler) == 0)
-
-        row = the_row(message_id="odd")
         assert (row.state, row.attempts, row.last_error, row.created_at) == (State.DONE, 1, "", None)
         assert bytes(row.body) == b"{}"
         assert effects("odd") == 1
@@ -193,15 +161,6 @@ def send_with_undecodable_property(url, name):
         message = amqp.Message("{}", **{"content_type": "application/json", name: placeholder})
         channel.basic_publish(message, "outbox", TOPIC)
         channel.queue_declare("unreadable", exclusive=True)  # an answer means that the message was read before
-
-
-def is_subscribed(url, name):
-    """Whether the queue exists and has a consumer, which is the case after it was bound."""
-    with kombu.Connection(url) as connection:
-        try:
-            return connection.default_channel.queue_declare(name, passive=True).consumer_count > 0
-        except amqp.NotFound:
-            return False
 
 
 def is_bound(server, url):
@@ -228,7 +187,7 @@ def send_with_timestamp(url, seconds):
 
 
 class TestConnectionLoss:
-    def test_connection_cut_between_commit_and_ack_redelivers_without_a_second_run(self, handles, rabbitmq_url, proxy, length):
+    def test_connection_cut_between_commit_and_ack_redelivers_without_a_second_run(self, handling, rabbitmq_url, proxy, length):
         cut = []
 
         def handle(message):
@@ -236,8 +195,7 @@ class TestConnectionLoss:
             if not cut:
                 transaction.on_commit(lambda: cut.append(proxy.cut()))
 
-        handler, options = handles(handle), broker_options(proxy.through(rabbitmq_url))
-        declare(handler, broker_options(rabbitmq_url))
+        handler, options = handling(handle), broker_options(proxy.through(rabbitmq_url))
         send(rabbitmq_url, TOPIC, {}, message_id="m")
 
         with consuming([handler], options):
@@ -246,7 +204,7 @@ class TestConnectionLoss:
 
         assert (effects(), the_row().state, the_row().attempts) == (1, State.DONE, 1)
 
-    def test_ack_of_a_previous_connection_acknowledges_nothing(self, handles, rabbitmq_url, proxy, length):
+    def test_ack_of_a_previous_connection_acknowledges_nothing(self, handling, rabbitmq_url, proxy, length):
         """The first message of the new connection has the delivery tag that the old ack was for."""
         holding, release = {"old": threading.Event(), "new": threading.Event()}, threading.Event()
         release_new = threading.Event()
@@ -256,8 +214,7 @@ class TestConnectionLoss:
             assert (release if message.id == "old" else release_new).wait(A_WHILE)
             the_effect(message)
 
-        handler, options = handles(handle), broker_options(proxy.through(rabbitmq_url))
-        declare(handler, broker_options(rabbitmq_url))
+        handler, options = handling(handle), broker_options(proxy.through(rabbitmq_url))
         send(rabbitmq_url, TOPIC, {}, message_id="old")
         with consuming([handler], options) as consumer:
             assert holding["old"].wait(A_WHILE)
@@ -279,25 +236,14 @@ class TestConnectionLoss:
 
         assert {effects("old"), effects("new")} == {1}
 
-    def test_consumer_waits_for_an_unavailable_broker(self, handles, rabbitmq_url, proxy, length):
-        handler, options = handles(the_effect), broker_options(proxy.through(rabbitmq_url))
-        declare(handler, broker_options(rabbitmq_url))
-        proxy.refuse()
-        with consuming([handler], options) as consumer:
-            wait_until(lambda: consumer._broker.ongoing)
-            send(rabbitmq_url, TOPIC, {}, message_id="m")
-            proxy.accept()
-            wait_until(lambda: effects("m") == 1)
-            wait_until(lambda: length(handler) == 0)
-
     def test_queue_deleted_under_the_consumer_is_declared_again(self, handles, rabbitmq_url):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         name = queue_name(handler, options)
         with consuming([handler], options):
-            wait_until(lambda: is_subscribed(rabbitmq_url, name))
+            wait_until(lambda: consumers_of(rabbitmq_url, name))
             with kombu.Connection(rabbitmq_url) as connection:
                 connection.default_channel.queue_delete(name)
-            wait_until(lambda: is_subscribed(rabbitmq_url, name))
+            wait_until(lambda: consumers_of(rabbitmq_url, name))
             send(rabbitmq_url, TOPIC, {}, message_id="m")
             wait_until(lambda: effects("m") == 1)
 
@@ -316,32 +262,6 @@ class TestConnectionLoss:
             wait_until(lambda: length(handler) == 0)
 
 
-class TestConcurrentDuplicates:
-    def test_concurrent_duplicate_is_stored_unhandled_and_ends_as_a_duplicate(self, handles, rabbitmq_url, length):
-        begun, release = threading.Event(), threading.Event()
-
-        def handle(message):
-            begun.set()
-            assert release.wait(A_WHILE)
-            the_effect(message)
-
-        handler, options = handles(handle), broker_options(rabbitmq_url)
-        declare(handler, options)
-        for _ in range(2):
-            send(rabbitmq_url, TOPIC, {}, message_id="m")
-        with consuming([handler], broker_options(rabbitmq_url, PREFETCH=1)):
-            assert begun.wait(A_WHILE)
-            with consuming([handler], options):
-                wait_until(lambda: length(handler) == 1)
-                assert (the_row().state, the_row().attempts) == (State.RECEIVED, 0)
-                release.set()
-                wait_until(
-                    lambda: length(handler) == 0 and [*InboxMessage.objects.values_list("state", flat=True)] == [State.DONE]
-                )
-
-        assert (effects(), the_row().state, the_row().attempts, the_row().duplicates) == (1, State.DONE, 1, 1)
-
-
 class TestConsumerProcess:
     def test_crash_between_commit_and_ack_has_no_second_effect(self, consumer_process, rabbitmq_url, length):
         with consumer_process() as process:
@@ -352,43 +272,6 @@ class TestConsumerProcess:
             process.until(lambda: length(OF_THE_WORKERS) == 0)
 
         assert (the_row().duplicates, the_row().attempts, effects("job")) == (1, 1, 1)
-
-    def test_message_that_kills_its_process_runs_out_of_attempts(self, consumer_process, rabbitmq_url, length):
-        # One thread: a second one would claim the row again if the first stalled between claiming and locking it.
-        with consumer_process(MAX_ATTEMPTS=2, REDELIVERY_AFTER=SHORT, CONCURRENCY=1) as process:
-            job(rabbitmq_url, "kill the process")
-            deaths = process.restarted_until(lambda: state() == State.DEAD)
-            job(rabbitmq_url, "work", "healthy")
-            process.until(lambda: state("healthy") == State.DONE)
-            process.until(lambda: length(OF_THE_WORKERS) == 0)
-
-        row = the_row(message_id="job")
-        assert set(process.exits) == {13}
-        # The first delivery kills the process before its attempt is counted.
-        assert deaths == 2 + 1
-        assert (row.attempts, effects("job")) == (2, 0)
-        assert "died" in row.last_error
-
-    def test_sigterm_lets_the_running_handler_finish_and_acknowledges_it(self, consumer_process, rabbitmq_url, length):
-        with consumer_process(CONCURRENCY=1) as process:
-            job(rabbitmq_url, "wait for the word")
-            process.until(begun)
-            job(rabbitmq_url, "work", "later")
-            process.until(lambda: length(OF_THE_WORKERS) == 2)
-            process.terminate()
-            process.until(lambda: "consumer: stopping" in process.said())
-            Unique.objects.create(name="go job")
-            assert process.ends() == 0
-
-        assert (effects("job"), state()) == (1, State.DONE)
-        assert (effects("later"), state("later")) == (0, None)
-        assert length(OF_THE_WORKERS) == 1
-
-    def test_sigterm_ends_an_idle_process(self, consumer_process):
-        with consumer_process() as process:
-            process.until(lambda: "consumer: receiving from" in process.said())
-            process.terminate()
-            assert process.ends() == 0
 
     def test_handler_that_never_ends_is_abandoned_after_the_shutdown_grace(self, consumer_process, rabbitmq_url, length):
         with consumer_process(SHUTDOWN_GRACE=SHORT) as process:
@@ -401,7 +284,7 @@ class TestConsumerProcess:
         wait_until(lambda: length(OF_THE_WORKERS) == 1)
         assert state() is None
 
-    def test_session_that_ends_while_biz_id_queries_costs_no_message(self, handles, rabbitmq_url):
+    def test_session_that_ends_while_biz_id_queries_costs_no_message(self, handling, rabbitmq_url):
         def biz_id(message):
             """Its session ends twice: at once on the new session, too."""
             asked[message.id] += 1
@@ -411,8 +294,7 @@ class TestConsumerProcess:
             return message.id
 
         asked = Counter()
-        handler, options = handles(the_effect, biz_id=biz_id), broker_options(rabbitmq_url)
-        declare(handler, options)
+        handler, options = handling(the_effect, biz_id=biz_id), broker_options(rabbitmq_url)
         for number in range(5):
             send(rabbitmq_url, TOPIC, {}, message_id=f"message {number}")
 
@@ -444,22 +326,6 @@ class TestConsumerProcess:
 
         assert state() == State.DONE
 
-    def test_consumer_process_also_runs_retries(self, consumer_process, rabbitmq_url):
-        with consumer_process() as process:
-            job(rabbitmq_url, "fail once")
-            process.until(lambda: state() == State.DONE)
-
-        assert (the_row().attempts, effects("job")) == (2, 1)
-
-    def test_drain_ends_when_nothing_is_due(self, consumer_process, rabbitmq_url, length):
-        with consumer_process("--drain") as process:
-            assert process.ends() == 0
-            for number in range(5):
-                job(rabbitmq_url, "work", f"job {number}")
-            assert process.start().ends() == 0
-
-        assert (effects(), length(OF_THE_WORKERS)) == (5, 0)
-
     def test_nothing_is_acknowledged_while_the_database_is_unavailable(
         self, consumer_process, rabbitmq_url, length, process_environment
     ):
@@ -486,9 +352,8 @@ class TestConsumerProcess:
         assert "The database 'default' is available again" in process.said()
 
 
-def test_handler_queue_is_bound_to_its_topic_and_to_no_other(handles, rabbitmq_url):
-    handler, options = handles(the_effect), broker_options(rabbitmq_url)
-    declare(handler, options)
+def test_handler_queue_is_bound_to_its_topic_and_to_no_other(handling, rabbitmq_url):
+    handler, options = handling(the_effect), broker_options(rabbitmq_url)
 
     with closing(kombu.Connection(rabbitmq_url)) as connection:
         queue = kombu.Queue(queue_name(handler, options), channel=connection.default_channel)
@@ -514,17 +379,3 @@ class TestTopologyFaults:
             send(rabbitmq_url, TOPIC, {}, message_id="m")
 
             wait_until(lambda: effects("m") == 1)
-
-    def test_queue_with_other_arguments_is_used_as_it_is_and_delays_no_other(self, handles, rabbitmq_url, caplog):
-        options = broker_options(rabbitmq_url)
-        odd, sound = handles(the_effect, name="tests.odd"), handles(the_effect, name="tests.sound")
-        with closing(kombu.Connection(rabbitmq_url)) as connection:
-            connection.channel().queue_declare(queue_name(odd, options), durable=True, auto_delete=False)
-
-        with consuming([odd, sound], options) as consumer:
-            wait_until(lambda: is_subscribed(rabbitmq_url, queue_name(sound, options)))
-            send(rabbitmq_url, TOPIC, {}, message_id="m")
-            wait_until(lambda: effects("m") == 2)
-            assert not consumer._broker.ongoing
-
-        assert caplog.text.count("exists with other arguments") == 1

@@ -10,14 +10,20 @@ import pytest
 import redis
 
 from inbox.consumer.topology import queue_name
+from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.states import State
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import A_WHILE, TOPIC, effects, the_effect, the_row
 from tests.support.waiting import wait_until
-from tests.support.workers import OF_THE_WORKERS, Process, as_environment, broker_options, consuming, declare, send
+from tests.support.workers import OF_THE_WORKERS, Process, as_environment, broker_options, consuming, declare, send, send_all
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+
+@pytest.fixture
+def broker(redis_url):
+    return redis_url
 
 
 @pytest.fixture
@@ -31,43 +37,41 @@ def waiting(redis_url):
     return count
 
 
-def test_message_with_unusual_headers_is_handled_and_delays_no_other(handles, redis_url, waiting):
-    handler, options = handles(the_effect), broker_options(redis_url)
-    declare(handler, options)
-    send(redis_url, TOPIC, {}, message_id="odd", headers={"a\x00b": "c\x00d", "\ud800": [None]})
-    send(redis_url, TOPIC, {}, message_id="good")
+def test_message_with_unusual_headers_is_handled_and_delays_no_other(stored_beside_another, broker):
+    headers = {"a\x00b": "c\x00d", "\ud800": [None]}
 
-    with consuming([handler], options):
-        wait_until(lambda: effects("good") == 1)
-        wait_until(lambda: waiting(handler) == (0, 0))
+    row = stored_beside_another(lambda: send(broker, TOPIC, {}, message_id="odd", headers=headers))
 
-    row = the_row(message_id="odd")
     assert (row.state, bytes(row.body), row.last_error) == (State.DONE, b"{}", "")
     assert row.headers == {"a\ufffdb": "c\ufffdd", "?": "[None]"}
     assert effects("odd") == 1
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "binary", "no-such-encoding"])
-def test_message_written_without_base64_is_handled_and_delays_no_other(handles, redis_url, waiting, encoding):
-    handler, options = handles(the_effect), broker_options(redis_url)
-    declare(handler, options)
-    delivery = {"exchange": "outbox", "routing_key": TOPIC}
+def write(broker, body, *, encoding="utf-8", **properties):
+    """Put a message into the queue of the handler of `TOPIC`, as another program does."""
     written = {
-        "body": '{"name": "Zoë"}',
+        "body": body,
         "content-encoding": encoding,
         "content-type": "application/json",
         "headers": {},
-        "properties": {"message_id": "odd", "delivery_info": delivery, "delivery_tag": "1", "delivery_mode": 2, "priority": 0},
+        "properties": {
+            "message_id": "odd",
+            "delivery_info": {"exchange": "outbox", "routing_key": TOPIC},
+            "delivery_tag": "1",
+            **properties,
+        },
     }
-    with redis.Redis.from_url(redis_url) as client:
-        client.lpush(queue_name(handler, options), json.dumps(written))
-    send(redis_url, TOPIC, {}, message_id="good")
+    [queue] = {queue_name(handler, broker_options(broker)) for handler in registry.all() if TOPIC in handler.topics}
+    with redis.Redis.from_url(broker) as client:
+        client.lpush(queue, json.dumps(written))
 
-    with consuming([handler], options):
-        wait_until(lambda: effects("good") == 1)
-        wait_until(lambda: waiting(handler) == (0, 0))
 
-    row = the_row(message_id="odd")
+@pytest.mark.parametrize("encoding", ["utf-8", "binary", "no-such-encoding"])
+def test_message_written_without_base64_is_handled_and_delays_no_other(stored_beside_another, broker, encoding):
+    body = '{"name": "Zoë"}'
+
+    row = stored_beside_another(lambda: write(broker, body, encoding=encoding, delivery_mode=2, priority=0))
+
     assert (row.state, bytes(row.body), row.last_error) == (State.DONE, '{"name": "Zoë"}'.encode(), "")
     assert effects("odd") == 1
 
@@ -80,30 +84,14 @@ def test_message_written_without_base64_is_handled_and_delays_no_other(handles, 
         pytest.param([1], b"\x01", "is not JSON", id="list"),
     ],
 )
-def test_body_that_is_not_text_is_a_dead_letter_and_the_consumer_goes_on(handles, redis_url, waiting, body, stored, reason):
-    handler, options = handles(the_effect), broker_options(redis_url)
-    declare(handler, options)
-    written = {
-        "body": body,
-        "content-encoding": "utf-8",
-        "content-type": "application/json",
-        "headers": {},
-        "properties": {"message_id": "odd", "delivery_info": {"exchange": "outbox", "routing_key": TOPIC}, "delivery_tag": "1"},
-    }
-    with redis.Redis.from_url(redis_url) as client:
-        client.lpush(queue_name(handler, options), json.dumps(written))
-    send(redis_url, TOPIC, {}, message_id="good")
+def test_body_that_is_not_text_is_a_dead_letter_and_the_consumer_goes_on(stored_beside_another, broker, body, stored, reason):
+    row = stored_beside_another(lambda: write(broker, body))
 
-    with consuming([handler], options):
-        wait_until(lambda: effects("good") == 1)
-        wait_until(lambda: waiting(handler) == (0, 0))
-
-    row = InboxMessage.objects.exclude(message_id="good").get()
     assert (row.state, bytes(row.body), effects()) == (State.DEAD, stored, 1)
     assert reason in row.last_error
 
 
-def test_stopping_finishes_the_running_handler_and_returns_the_rest_to_redis(handles, redis_url, waiting):
+def test_stopping_finishes_the_running_handler_and_returns_the_rest_to_redis(handling, redis_url, waiting):
     begun, go_on = threading.Event(), threading.Event()
 
     def handle(message):
@@ -111,10 +99,8 @@ def test_stopping_finishes_the_running_handler_and_returns_the_rest_to_redis(han
         assert go_on.wait(A_WHILE)
         the_effect(message)
 
-    handler, options = handles(handle), broker_options(redis_url, CONCURRENCY=1)
-    declare(handler, options)
-    for number in range(5):
-        send(redis_url, TOPIC, {}, message_id=f"m{number}")
+    handler, options = handling(handle), broker_options(redis_url, CONCURRENCY=1)
+    send_all(redis_url, TOPIC, [(f"m{number}", {}) for number in range(5)])
 
     with consuming([handler], options) as consumer:
         assert begun.wait(A_WHILE)

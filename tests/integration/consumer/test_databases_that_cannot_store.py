@@ -8,8 +8,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 
-import amqp
-import kombu
 import pytest
 from django.db import connections, transaction
 
@@ -28,7 +26,14 @@ from tests.support.apps.worker import JOB
 from tests.support.deliveries import OPTIONS, an_envelope, deliver
 from tests.support.loads import receive_together
 from tests.support.waiting import wait_until
-from tests.support.workers import Process, as_environment, broker_options, consuming, declare, length_of, send
+from tests.support.workers import (
+    Process,
+    as_environment,
+    broker_options,
+    consumers_of,
+    consuming,
+    send_all,
+)
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -130,8 +135,8 @@ def limited(rabbitmq_server, rabbitmq_url):
 
 
 @pytest.fixture
-def handler(handles):
-    return handles(effect_on_other, name="tests.elsewhere", topic=TOPIC, using="other")
+def handler(handling):
+    return handling(effect_on_other, name="tests.elsewhere", topic=TOPIC, using="other")
 
 
 def store_due(handler, envelope):
@@ -142,21 +147,12 @@ def names(count):
     return [f"m{number}" for number in range(count)]
 
 
-def send_all(url, count=10):
-    for name in names(count):
-        send(url, TOPIC, {}, message_id=name)
-
-
-def subscribers(url, name):
-    with kombu.Connection(url) as connection:
-        try:
-            return connection.default_channel.queue_declare(name, passive=True).consumer_count
-        except amqp.NotFound:
-            return 0
+def send_ten(url):
+    send_all(url, TOPIC, [(name, {}) for name in names(10)])
 
 
 def wait_for_subscription(url, name):
-    wait_until(lambda: subscribers(url, name))
+    wait_until(lambda: consumers_of(url, name))
 
 
 def pass_by(seconds):
@@ -181,24 +177,24 @@ def lines_of(caplog):
     ],
 )
 def test_deliveries_survive_a_database_that_cannot_store_on_a_queue_with_a_delivery_limit(
-    handles, limited, rabbitmq_server, caplog, problem, given
+    handles, limited, length, caplog, problem, given
 ):
     broken, remedy = PROBLEMS[problem]
     handler, given_options = handles(effect_on_other, topic=TOPIC, using="other", **given), broker_options(limited)
     with consuming([handler], given_options):
         wait_for_subscription(limited, queue_name(handler, given_options))
         with broken():
-            send_all(limited)
+            send_ten(limited)
             wait_until(lambda: "is unavailable" in caplog.text)
             pass_by(EXPOSURE_SECONDS)
-            assert length_of(rabbitmq_server, handler, given_options) == 10
+            assert length(handler) == 10
             logged = [
                 line
                 for line in lines_of(caplog)
                 if not line.startswith(("consumer: receiving from", "consumer: the management API"))
             ]
         wait_until(lambda: len(effects_on_other()) == 10)
-        wait_until(lambda: length_of(rabbitmq_server, handler, given_options) == 0)
+        wait_until(lambda: length(handler) == 0)
 
     assert effects_on_other() == dict.fromkeys(names(10), 1)
     rows = InboxMessage.objects.using("other").values_list("state", "attempts", "redeliveries")
@@ -208,12 +204,9 @@ def test_deliveries_survive_a_database_that_cannot_store_on_a_queue_with_a_deliv
     assert remedy in logged[0]
 
 
-def test_restarts_while_the_database_cannot_store_do_not_count_against_the_delivery_limit(
-    handler, limited, rabbitmq_server, caplog
-):
+def test_restarts_while_the_database_cannot_store_do_not_count_against_the_delivery_limit(handler, limited, length, caplog):
     given = broker_options(limited)
-    declare(handler, given)
-    send_all(limited)
+    send_ten(limited)
     with read_only():
         for _ in range(LIMIT + 2):
             caplog.clear()
@@ -221,7 +214,7 @@ def test_restarts_while_the_database_cannot_store_do_not_count_against_the_deliv
                 wait_until(lambda: "is unavailable" in caplog.text)
                 pass_by(0.2)
     with consuming([handler], given):
-        wait_until(lambda: length_of(rabbitmq_server, handler, given) == 0)
+        wait_until(lambda: length(handler) == 0)
 
     assert effects_on_other() == dict.fromkeys(names(10), 1)
     assert set(InboxMessage.objects.using("other").values_list("redeliveries", flat=True)) == {0}
@@ -229,38 +222,36 @@ def test_restarts_while_the_database_cannot_store_do_not_count_against_the_deliv
 
 @pytest.mark.proof
 @pytest.mark.parametrize("given", [{}, {"ordered": True}], ids=["single", "ordered"])
-def test_outage_longer_than_the_ack_timeout_returns_deliveries_to_the_broker_once(
-    handles, limited, rabbitmq_server, caplog, given
-):
+def test_outage_longer_than_the_ack_timeout_returns_deliveries_to_the_broker_once(handles, limited, length, caplog, given):
     handler = handles(effect_on_other, topic=TOPIC, using="other", **given)
     given_options = broker_options(limited, ACK_TIMEOUT=timedelta(seconds=1.5))
     name = queue_name(handler, given_options)
     with consuming([handler], given_options):
         wait_for_subscription(limited, name)
         with read_only():
-            send_all(limited)
+            send_ten(limited)
             wait_until(lambda: "They were returned to the broker" in caplog.text)
             pass_by(EXPOSURE_SECONDS)
-            assert subscribers(limited, name) == 0
-            assert length_of(rabbitmq_server, handler, given_options) == 10
-        wait_until(lambda: length_of(rabbitmq_server, handler, given_options) == 0)
+            assert consumers_of(limited, name) == 0
+            assert length(handler) == 10
+        wait_until(lambda: length(handler) == 0)
         wait_until(lambda: len(effects_on_other()) == 10)
 
     assert effects_on_other() == dict.fromkeys(names(10), 1)
     assert caplog.text.count("They were returned to the broker") == 1
 
 
-def test_table_lock_does_not_count_against_the_delivery_limit(handler, limited, rabbitmq_server):
+def test_table_lock_does_not_count_against_the_delivery_limit(handler, limited, length):
     """Another session alters the table of the inbox, and no delivery can be stored meanwhile."""
     given = broker_options(limited)
     with consuming([handler], given):
         wait_for_subscription(limited, queue_name(handler, given))
         with transaction.atomic(using="other"):
             execute("LOCK TABLE inbox_inboxmessage IN ACCESS EXCLUSIVE MODE")
-            send_all(limited)
+            send_ten(limited)
             pass_by(EXPOSURE_SECONDS)
-            assert length_of(rabbitmq_server, handler, given) == 10
-        wait_until(lambda: length_of(rabbitmq_server, handler, given) == 0)
+            assert length(handler) == 10
+        wait_until(lambda: length(handler) == 0)
 
     assert effects_on_other() == dict.fromkeys(names(10), 1)
 
@@ -279,14 +270,12 @@ def refused_values():
     ids=["single", "ordered", "group_commit", "lease"],
 )
 def test_message_whose_values_the_database_refuses_is_a_dead_letter_and_delays_no_other(
-    handles, rabbitmq_server, rabbitmq_url, refused_values, given
+    handling, length, rabbitmq_url, refused_values, given
 ):
-    handler, given_options = handles(effect_on_other, topic=TOPIC, using="other", **given), broker_options(rabbitmq_url)
-    declare(handler, given_options)
-    for name in ("first", "bad", "bad", "last"):
-        send(rabbitmq_url, TOPIC, {"name": name}, message_id=name)
+    handler, given_options = handling(effect_on_other, topic=TOPIC, using="other", **given), broker_options(rabbitmq_url)
+    send_all(rabbitmq_url, TOPIC, [(name, {"name": name}) for name in ("first", "bad", "bad", "last")])
     with consuming([handler], given_options):
-        wait_until(lambda: length_of(rabbitmq_server, handler, given_options) == 0)
+        wait_until(lambda: length(handler) == 0)
         wait_until(lambda: len(effects_on_other()) == 2)
 
     assert effects_on_other() == {"first": 1, "last": 1}
@@ -296,13 +285,13 @@ def test_message_whose_values_the_database_refuses_is_a_dead_letter_and_delays_n
 
 
 @contextmanager
-def one_refused(sqlstate, name="bad"):
-    """The database cannot store what has this message id, and says so as it would."""
+def one_refused(sqlstate, when="NEW.message_id LIKE 'bad%'"):
+    """The database cannot store the rows of this condition, and says so as it would."""
     execute(
         "CREATE FUNCTION refuse_one() RETURNS trigger LANGUAGE plpgsql AS "
         f"$$ BEGIN RAISE EXCEPTION 'refused' USING ERRCODE = '{sqlstate}'; END $$; "
         "CREATE TRIGGER refuse_one BEFORE INSERT OR UPDATE ON inbox_inboxmessage FOR EACH ROW "
-        f"WHEN (NEW.message_id LIKE '{name}%') EXECUTE FUNCTION refuse_one()"
+        f"WHEN ({when}) EXECUTE FUNCTION refuse_one()"
     )
     try:
         yield
@@ -314,8 +303,7 @@ REMEDIES = {"53100": "Free disk space", "58030": "see the server's log", "42501"
 
 
 def send_one_bad_among_others(url):
-    for name in ("first", "bad", *names(10)):
-        send(url, TOPIC, {}, message_id=name)
+    send_all(url, TOPIC, [(name, {}) for name in ("first", "bad", *names(10))])
     return {"first", *names(10)}
 
 
@@ -333,23 +321,20 @@ def send_one_bad_among_others(url):
     ],
 )
 def test_message_that_alone_cannot_be_stored_delays_no_other_and_is_handled_when_it_can(
-    handles, rabbitmq_server, rabbitmq_url, caplog, sqlstate, given
+    handling, length, rabbitmq_url, caplog, sqlstate, given
 ):
     def effects(messages):
         for message in messages if isinstance(messages, list) else [messages]:
             effect_on_other(message)
 
-    handler, given_options = handles(effects, topic=TOPIC, using="other", **given), broker_options(rabbitmq_url)
-    declare(handler, given_options)
+    handler, given_options = handling(effects, topic=TOPIC, using="other", **given), broker_options(rabbitmq_url)
     others = send_one_bad_among_others(rabbitmq_url)
     with one_refused(sqlstate), consuming([handler], given_options):
         wait_until(lambda: effects_on_other() == dict.fromkeys(others, 1))
-        wait_until(
-            lambda: length_of(rabbitmq_server, handler, given_options) == 1 and "while other messages can" in caplog.text
-        )
+        wait_until(lambda: length(handler) == 1 and "while other messages can" in caplog.text)
         [logged] = [line for line in lines_of(caplog) if "refused" in line]
     with consuming([handler], given_options):
-        wait_until(lambda: length_of(rabbitmq_server, handler, given_options) == 0)
+        wait_until(lambda: length(handler) == 0)
         wait_until(lambda: "bad" in effects_on_other())
 
     assert effects_on_other() == dict.fromkeys({*others, "bad"}, 1)
@@ -358,27 +343,22 @@ def test_message_that_alone_cannot_be_stored_delays_no_other_and_is_handled_when
 
 
 def test_handler_of_which_no_message_can_be_stored_holds_no_more_than_its_prefetch_and_delays_no_other_handler(
-    handles, rabbitmq_server, rabbitmq_url, caplog
+    handling, length, rabbitmq_url, caplog
 ):
-    stuck = handles(effect_on_other, name="tests.stuck", topic="stored.nowhere", using="other")
-    other = handles(effect_on_other, name="tests.elsewhere", topic=TOPIC, using="other")
-    given = broker_options(rabbitmq_url, PREFETCH=3)
-    for handler in (stuck, other):
-        declare(handler, given)
-    for number in range(10):
-        send(rabbitmq_url, "stored.nowhere", {}, message_id=f"bad{number}")
-    with one_refused("P0001"), consuming([stuck, other], given) as consumer:
+    stuck = handling(effect_on_other, name="tests.stuck", topic="stored.nowhere", using="other")
+    other = handling(effect_on_other, name="tests.elsewhere", topic=TOPIC, using="other")
+    send_all(rabbitmq_url, "stored.nowhere", [(f"bad{number}", {}) for number in range(10)])
+    with one_refused("P0001"), consuming([stuck, other], broker_options(rabbitmq_url, PREFETCH=3)) as consumer:
         wait_until(lambda: consumer.outcomes[Outcome.UNSTORED] == 3)
-        send_all(rabbitmq_url)
+        send_ten(rabbitmq_url)
         wait_until(lambda: len(effects_on_other()) == 10)
         assert consumer.outcomes[Outcome.UNSTORED] == 3
-        assert length_of(rabbitmq_server, stuck, given) == 10
+        assert length(stuck) == 10
         assert len([line for line in lines_of(caplog) if "refused" in line]) == 1
 
 
-def test_later_messages_of_an_ordered_handler_wait_for_one_that_cannot_be_stored(handles, rabbitmq_url, caplog):
-    handler, given = handles(effect_on_other, topic=TOPIC, using="other", ordered=True), broker_options(rabbitmq_url)
-    declare(handler, given)
+def test_later_messages_of_an_ordered_handler_wait_for_one_that_cannot_be_stored(handling, rabbitmq_url, caplog):
+    handler, given = handling(effect_on_other, topic=TOPIC, using="other", ordered=True), broker_options(rabbitmq_url)
     others = send_one_bad_among_others(rabbitmq_url)
     with ExitStack() as refusing:
         # Before the consumer starts: it stores the whole queue at once.
@@ -394,7 +374,8 @@ def test_later_messages_of_an_ordered_handler_wait_for_one_that_cannot_be_stored
 def test_message_that_cannot_be_stored_does_not_harm_the_others_that_are_stored_with_it(handles):
     handler = replace(handles(effect_on_other, topic=TOPIC, using="other"), pulled=True)
     envelopes = [an_envelope({"name": name}, topic=TOPIC, biz_id=name) for name in ("a", "bad", "b")]
-    with refused_body("bad"):
+    # Whatever the dead letter is called, its body cannot be stored either.
+    with one_refused("23514", "position('bad'::bytea IN NEW.body) > 0"):
         assert receive_together(handler, envelopes) == [Outcome.STORED, Outcome.UNSTORED, Outcome.STORED]
 
     rows = InboxMessage.objects.using("other").values_list("biz_id", "state", "attempts", "duplicates")
@@ -412,7 +393,7 @@ def rows_of_each_transaction():
 def test_load_with_refused_values_is_halved_and_stored_in_order(handles, ordered):
     handler = replace(handles(effect_on_other, using="other", ordered=ordered), pulled=not ordered)
     names_of_load = [*(f"m{number:02}" for number in range(11)), "m11-bad", *(f"m{number}" for number in range(12, 32))]
-    with one_refused("23514", "%bad"):
+    with one_refused("23514", "NEW.message_id LIKE '%bad'"):
         became = receive_together(handler, [an_envelope(id=name, biz_id=name, key="k") for name in names_of_load])
 
     assert became == [Outcome.STORED] * 11 + [Outcome.DEAD] + [Outcome.STORED] * 20
@@ -431,34 +412,6 @@ def test_group_that_the_database_refuses_is_halved(handles):
     assert rows_of_each_transaction() == [1, 2, 4, 8]
 
 
-@contextmanager
-def refused_body(part):
-    """The database stores no row whose body contains this, whatever else it says."""
-    execute(
-        "CREATE FUNCTION refuse_body() RETURNS trigger LANGUAGE plpgsql AS "
-        "$$ BEGIN RAISE EXCEPTION 'refused' USING ERRCODE = '23514'; END $$; "
-        "CREATE TRIGGER refuse_body BEFORE INSERT ON inbox_inboxmessage FOR EACH ROW "
-        f"WHEN (position('{part}'::bytea IN NEW.body) > 0) EXECUTE FUNCTION refuse_body()"
-    )
-    try:
-        yield
-    finally:
-        execute("DROP TRIGGER refuse_body ON inbox_inboxmessage; DROP FUNCTION refuse_body()")
-
-
-def test_missing_table_of_a_handler_is_its_failed_attempt(handles):
-    def read_a_missing_table(message):
-        with connections["other"].cursor() as cursor:
-            cursor.execute("SELECT * FROM missing")
-
-    handler = handles(read_a_missing_table, using="other")
-    deliver(handler, an_envelope())
-
-    row = InboxMessage.objects.using("other").get()
-    assert (row.state, row.attempts) == (State.RETRYING, 1)
-    assert "missing" in row.last_error
-
-
 @pytest.fixture
 def measurements():
     """A project's own table in partitions, which has none for most of its rows."""
@@ -470,12 +423,20 @@ def measurements():
     execute("DROP TABLE measurements")
 
 
-@pytest.mark.parametrize("insert", ["INSERT INTO measurements VALUES (7)", "INSERT INTO measurements_1 VALUES (7)"])
-def test_row_without_a_partition_of_a_table_of_the_project_is_a_failed_attempt(handles, measurements, insert):
-    deliver(handles(lambda message: execute(insert)), an_envelope())
+@pytest.mark.usefixtures("measurements")
+@pytest.mark.parametrize(
+    ("statement", "error"),
+    [
+        pytest.param("SELECT * FROM missing", "ProgrammingError", id="missing table"),
+        pytest.param("INSERT INTO measurements VALUES (7)", "IntegrityError", id="row without a partition"),
+        pytest.param("INSERT INTO measurements_1 VALUES (7)", "IntegrityError", id="row in a wrong partition"),
+    ],
+)
+def test_error_about_a_table_of_the_project_is_a_failed_attempt_of_its_handler(handles, statement, error):
+    deliver(handles(lambda message: execute(statement), using="other"), an_envelope())
 
-    row = InboxMessage.objects.get()
-    assert (row.state, row.attempts, row.error_class) == (State.RETRYING, 1, "django.db.utils.IntegrityError")
+    row = InboxMessage.objects.using("other").get()
+    assert (row.state, row.attempts, row.error_class) == (State.RETRYING, 1, f"django.db.utils.{error}")
 
 
 class TestSessions:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import redis
 from django.db import transaction
 
 from exactly_once.operators.trail import history_of
-from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage
 from inbox.states import State
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.deliveries import TOPIC, drain, effects, make_due, the_effect, the_row
 from tests.support.waiting import wait_until
-from tests.support.workers import broker_options, consuming, declare, length_of, relay, send
+from tests.support.workers import broker_options, consuming, relay, send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -25,24 +23,9 @@ def broker(request):
     return request.getfixturevalue(f"{request.param}_url")
 
 
-@pytest.fixture
-def is_empty(broker, request):
-    """Does the broker hold no message for a handler, unacknowledged ones included?"""
-    if broker.startswith("amqp"):
-        server = request.getfixturevalue("rabbitmq_server")
-        return lambda handler: length_of(server, handler, broker_options(broker)) == 0
-
-    def is_empty(handler):
-        with redis.Redis.from_url(broker) as client:
-            return client.llen(queue_name(handler, broker_options(broker))) == client.hlen("unacked") == 0
-
-    return is_empty
-
-
 class TestEndToEnd:
-    def test_messages_published_by_the_outbox_take_effect_once_and_leave_the_broker(self, handles, broker, is_empty):
-        handler, options = handles(the_effect), broker_options(broker)
-        declare(handler, options)
+    def test_messages_published_by_the_outbox_take_effect_once_and_leave_the_broker(self, handling, broker, is_empty):
+        handler, options = handling(the_effect), broker_options(broker)
         with transaction.atomic():
             for number in range(20):
                 publish(TOPIC, {"order_id": number}, biz_id=f"order-{number}")
@@ -56,9 +39,8 @@ class TestEndToEnd:
         assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
         assert set(OutboxMessage.objects.values_list("state", flat=True)) == {"published"}
 
-    def test_handler_of_several_topics_gets_the_messages_of_each_through_one_queue(self, handles, broker, is_empty):
-        handler, options = handles(the_effect, topic=["shop.created", "shop.cancelled"]), broker_options(broker)
-        declare(handler, options)
+    def test_handler_of_several_topics_gets_the_messages_of_each_through_one_queue(self, handling, broker, is_empty):
+        handler, options = handling(the_effect, topic=["shop.created", "shop.cancelled"]), broker_options(broker)
         for topic in (*handler.topics, "shop.other"):
             send(broker, topic, {}, message_id=f"of {topic}", headers={"cloudEvents:type": topic, "cloudEvents:id": "one"})
 
@@ -70,10 +52,9 @@ class TestEndToEnd:
             (topic, "done") for topic in sorted(handler.topics)
         ]
 
-    def test_message_arrives_with_every_field_as_published(self, handles, broker):
+    def test_message_arrives_with_every_field_as_published(self, handling, broker):
         got = []
-        handler, options = handles(got.append), broker_options(broker)
-        declare(handler, options)
+        handler, options = handling(got.append), broker_options(broker)
         with transaction.atomic():
             published = publish(
                 TOPIC, {"name": "Zoë", "n": [1, None]}, biz_id="b", key="k", headers={"tenant": "acme", "n": 2, "yes": True}
@@ -93,31 +74,27 @@ class TestEndToEnd:
         life = [(moment.where, moment.became) for moment in history_of(message.id).moments]
         assert life == [("outbox", "ready"), ("outbox", "published"), (handler.name, "received"), (handler.name, "done")]
 
-    def test_every_handler_of_a_topic_gets_its_own_copy(self, handles, broker, is_empty):
+    def test_every_handler_of_a_topic_gets_its_own_copy(self, handling, broker, is_empty):
         def fails(message):
             raise ValueError("not mine")
 
-        handlers = [handles(the_effect, name="tests.good"), handles(fails, name="tests.bad")]
-        options = broker_options(broker)
-        for handler in handlers:
-            declare(handler, options)
+        handlers = [handling(the_effect, name="tests.good"), handling(fails, name="tests.bad")]
         send(broker, TOPIC, {}, message_id="m")
 
-        with consuming(handlers, options):
+        with consuming(handlers, broker_options(broker)):
             wait_until(lambda: InboxMessage.objects.count() == 2)
             wait_until(lambda: all(map(is_empty, handlers)))
 
         states = dict(InboxMessage.objects.values_list("handler", "state"))
         assert states == {"tests.good": State.DONE, "tests.bad": State.RETRYING}
 
-    def test_failed_message_waits_in_the_database_and_not_in_the_broker(self, handles, broker, is_empty):
+    def test_failed_message_waits_in_the_database_and_not_in_the_broker(self, handling, broker, is_empty):
         def handle(message):
             the_effect(message)
             if message.attempt == 1:
                 raise ValueError("not yet")
 
-        handler, options = handles(handle), broker_options(broker)
-        declare(handler, options)
+        handler, options = handling(handle), broker_options(broker)
         send(broker, TOPIC, {}, message_id="m")
 
         with consuming([handler], options):
@@ -130,9 +107,8 @@ class TestEndToEnd:
 
 
 class TestForeignProducers:
-    def test_plain_json_is_handled_once_and_its_copies_are_duplicates(self, handles, broker, is_empty):
-        handler, options = handles(the_effect), broker_options(broker)
-        declare(handler, options)
+    def test_plain_json_is_handled_once_and_its_copies_are_duplicates(self, handling, broker, is_empty):
+        handler, options = handling(the_effect), broker_options(broker)
         for _ in range(3):
             send(broker, TOPIC, {"a": 1}, message_id="m-1")
 
@@ -161,18 +137,15 @@ class TestForeignProducers:
             pytest.param(b"{}", {"headers": {"compression": "no-such-thing"}}, "no-such-thing", id="unknown compression"),
         ],
     )
-    def test_unreadable_message_is_a_dead_letter_and_delays_no_other(self, handles, broker, is_empty, body, properties, reason):
-        handler, options = handles(the_effect), broker_options(broker)
-        declare(handler, options)
+    def test_unreadable_message_is_a_dead_letter_and_delays_no_other(
+        self, stored_beside_another, broker, body, properties, reason
+    ):
         given = body if "content_encoding" in properties else body.decode()
-        send(broker, TOPIC, None, body=given, **{"message_id": "odd", **properties})
-        send(broker, TOPIC, {}, message_id="good")
 
-        with consuming([handler], options):
-            wait_until(lambda: effects("good") == 1)
-            wait_until(lambda: is_empty(handler))
+        row = stored_beside_another(
+            lambda: send(broker, TOPIC, None, body=given, **{"message_id": "odd", **properties}),
+        )
 
-        row = InboxMessage.objects.exclude(message_id="good").get()
         assert (row.state, bytes(row.body), row.attempts) == (State.DEAD, body, 0)
         assert reason in row.last_error
         assert effects() == 1

@@ -100,7 +100,6 @@ def test_killed_consumer_is_shown_as_silent_and_its_handlers_as_unattended(servi
     assert "silent: testworker.chained" in service.status()
 
 
-@pytest.mark.every_database
 def test_consumer_without_a_broker_is_shown_with_what_it_waits_for(service):
     service = service(f"amqp://user:secret@127.0.0.1:{free_port()}//")
     with service.runs("inbox_consume") as consumer:
