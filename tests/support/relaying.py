@@ -205,11 +205,11 @@ def in_threads(*functions, stop=None):
 
 
 class Queue:
-    """A queue on a real broker, by default bound to the outbox's exchange."""
+    """A queue on a real broker, by default bound to the outbox's exchange; a name is that of a topic exchange."""
 
     def __init__(self, url, topic=TOPIC, name="tests", exchange=EXCHANGE, **arguments):
         self._connection = kombu.Connection(url)
-        source = kombu.Exchange(exchange, "topic", durable=True)
+        source = exchange if isinstance(exchange, kombu.Exchange) else kombu.Exchange(exchange, "topic", durable=True)
         queue = kombu.Queue(name, source, topic, durable=True, queue_arguments=arguments or None)
         self._bound = queue(self._connection.channel())
         self._bound.declare()

@@ -1,12 +1,13 @@
 """An app whose tasks can be called, and real workers."""
 
 import json
+import uuid
 from datetime import timedelta
 
 import pytest
 from celery import Celery, _state
 
-from inbox.celery import IdempotentTask
+from inbox.celery import IdempotentTask, idempotent_task
 from tests.integration.celery.apps import close
 from tests.integration.celery.handling.project import make_app
 from tests.integration.celery.redelivery import takeover_settings
@@ -98,6 +99,20 @@ def a_task(local_app):
 
     def make(function, *, base=IdempotentTask, name="tests.task", **options):
         local_app.task(function, base=base, name=name, shared=False, **options)
+        return local_app.tasks[name]
+
+    return make
+
+
+@pytest.fixture
+def decorated(local_app, current):
+    """Make a task by the decorator, as a project does: `decorated(function, retry=…)`."""
+    current(local_app)
+
+    def make(function, **options):
+        # Every app of this process has every shared task, so each has a name of its own.
+        name = f"tests.decorated.{uuid.uuid4()}"
+        idempotent_task(name=name, **options)(function)
         return local_app.tasks[name]
 
     return make

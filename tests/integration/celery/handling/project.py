@@ -5,11 +5,10 @@ released.
 """
 
 import os
-from contextlib import suppress
 from decimal import Decimal
 
 from celery import Celery, Task, shared_task
-from django.db import DatabaseError, transaction
+from django.db import transaction
 
 from inbox.celery import idempotent_task
 from tests.support.apps.effects.models import Effect, Unique
@@ -96,13 +95,6 @@ def _tell_and_wait(order_id):
     wait_until(lambda: Unique.objects.using("other").filter(name=f"go {order_id}").exists())
 
 
-def _swallow(task, order_id):
-    _work(task, order_id)
-    Unique.objects.create(name=order_id)
-    with suppress(DatabaseError):
-        Unique.objects.create(name=order_id)
-
-
 def _die(task, order_id):
     """Kills its process until the row `mended` exists."""
     _work(task, order_id)
@@ -122,20 +114,13 @@ def _die_after_the_commit(task, order_id):
     transaction.on_commit(lambda: os._exit(13))
 
 
-def _fail(task, order_id):
-    _work(task, order_id)
-    raise ValueError("no")
-
-
 WAYS = {
     "work": _work,
     "wait until released": _wait_until_released,
     "wait after the commit": _wait_after_the_commit,
-    "swallow an IntegrityError": _swallow,
     "die": _die,
     "die with the worker after the commit": _die_with_the_worker_after_the_commit,
     "die after the commit": _die_after_the_commit,
-    "fail": _fail,
 }
 
 

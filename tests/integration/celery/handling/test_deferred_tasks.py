@@ -13,7 +13,6 @@ from inbox.celery import IdempotentTask, receiving, sending
 from tests.integration.celery.apps import close
 from tests.integration.celery.handling.conftest import INBOX
 from tests.integration.celery.handling.tracing import deliver
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 
@@ -39,12 +38,6 @@ def unavailable_database(monkeypatch):
 @pytest.fixture(autouse=True)
 def _no_pause_of_an_earlier_test(monkeypatch):
     monkeypatch.setattr(receiving, "_requeue_pause", Pause())
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
 
 
 @pytest.fixture

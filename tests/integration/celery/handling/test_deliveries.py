@@ -11,9 +11,7 @@ import pytest
 from celery import Celery, Task, states
 from celery.exceptions import Ignore, Reject
 from django.db import DatabaseError, connections, transaction
-from django.test import TestCase
 
-from exactly_once.sql.days import LIVE
 from inbox import signals
 from inbox.celery import IdempotentTask, idempotent_task
 from inbox.errors import NotCallable, NotRun, TransactionBroken, TransactionEnded
@@ -152,17 +150,18 @@ class TestRefusedDeclarations:
         with pytest.raises(TypeError, match=r"is 17: it must be a path"):
             idempotent_task(biz_id=17)(the_effect)
 
-    def test_acks_late_false_is_refused(self, a_task):
-        with pytest.raises(ValueError, match="a worker that dies would lose the task"):
-            idempotent_task(acks_late=False)(the_effect)
-        with pytest.raises(ValueError, match="acks_late=False"):
-            a_task(the_effect, acks_late=False)
-
-    def test_reject_on_worker_lost_false_is_refused(self, a_task):
-        with pytest.raises(ValueError, match="when its process dies during the run"):
-            idempotent_task(reject_on_worker_lost=False)(the_effect)
-        with pytest.raises(ValueError, match="reject_on_worker_lost=False"):
-            a_task(the_effect, reject_on_worker_lost=False)
+    @pytest.mark.parametrize(
+        ("option", "reason"),
+        [
+            ("acks_late", "a worker that dies would lose the task"),
+            ("reject_on_worker_lost", "when its process dies during the run"),
+        ],
+    )
+    def test_option_by_which_a_task_could_be_lost_is_refused(self, a_task, option, reason):
+        with pytest.raises(ValueError, match=reason):
+            idempotent_task(**{option: False})(the_effect)
+        with pytest.raises(ValueError, match=f"{option}=False"):
+            a_task(the_effect, **{option: False})
 
     def test_map_starmap_and_chunks_are_refused(self, a_task):
         task = a_task(the_effect)
@@ -495,17 +494,6 @@ class TestWorkerDeaths:
         assert deliver(task, "o-1", redelivered=True)[0] == states.FAILURE
         assert not InboxMessage.objects.exists()
 
-    def test_delivery_of_a_dead_letter_is_not_retried_by_autoretry(self, a_task, sent):
-        task = a_task(the_effect, biz_id="order_id", autoretry_for=[Exception])
-        deliver(task, "o-1")
-        InboxMessage.objects.update(state=State.DEAD, day=LIVE, last_error="because")
-
-        state, error = deliver(task, "o-1")
-
-        assert (state, type(error)) == (states.FAILURE, NotRun)
-        assert "is dead in the inbox (because)" in str(error)
-        assert sent() == []
-
     def test_delivery_of_a_skipped_row_is_not_run(self, poison):
         self.killed(poison, "o-1")
         decisions.skip("default", the_row().pk, "not wanted")
@@ -516,22 +504,6 @@ class TestWorkerDeaths:
 
 
 class TestConcurrentDuplicates:
-    def test_concurrent_duplicate_that_cannot_be_sent_again_is_requeued(self, a_task, monkeypatch):
-        task = a_task(the_effect, biz_id="order_id")
-
-        def busy(*args, **kwargs):
-            raise rows.ConcurrentDuplicate
-
-        def fail(*args, **kwargs):
-            raise ConnectionError("no broker")
-
-        monkeypatch.setattr(arrivals, "begin_fresh", busy)
-        monkeypatch.setattr(type(task), "apply_async", fail)
-
-        state, reject = deliver(task, "o-1")
-
-        assert (state, reject.requeue) == (states.REJECTED, True)
-
     @committing
     def test_copy_of_a_concurrent_duplicate_is_confirmed_before_the_acknowledgement(self, rabbitmq_url, settings, monkeypatch):
         """Publishing to a missing exchange raises nothing unless the publisher waits for the confirm."""
@@ -666,16 +638,3 @@ class TestEagerMode:
 
         assert task.apply(["o-1"]).get() == "done"
         assert [effect.detail for effect in Effect.objects.all()] == ["1"]
-
-
-class TestInsideDjangoTestCase(TestCase):
-    def test_task_inside_django_testcase_has_one_effect(self):
-        app = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False)
-        self.addCleanup(close, app)
-        task = app.task(the_effect, base=IdempotentTask, biz_id="order_id", name="tests.inside", shared=False)
-
-        for _ in range(2):
-            assert task.apply(["o-1"]).get() == {"order": "o-1"}
-            assert deliver(task, "o-1") == (states.SUCCESS, {"order": "o-1"})
-
-        assert (effects(), the_row().duplicates) == (1, 3)

@@ -1,6 +1,5 @@
 """The `Retry` of a task: what Celery makes of it, and what is refused because Celery cannot."""
 
-import uuid
 from datetime import timedelta
 
 import pytest
@@ -21,80 +20,62 @@ def fail(order_id):
     raise ValueError("no")
 
 
-@pytest.fixture
-def declared(local_app, current):
-    """Make a task by the decorator, as a project does: `declared(function, retry=…)`."""
-    current(local_app)
-
-    def make(function, **options):
-        # Every app of this process has every shared task, so each has a name of its own.
-        name = f"tests.retried.{uuid.uuid4()}"
-        idempotent_task(name=name, **options)(function)
-        return local_app.tasks[name]
-
-    return make
+def reject(order_id):
+    raise Reject("closed")
 
 
 class TestMapping:
-    def test_retry_becomes_the_options_of_celery(self, declared):
-        task = declared(fail, retry=Retry(max_attempts=5, backoff=MINUTES))
+    def test_retry_becomes_the_options_of_celery(self, decorated):
+        task = decorated(fail, retry=Retry(max_attempts=5, backoff=MINUTES))
 
         assert (task.max_retries, task.autoretry_for, task.dont_autoretry_for) == (4, (Exception,), (Reject,))
         assert (task.retry_backoff, task.retry_backoff_max, task.default_retry_delay) == (60, 600, 60)
 
-    def test_omitted_option_has_the_value_of_the_inbox_settings(self, declared, settings):
+    def test_omitted_option_has_the_value_of_the_inbox_settings(self, decorated, settings):
         settings.INBOX = {"MAX_ATTEMPTS": 9, "RETRY_BASE": timedelta(seconds=20), "RETRY_CAP": timedelta(minutes=5)}
 
-        task = declared(fail, retry=Retry())
+        task = decorated(fail, retry=Retry())
 
         assert (task.max_retries, task.retry_backoff, task.retry_backoff_max) == (8, 20, 300)
 
-    def test_delays_are_rounded_up_to_whole_seconds(self, declared):
+    def test_delays_are_rounded_up_to_whole_seconds(self, decorated):
         backoff = Backoff(base=timedelta(milliseconds=300), cap=timedelta(seconds=2.5))
 
-        task = declared(fail, retry=Retry(backoff=backoff))
+        task = decorated(fail, retry=Retry(backoff=backoff))
 
         assert (task.retry_backoff, task.retry_backoff_max) == (1, 3)
 
-    def test_factor_of_one_keeps_the_delay(self, declared):
-        task = declared(fail, retry=Retry(backoff=Backoff(base=timedelta(seconds=7), factor=1)))
+    def test_factor_of_one_keeps_the_delay(self, decorated):
+        task = decorated(fail, retry=Retry(backoff=Backoff(base=timedelta(seconds=7), factor=1)))
 
         assert (task.retry_backoff, task.default_retry_delay) == (False, 7)
 
-    def test_task_says_itself_which_errors_are_retried(self, declared):
-        task = declared(fail, retry=Retry(max_attempts=2), autoretry_for=[KeyError], dont_autoretry_for=[ValueError])
+    def test_task_says_itself_which_errors_are_retried(self, decorated):
+        retry = Retry(max_attempts=2, dead_on=[TypeError])
 
-        assert (task.autoretry_for, task.dont_autoretry_for, task.max_retries) == ([KeyError], [ValueError], 1)
+        task = decorated(fail, retry=retry, autoretry_for=[KeyError], dont_autoretry_for=[ValueError])
 
-    def test_base_class_says_which_errors_are_retried(self, declared):
+        assert (task.autoretry_for, task.dont_autoretry_for) == ([KeyError], (ValueError, TypeError))
+        assert task.max_retries == 1
+
+    def test_base_class_says_which_errors_are_retried(self, decorated):
         class Base(Task):
             autoretry_for = (KeyError,)
             max_retries = 50
 
-        task = declared(fail, base=Base, retry=Retry(max_attempts=2))
+        task = decorated(fail, base=Base, retry=Retry(max_attempts=2))
 
         assert (task.autoretry_for, task.max_retries) == ((KeyError,), 1)
 
-    def test_exceptions_of_dead_on_are_not_retried(self, declared, sent):
-        task = declared(fail, biz_id="order_id", retry=Retry(max_attempts=3, dead_on=[ValueError]))
-
-        assert deliver(task, "o-1")[0] == states.FAILURE
-        assert sent() == []
-
-    def test_exceptions_of_dead_on_are_added_to_those_of_the_task(self, declared):
-        task = declared(fail, retry=Retry(dead_on=[KeyError]), dont_autoretry_for=[ValueError])
-
-        assert task.dont_autoretry_for == (ValueError, KeyError)
-
-    def test_task_without_retry_has_the_defaults_of_celery(self, declared):
-        task = declared(fail)
+    def test_task_without_retry_has_the_defaults_of_celery(self, decorated):
+        task = decorated(fail)
 
         assert (task.max_retries, getattr(task, "autoretry_for", ())) == (3, ())
 
 
 class TestRunning:
-    def test_failed_task_is_sent_again_until_its_attempts_are_used_up(self, declared, sent):
-        task = declared(fail, biz_id="order_id", retry=Retry(max_attempts=3, backoff=Backoff(base=timedelta(seconds=1))))
+    def test_failed_task_is_sent_again_until_its_attempts_are_used_up(self, decorated, sent):
+        task = decorated(fail, biz_id="order_id", retry=Retry(max_attempts=3, backoff=Backoff(base=timedelta(seconds=1))))
 
         assert deliver(task, "o-1")[0] == states.RETRY
         assert [message.headers["retries"] for message in sent()] == [1]
@@ -103,23 +84,23 @@ class TestRunning:
         assert deliver(task, "o-1", retries=2)[0] == states.FAILURE
         assert sent() == []
 
-    def test_rejected_task_is_not_sent_again(self, declared, sent):
-        def reject(order_id):
-            raise Reject("closed")
-
-        task = declared(reject, biz_id="order_id", retry=Retry(max_attempts=3))
+    @pytest.mark.parametrize(
+        ("function", "dead_on"), [(reject, []), (fail, [ValueError])], ids=["Reject", "exception of dead_on"]
+    )
+    def test_task_that_shall_not_be_retried_is_not_sent_again(self, decorated, sent, function, dead_on):
+        task = decorated(function, biz_id="order_id", retry=Retry(max_attempts=3, dead_on=dead_on))
 
         assert deliver(task, "o-1")[0] == states.FAILURE
         assert sent() == []
 
-    def test_task_that_kills_its_worker_is_dead_after_the_attempts_of_its_retry(self, declared):
+    def test_task_that_kills_its_worker_is_dead_after_the_attempts_of_its_retry(self, decorated):
         begun = []
 
         def kill(order_id):
             begun.append(order_id)
             raise SystemExit
 
-        task = declared(kill, biz_id="order_id", retry=Retry(max_attempts=1))
+        task = decorated(kill, biz_id="order_id", retry=Retry(max_attempts=1))
         with pytest.raises(SystemExit):
             deliver(task, "o-1", task_id="t-1", redelivered=True)
 

@@ -168,18 +168,6 @@ def test_task_with_ignore_result_has_one_effect_for_each_task_id(tasks, worker, 
     assert (effects("o-1"), effects("o-2")) == (1, 1)
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_task_that_swallows_a_database_error_fails_and_its_next_call_runs(tasks, worker, pool):
-    with worker(pool=pool):
-        result = tasks["shop.work"].delay("o-1", "swallow an IntegrityError")
-        with pytest.raises(Exception, match="its transaction can no longer commit"):
-            result.get(**WAIT)
-
-        assert not Effect.objects.exists()
-        assert not InboxMessage.objects.exists()
-        assert tasks["shop.work"].delay("o-1").get(**WAIT) == "done o-1"
-
-
 def test_chain_continues_after_a_duplicate_of_its_head(tasks, worker):
     """The worker dies between the head's commit and the sending of the next, and then the whole chain is sent once more."""
     flow = chain(tasks["shop.work"].s("o-1", "die with the worker after the commit"), tasks["shop.follow"].s("o-1"))
@@ -226,15 +214,6 @@ def test_task_that_kills_its_worker_is_a_dead_letter_that_an_operator_can_send_a
         running.until(lambda: effects("followed o-1"))
 
     assert effects("o-1") == 1
-
-
-def test_failed_task_leaves_no_row_and_its_next_call_runs(tasks, worker):
-    with worker():
-        with pytest.raises(ValueError, match="no"):
-            tasks["shop.work"].delay("o-1", "fail").get(**WAIT)
-        assert not InboxMessage.objects.exists()
-
-        assert tasks["shop.work"].delay("o-1").get(**WAIT) == "done o-1"
 
 
 @pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)

@@ -65,22 +65,7 @@ def elaborate(*args, **kwargs):
 @_task(bind=True)
 def look(self):
     """What the worker knows about this call."""
-    request = self.request
-    return {
-        "id": request.id,
-        "root_id": request.root_id,
-        "parent_id": request.parent_id,
-        "group": request.group,
-        "correlation_id": request.correlation_id,
-        "eta": request.eta,
-        "expires": request.expires,
-        "tenant": (request.headers or {}).get("tenant"),
-        "nested": (request.headers or {}).get("nested"),
-        "priority": request.delivery_info["priority"],
-        "routing_key": request.delivery_info["routing_key"],
-        "ignore_result": request.ignore_result,
-        "stamps": request.stamps,
-    }
+    return {"eta": self.request.eta, "routing_key": self.request.delivery_info["routing_key"]}
 
 
 @_task(bind=True)

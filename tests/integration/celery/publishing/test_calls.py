@@ -20,13 +20,13 @@ from exactly_once.wire.formats import Wire
 from outbox import InvalidMessage, PayloadTooLarge
 from outbox.celery import OutboxTask
 from outbox.models import OutboxMessage
-from outbox.states import CANCEL, RESTORE, State
-from outbox.store import claiming, deciding
+from outbox.states import State
+from outbox.store import claiming
 from outbox.testing import assert_published, run_relay
 from tests.support import ROOT
 from tests.support.admin_pages import DETAIL, LIST, VIEW, Page, shown, staff_client
 from tests.support.apps.effects.models import Effect
-from tests.support.relaying import drained, set_columns
+from tests.support.relaying import drained
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
@@ -78,27 +78,13 @@ class TestCall:
         assert (row.topic, row.key, row.state) == ("celery.tests.add", "", State.READY)
         assert bytes(row.body) == b'[[1, 2], {}, {"callbacks": null, "errbacks": null, "chain": null, "chord": null}]'
 
-    def test_call_is_found_by_the_helpers_for_tests(self, add):
+    def test_delay_writes_a_row_that_the_helpers_for_tests_find(self, add):
         with transaction.atomic():
-            add.delay(1, y="two")
+            result = add.delay(1, y="two")
 
-        message = assert_published("celery.tests.add", payload__0__0=1, payload__1__y="two")
+        message = assert_published("celery.tests.add", payload__0__0=1, payload__1__y="two", biz_id=result.id)
         assert [sent.headers["task"] for sent in run_relay()] == ["tests.add"]
         assert_published("celery.tests.add", id=message.id, state="published")
-
-    def test_delay_writes_a_row_with_the_task_id(self, add):
-        with transaction.atomic():
-            result = add.delay(1, y=2)
-
-        assert the_row().biz_id == result.id
-        assert wire_of(the_row()).headers["kwargsrepr"] == "{'y': 2}"
-
-    def test_call_in_a_transaction_that_is_rolled_back_leaves_no_row(self, add):
-        with suppress(ZeroDivisionError), transaction.atomic():
-            add.delay(1, 2)
-            raise ZeroDivisionError
-
-        assert rows() == []
 
     def test_call_in_a_savepoint_that_is_rolled_back_leaves_no_row(self, add):
         with transaction.atomic():
@@ -114,12 +100,6 @@ class TestCall:
             add.delay(1, 2)
 
         assert rows() == []
-
-    def test_call_in_a_transaction_of_another_database_goes_to_the_broker(self, add):
-        with transaction.atomic(using="other"), pytest.raises(OperationalError):
-            add.delay(1, 2)
-
-        assert (rows(), rows("other")) == ([], [])
 
     def test_outbox_using_writes_the_row_to_another_database(self, app):
         def nothing():
@@ -409,16 +389,6 @@ class TestRefusedCalls:
 
 
 class TestRow:
-    def test_row_of_a_call_can_be_cancelled_and_restored(self, add):
-        called(add, 1, 2, countdown=600)
-
-        assert deciding.decide("default", CANCEL, [the_row().pk])
-
-        called(add, 3, 4)
-        set_columns(Named(rows()[1]), state=State.DEAD)
-        assert deciding.decide("default", RESTORE, [rows()[1].pk])
-        assert [row.state for row in rows()] == [State.CANCELLED, State.READY]
-
     def test_local_transport_refuses_the_row_of_a_call(self, settings, add):
         settings.OUTBOX = {}
         called(add, 1, 2)
@@ -454,13 +424,6 @@ class TestRow:
 
         assert "celery.tests.add" in Page(client.get(reverse(DETAIL, args=[the_row().pk]))).text
         assert "celery.tests.add" in Page(client.get(reverse(LIST))).text
-
-
-class Named:
-    """A row as `tests.support.relaying` names messages."""
-
-    def __init__(self, row):
-        self.id = row.message_id
 
 
 @pytest.mark.django_db

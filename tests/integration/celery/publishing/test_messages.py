@@ -141,12 +141,7 @@ OPTIONS = {
     "transient queue": {"queue": "transient"},
     "topic exchange": {"exchange": "topics", "routing_key": "shop.order", "exchange_type": "topic", "declare": [OF_TOPICS]},
     "queue of a topic exchange": {"queue": "of-topics", "routing_key": "shop.payment"},
-    "exchange object": {
-        "exchange": TOPICS,
-        "routing_key": "shop.x",
-        "exchange_type": "topic",
-        "declare": [OF_TOPICS],
-    },
+    "exchange object": {"exchange": TOPICS, "routing_key": "shop.x", "exchange_type": "topic", "declare": [OF_TOPICS]},
     "AMQP properties": {"type": "of AMQP", "app_id": "shop", "timestamp": 1_600_000_000},
 }
 
@@ -257,26 +252,14 @@ def test_outbox_task_as_task_cls_sends_built_in_tasks_through_the_outbox(broker,
     assert [without_ids(message.by_outbox) for message in messages] == [without_ids(message.by_celery) for message in messages]
 
 
-def test_expires_beyond_the_limit_of_rabbitmq_stays_in_the_headers_only(rabbitmq_url, make):
-    app = make(rabbitmq_url)
-    declare(rabbitmq_url, kombu.Queue("celery"))
+@pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
+def test_expires_beyond_the_limit_of_rabbitmq_stays_in_the_headers_only(app, broker, queued):
+    with kombu.Connection(broker) as connection:
+        kombu.Queue("celery")(connection.default_channel).declare()
     with transaction.atomic():
         app.tasks["tests.add"].apply_async([1, 2], expires=timedelta(days=100).total_seconds())
-    drained(rabbitmq_url)
+    drained(broker)
 
-    [message] = taken(rabbitmq_url)
+    [message] = queued("celery")
     assert "expiration" not in message
     assert message["application_headers"]["expires"] is not None
-
-
-def taken(url, queue="celery"):
-    reader = Rabbit(url)
-    try:
-        return reader.take(queue)
-    finally:
-        reader.close()
-
-
-def declare(url, queue):
-    with kombu.Connection(url) as connection:
-        queue(connection.default_channel).declare()

@@ -16,7 +16,6 @@ from exactly_once.wire.formats import Wire
 from outbox.transports.frames import FrameWriter
 from tests.support.fakes import amqp_wire
 from tests.support.relaying import TOPIC, Queue, connected, outcomes, soon
-from tests.support.waiting import wait_until
 
 TASKS = kombu.Exchange("tasks", "direct")
 NESTED = {"none": None, "list": [1, 2.5, True, {"deep": ["x"]}], "text": "ä 🍰", "nul": "a\0b", "big": 2**40}
@@ -45,52 +44,14 @@ def an_event(position=1):
     return OutgoingMessage(position=position, envelope=Envelope(id=str(uuid.uuid4()), topic=TOPIC, body=b"{}"))
 
 
-class Work:
+def work_queue(url, exchange=TASKS, routing_key="work"):
     """A queue for tasks on a real broker, bound to the exchange `tasks`, too."""
-
-    def __init__(self, url, exchange=TASKS, routing_key="work", name="work", **arguments):
-        self._connection = kombu.Connection(url)
-        self._queue = kombu.Queue(name, exchange, routing_key, **arguments)(self._connection.channel())
-        self._queue.declare()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc_info):
-        self._connection.release()
-
-    def take(self, count):
-        taken = []
-
-        def enough():
-            if (message := self._queue.get(no_ack=True)) is not None:
-                taken.append(message)
-            return len(taken) >= count
-
-        wait_until(enough)
-        return taken
+    return Queue(url, routing_key, "work", exchange)
 
 
 class TestEveryBroker:
-    def test_message_reaches_its_queue_unchanged(self, broker):
-        with Work(broker) as work, connected(broker) as transport:
-            sent = transport.send([a_task()], soon())
-            [message] = work.take(1)
-
-        assert outcomes(sent) == {1: PublishOutcome.CONFIRMED}
-        assert message.headers == {"task": "shop.work", "id": "1", **NESTED}
-        assert (message.body, message.content_type) in {
-            ("[[], {}, {}]", "application/json"),
-            (b"[[], {}, {}]", "application/json"),
-        }
-        assert {name: message.properties[name] for name in ("correlation_id", "reply_to", "delivery_mode")} == {
-            "correlation_id": "1",
-            "reply_to": "me",
-            "delivery_mode": 2,
-        }
-
     def test_messages_and_events_are_confirmed_in_one_batch(self, broker):
-        with Work(broker) as work, Queue(broker) as queue, connected(broker) as transport:
+        with work_queue(broker) as work, Queue(broker) as queue, connected(broker) as transport:
             messages = [an_event(1), a_task(2), an_event(3), a_task(4, exchange="tasks")]
             sent = transport.send(messages, soon())
             queue.take(2)
@@ -100,7 +61,7 @@ class TestEveryBroker:
 
     @pytest.mark.parametrize("body", [b"", b"\x80\x04\xff\x00", b"x" * 300_000], ids=["empty", "bytes", "large"])
     def test_any_body_is_carried(self, broker, body):
-        with Work(broker) as work, connected(broker) as transport:
+        with work_queue(broker) as work, connected(broker) as transport:
             transport.send([a_task(body=body, content_type="application/x-anything", content_encoding="binary")], soon())
             [message] = work.take(1)
 
@@ -108,7 +69,7 @@ class TestEveryBroker:
 
     def test_topic_exchange_routes_the_message_or_it_is_returned(self, broker):
         topics = kombu.Exchange("topics", "topic")
-        with Work(broker, topics, "shop.#") as work, connected(broker) as transport:
+        with work_queue(broker, topics, "shop.#") as work, connected(broker) as transport:
             of_topics = {"exchange": "topics", "exchange_type": "topic"}
             sent = transport.send(
                 [a_task(1, routing_key="shop.order.work", **of_topics), a_task(2, routing_key="bank.work", **of_topics)],
@@ -121,7 +82,7 @@ class TestEveryBroker:
 
     def test_message_to_a_missing_exchange_is_returned_and_the_rest_of_the_batch_is_confirmed(self, broker):
         missing = f"missing-{uuid.uuid4()}"
-        with Work(broker) as work, Queue(broker) as queue, connected(broker) as transport:
+        with work_queue(broker) as work, Queue(broker) as queue, connected(broker) as transport:
             messages = [a_task(1), a_task(2, exchange=missing), an_event(3), a_task(4, exchange=missing), a_task(5)]
             sent = transport.send(messages, soon())
             again = transport.send([an_event(6), a_task(7)], soon())
@@ -138,7 +99,7 @@ class TestEveryBroker:
         exchange = kombu.Exchange(f"later-{uuid.uuid4()}", "direct")
         with connected(broker) as transport:
             before = transport.send([a_task(exchange=exchange.name)], soon())
-            with Work(broker, exchange) as work:
+            with work_queue(broker, exchange) as work:
                 after = transport.send([a_task(exchange=exchange.name)], soon())
                 work.take(1)
 
@@ -167,7 +128,7 @@ class TestRabbitMQ:
         assert sent.verdicts[1].reason == "unroutable: queue 'work' does not exist"
 
     def test_message_to_a_deleted_exchange_is_returned_after_a_reconnect(self, rabbitmq_url):
-        with Work(rabbitmq_url) as work, connected(rabbitmq_url) as transport:
+        with work_queue(rabbitmq_url) as work, connected(rabbitmq_url) as transport:
             transport.send([a_task(exchange="tasks")], soon())
             work.take(1)
             TASKS(work._connection.channel()).delete()
@@ -181,7 +142,7 @@ class TestRabbitMQ:
     def test_message_to_an_exchange_without_write_permission_is_refused_alone(self, rabbitmq_server, rabbitmq_url):
         """RabbitMQ closes the channel for it; sending one by one shows which message it refused."""
         with (
-            Work(rabbitmq_url),
+            work_queue(rabbitmq_url),
             writing_only_to(rabbitmq_server, rabbitmq_url, "^outbox$"),
             connected(rabbitmq_url) as transport,
         ):

@@ -1,10 +1,10 @@
 """Calls inside a transaction, a relay, and a real Celery worker, on RabbitMQ and on Redis."""
 
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 
 import pytest
-from celery import chain, chord, group
+from celery import chain, chord
 from django.db import transaction
 
 from inbox.models import InboxMessage
@@ -90,42 +90,6 @@ class TestCall:
         assert [result.get(timeout=SECONDS) for result in after] == ["after 0", "after 1", "after 2"]
         assert effects("rolled back") == 0
 
-    def test_every_option_of_a_call_reaches_the_worker(self, tasks):
-        soon = datetime.now(tz=UTC) + timedelta(hours=1)
-        result = called(
-            lambda: tasks["tests.look"].apply_async(
-                queue="second",
-                priority=5,
-                expires=soon,
-                group_id="a group",
-                root_id="root",
-                parent_id="parent",
-                headers={"tenant": "acme", "nested": {"none": None, "list": [1, {"x": True}]}},
-                stamped_headers=["stamp"],
-                stamp=["a"],
-            )
-        )
-
-        assert result.get(timeout=SECONDS) == {
-            "id": result.id,
-            "root_id": "root",
-            "parent_id": "parent",
-            "group": "a group",
-            "correlation_id": result.id,
-            "eta": None,
-            "expires": soon.isoformat(),
-            "tenant": "acme",
-            "nested": {"none": None, "list": [1, {"x": True}]},
-            "priority": 5,
-            "routing_key": "second",
-            "ignore_result": False,
-            "stamps": {"stamp": ["a"]},
-        }
-
-    @pytest.mark.parametrize("options", [{"serializer": "pickle"}, {"compression": "zlib"}], ids=str)
-    def test_worker_reads_every_serializer_and_compression(self, options, tasks):
-        assert called(lambda: tasks["tests.add"].apply_async([1, 2], **options)).get(timeout=SECONDS) == 3
-
     def test_delayed_call_waits_in_the_outbox(self, tasks):
         with transaction.atomic():
             result = tasks["tests.look"].apply_async(countdown=1)
@@ -197,18 +161,6 @@ class TestCanvas:
         )
 
         assert (result.get(timeout=SECONDS), result.parent.get(), result.parent.parent.get()) == (10, 6, 3)
-
-    def test_linked_task_runs_after_its_task(self, tasks):
-        called(lambda: tasks["tests.write"].apply_async(["first"], link=tasks["tests.write"].si("linked")))
-
-        wait_until(lambda: effects("linked"))
-        assert effects("first") == 1
-
-    def test_every_task_of_a_group_runs(self, tasks):
-        result = called(lambda: group(tasks["tests.add"].s(n, n) for n in range(5)).apply_async())
-
-        assert result.get(timeout=SECONDS) == [0, 2, 4, 6, 8]
-        assert OutboxMessage.objects.count() == 5
 
     def test_body_of_a_chord_gets_all_results(self, tasks):
         result = called(lambda: chord([tasks["tests.add"].s(n, n) for n in range(5)])(tasks["tests.total"].s()))
