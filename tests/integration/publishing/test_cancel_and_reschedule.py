@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import uuid
 from collections import Counter
 from datetime import timedelta
@@ -34,11 +33,8 @@ from outbox import (
 )
 from outbox.models import OutboxMessage
 from outbox.states import State
-from outbox.store import history, settling
-from outbox.store.settling import Settlement
-from tests.support.open_transactions import lock_waits
+from outbox.store import history
 from tests.support.relaying import (
-    SECONDS,
     TOPIC,
     drained,
     ids,
@@ -160,38 +156,6 @@ def test_too_late_means_that_none_of_several_messages_was_changed(monkeypatch):
     assert decisions == [Decision(Outcome.TOO_LATE, State.SCHEDULED)]
     assert [state_of(message) for message in (free, locked)] == [State.SCHEDULED, State.SCHEDULED]
     assert cancel(topic=TOPIC, biz_id="order-1")
-
-
-# As above, PostgreSQL only.
-def test_cancel_locks_no_shard():
-    ready, delayed, other = published(), published(delay=HOUR), published()
-    OutboxMessage.objects.update(shard=7)
-    with transaction.atomic():
-        assert cancel(delayed.id)
-        assert cancel(ready.id)
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()")
-            assert cursor.fetchone() == (0,)
-
-    with transaction.atomic():
-        assert [row.position for row in in_hand(10)] == [other.position]
-
-
-# As above, PostgreSQL only.
-def test_cancel_of_a_message_that_is_published_meanwhile_is_too_late():
-    message, claimed, answers = published(delay=HOUR), threading.Event(), []
-
-    def decide():
-        assert claimed.wait(SECONDS)
-        answers.append(cancel(message.id))
-
-    with in_threads(decide), transaction.atomic():
-        set_columns(message, state=State.READY)
-        claimed.set()
-        wait_until(lambda: lock_waits("transactionid = pg_current_xact_id()::xid"))
-        settling.settle("default", Settlement(published=[message.position]))
-
-    assert answers == [Decision(Outcome.TOO_LATE, State.PUBLISHED)]
 
 
 # As above, PostgreSQL only.
@@ -328,17 +292,6 @@ def test_async_decisions_are_rolled_back_with_the_transaction_around_them():
         transaction.set_rollback(True)
 
     assert is_about(row_of(message).available_at, timezone.now() + HOUR)
-
-
-@every_database
-def test_cancelled_dead_head_releases_its_key():
-    head, second = published(key="k"), published(key="k")
-    set_columns(head, state=State.DEAD)
-    set_columns(second, state=State.WAITING)
-
-    assert cancel(head.id)
-    assert settling.release_waiting("default", keys=10, each=10) == 1
-    assert state_of(second) == State.READY
 
 
 @every_database
