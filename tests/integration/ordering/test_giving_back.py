@@ -13,20 +13,18 @@ import kombu
 import pytest
 from django.core.management import call_command
 
-from inbox import Ordered, pause_handler, resume_handler
+from inbox import pause_handler, resume_handler
 from inbox.consumer.topology import queue_of
-from inbox.handlers.handler import Handler
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.ordered import STEP
 from tests.support.deliveries import the_effect
 from tests.support.servers import FaultProxy
 from tests.support.waiting import A_WHILE, wait_until
-from tests.support.workers import CONFIRMED, EXCHANGE, Process, broker_options, consuming, declare, send
+from tests.support.workers import STEP_OF_THE_WORKERS as HANDLER
+from tests.support.workers import Process, broker_options, consuming, declare, producing, send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(240)]
 
-HANDLER = Handler(name="testordered.step", topics=(STEP,), function=print, biz_id=None, using="default", ordered=Ordered())
-"""As far as its queue goes; the function lives in the processes."""
 PER_SECOND = 100
 ACK_TIMEOUT_SECONDS = 2
 SOME = 30
@@ -39,15 +37,12 @@ def sending(url):
     sent, end = [], threading.Event()
 
     def send():
-        with kombu.Connection(url, transport_options=CONFIRMED) as connected:
-            channel = connected.channel()
-            queue_of(HANDLER, broker_options(url))(channel).declare()
-            producer = kombu.Producer(channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
+        declare(HANDLER, broker_options(url))
+        with producing(url) as produce:
             while not end.wait(1 / PER_SECOND):
                 name = f"{len(sent):06}"
                 headers = {"cloudEvents:orderingkey": "key"}
-                payload = {"fails": False}
-                producer.publish(payload, routing_key=STEP, delivery_mode=2, message_id=name, headers=headers)
+                produce({"fails": False}, routing_key=STEP, message_id=name, headers=headers)
                 sent.append(name)
 
     thread = threading.Thread(target=send)
@@ -177,11 +172,10 @@ def test_consumer_that_gives_an_ordered_queue_back_under_load_keeps_the_order(pr
     assert effects == sent
 
 
-def test_broken_order_is_reported_if_another_program_gives_the_queue_back_too_late(handles, rabbitmq_url, caplog):
+def test_broken_order_is_reported_if_another_program_gives_the_queue_back_too_late(handling, rabbitmq_url, caplog):
     """It cancels its subscription before it closes its channel, so a consumer receives later messages meanwhile."""
     caplog.set_level(logging.INFO)
-    handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url)
-    declare(handler, options)
+    handler, options = handling(the_effect, ordered=True), broker_options(rabbitmq_url)
     headers = {"cloudEvents:orderingkey": "key"}
     with kombu.Connection(rabbitmq_url) as connected:
         channel, received = connected.channel(), []

@@ -11,12 +11,12 @@ from __future__ import annotations
 import random
 import threading
 from collections import defaultdict
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import pytest
-from django.db import DatabaseError, InterfaceError, connection, connections
+from django.db import DatabaseError, InterfaceError, connection
 
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.loop import StopRequest
@@ -34,6 +34,7 @@ from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import admitting, arrivals, claims, dialect, due, failures, ordering, sentinel
 from inbox.transactions.running import DatabaseUnavailable
+from tests.integration.ordering.actors import Actor, Killed, gates, this_actor
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, options
 from tests.support.inbox_rows import delete_messages
@@ -55,31 +56,20 @@ GATES = {
 }
 
 
-class Killed(BaseException):
-    """The process of this actor has ended."""
+class LockingActor(Actor):
+    """An actor that does one kind of work, and may wait for a lock of another."""
 
-
-class Actor:
-    """A thread with a connection of its own that goes from gate to gate when the machine resumes it, or waits for a lock."""
-
-    here = threading.local()
+    seconds = SECONDS
 
     def __init__(self, machine, work):
-        self.machine = machine
-        self.gate = ""
-        self.error = None
         self.blocked = False
-        self.killed = self._ended = False
         self.works_by = work
-        self._go, self._came = threading.Semaphore(0), threading.Semaphore(0)
         self._pid = 0
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        assert self._came.acquire(timeout=SECONDS)
+        super().__init__(machine)
 
     @property
     def is_idle(self):
-        return self.gate == "idle" and not self.blocked
+        return super().is_idle and not self.blocked
 
     def is_blocked(self):
         """Does it still wait for the lock that it was found waiting for?"""
@@ -94,26 +84,17 @@ class Actor:
 
     def dies(self):
         if not self.blocked:
-            self.killed = True
-            self.goes_on()
+            super().dies()
 
     def ends(self):
-        self._ended = self.killed = True
-        self._go.release()
-        self._thread.join(SECONDS)
-        assert not self._thread.is_alive(), f"an actor hangs after {self.gate!r}; {self.machine}"
+        self.killed = True
+        super().ends()
 
     def stop_at(self, gate):
         if self.killed:
             raise Killed  # the code that runs on is not there any more
-        self.gate = gate
         self._pid = connection.connection.info.backend_pid if connection.connection else 0
-        self._came.release()
-        self._go.acquire()
-        if self.killed:
-            with suppress(DatabaseError, InterfaceError, AttributeError):
-                connection.connection.close()  # what the server sees of a kill
-            raise Killed
+        super().stop_at(gate)
 
     def _arrives(self):
         deadline = monotonic() + SECONDS
@@ -121,10 +102,9 @@ class Actor:
             self.blocked = self._waits_for_a_lock()
             if self.blocked:
                 return
-            assert monotonic() < deadline, f"an actor hangs after {self.gate!r}; {self.machine}"
+            assert monotonic() < deadline, self._hangs()
         self.blocked = False
-        if self.error is not None:
-            raise self.error
+        self._raise_its_error()
 
     def _waits_for_a_lock(self):
         if not self._pid:
@@ -133,9 +113,8 @@ class Actor:
             cursor.execute("SELECT cardinality(pg_blocking_pids(%s)) > 0", [self._pid])
             return cursor.fetchone()[0]
 
-    def _run(self):
-        self.here.actor = self
-        try:
+    def works(self):
+        with suppress(Killed):
             while True:
                 connection.ensure_connection()  # to be known by
                 self.stop_at("idle")
@@ -149,13 +128,6 @@ class Actor:
                     if self._ended:
                         return
                     self.killed = False
-        except Killed:
-            pass
-        except BaseException as error:  # noqa: BLE001 - raised in the test's own thread
-            self.error = error
-        finally:
-            connections.close_all()
-            self._came.release()
 
     def _forget(self, pid):
         """Wait until the server has rolled back what a killed actor was doing."""
@@ -197,9 +169,9 @@ class Machine:
 
     def run(self):
         """Take all steps, then let every handler succeed; what went wrong is in `wrong`."""
-        consumers = [Actor(self, self._consume) for _ in range(2)]
-        runners = [Actor(self, self._run_stored) for _ in range(3)]
-        operator = Actor(self, self._operate)
+        consumers = [LockingActor(self, self._consume) for _ in range(2)]
+        runners = [LockingActor(self, self._run_stored) for _ in range(3)]
+        operator = LockingActor(self, self._operate)
         self._current = consumers[0]
         self._progress = {actor: Progress(0) for actor in consumers}
         actors = [*consumers, *runners, operator]
@@ -286,7 +258,7 @@ class Machine:
         runner._turn(raising=True)
 
     def handle(self, message):
-        actor = _actor()
+        actor = this_actor()
         with self._lock:
             if message.key and message.key in self._running.values():
                 self.wrong.append(f"{message.biz_id} runs concurrently with another of {message.key!r}; {self}")
@@ -380,40 +352,13 @@ class Machine:
                 self.wrong.append(f"{key!r} was handled as {names}, of which {sorted(passed)} had been passed over; {self}")
 
 
-def _actor():
-    return getattr(Actor.here, "actor", None)
-
-
-@contextmanager
-def gates():
-    """Every actor stops before and after each step."""
-
-    def gated(name, original):
-        def function(*args, **kwargs):
-            actor = _actor()
-            if actor:
-                actor.stop_at(f"before {name}")
-            result = original(*args, **kwargs)
-            if actor:
-                actor.stop_at(f"after {name}")
-            return result
-
-        return function
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module, names in GATES.items():
-            for name in names:
-                patch.setattr(module, name, gated(name, getattr(module, name)))
-        yield
-
-
 def wrong_in(handles, seed, on_dead):
     delete_messages()
     Effect.objects.all().delete()
     machine = Machine(None, seed)
     machine.handler = handles(machine.handle, ordered=Ordered(on_dead=on_dead), name="tests.ordered")
     try:
-        with gates():
+        with gates([(module, name) for module, names in GATES.items() for name in names]):
             return machine.run()
     finally:
         registry.remove("tests.ordered")

@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import json
 
-import kombu
 import pytest
 
-from inbox import Ordered
-from inbox.consumer.topology import queue_of
-from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
 from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.ordered import STEP
 from tests.support.waiting import A_WHILE, wait_until_reached
-from tests.support.workers import CONFIRMED, EXCHANGE, Process, broker_options
+from tests.support.workers import STEP_OF_THE_WORKERS, Process, broker_options, declare, producing
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
-
-HANDLER = Handler(name="testordered.step", topics=(STEP,), function=print, biz_id=None, using="default", ordered=Ordered())
-"""As far as its queue goes; the function lives in the processes."""
 
 
 def send_large(url, count, megabytes):
     body = json.dumps({"fails": False, "large": "x" * (megabytes * 1024 * 1024)}).encode()
-    with kombu.Connection(url, transport_options=CONFIRMED) as connection:
-        channel = connection.channel()
-        queue_of(HANDLER, broker_options(url))(channel).declare()
-        producer = kombu.Producer(channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
+    json_text = {"content_type": "application/json", "content_encoding": "utf-8"}
+    declare(STEP_OF_THE_WORKERS, broker_options(url))
+    with producing(url) as produce:
         for number in range(count):
-            producer.publish(
-                body,
-                routing_key=STEP,
-                content_type="application/json",
-                content_encoding="utf-8",
-                delivery_mode=2,
-                message_id=f"{number:06}",
-                headers={"cloudEvents:orderingkey": f"key-{number % 10}"},
-            )
+            headers = {"cloudEvents:orderingkey": f"key-{number % 10}"}
+            produce(body, routing_key=STEP, message_id=f"{number:06}", headers=headers, **json_text)
 
 
 @pytest.mark.timeout(400)

@@ -26,7 +26,7 @@ from outbox import Draft, publish_many
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import TOPIC, effects, the_effect
 from tests.support.waiting import wait_until
-from tests.support.workers import CONFIRMED, EXCHANGE, broker_options, consuming, declare, relay, send
+from tests.support.workers import broker_options, consuming, declare, producing, relay, send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -42,14 +42,13 @@ def published(names, *, keys=4):
         publish_many([Draft(TOPIC, {"n": n}, biz_id=f"{n}", key=f"key-{n % keys}", strict_order=True) for n in names])
 
 
-def sent(url, numbers, *, keys=4, **properties):
+def sent(url, numbers, *, keys=4):
     """As a foreign producer sends them: in their order, on one connection."""
-    with kombu.Connection(url, transport_options=CONFIRMED) as connection:
-        producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
+    with producing(url) as produce:
         for n in numbers:
             key = {"cloudEvents:orderingkey": f"key-{n % keys}"} if keys else {}
             headers = {"cloudEvents:id": f"{n}", "cloudEvents:source": "/tests", "cloudEvents:type": TOPIC, **key}
-            producer.publish({"n": n}, routing_key=TOPIC, headers=headers, delivery_mode=2, **properties)
+            produce({"n": n}, routing_key=TOPIC, headers=headers)
 
 
 def by_key(keys=4):
@@ -73,9 +72,8 @@ def lengths(server, handler, options):
 
 
 class TestOrder:
-    def test_messages_published_in_order_take_effect_in_order(self, handles, rabbitmq_server, rabbitmq_url):
-        handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url, CONCURRENCY=3)
-        declared(handler, options)
+    def test_messages_published_in_order_take_effect_in_order(self, handling, rabbitmq_server, rabbitmq_url):
+        handler, options = handling(the_effect, ordered=True), broker_options(rabbitmq_url, CONCURRENCY=3)
         published(range(200))
         relay(rabbitmq_url)
 
@@ -86,9 +84,8 @@ class TestOrder:
         assert_each_once_and_in_order(200)
         assert set(InboxMessage.objects.values_list("state", "ordered", "duplicates")) == {(State.DONE, True, 0)}
 
-    def test_restarting_consumers_keeps_the_order(self, handles, rabbitmq_url):
-        handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url, CONCURRENCY=2)
-        declared(handler, options)
+    def test_restarting_consumers_keeps_the_order(self, handling, rabbitmq_url):
+        handler, options = handling(the_effect, ordered=True), broker_options(rabbitmq_url, CONCURRENCY=2)
         total = 800
         sending = threading.Thread(target=sent, args=[rabbitmq_url, range(total)])
         sending.start()
@@ -111,9 +108,8 @@ class TestOrder:
         rows = InboxMessage.objects.order_by("pk").values_list("message_id", flat=True)
         assert [int(name) for name in rows] == list(range(total))
 
-    def test_ordered_queue_is_read_by_one_consumer_at_a_time(self, handles, rabbitmq_url):
-        handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url)
-        declared(handler, options)
+    def test_ordered_queue_is_read_by_one_consumer_at_a_time(self, handling, rabbitmq_url):
+        handler, options = handling(the_effect, ordered=True), broker_options(rabbitmq_url)
 
         with consuming([handler], options) as first:
             sent(rabbitmq_url, range(10))
@@ -125,9 +121,8 @@ class TestOrder:
         assert (first.outcomes[Outcome.STORED], second.outcomes.total()) == (40, 0)
         assert_each_once_and_in_order(40)
 
-    def test_resent_messages_are_duplicates_and_do_not_block_their_key(self, handles, rabbitmq_server, rabbitmq_url):
-        handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url)
-        declared(handler, options)
+    def test_resent_messages_are_duplicates_and_do_not_block_their_key(self, handling, rabbitmq_server, rabbitmq_url):
+        handler, options = handling(the_effect, ordered=True), broker_options(rabbitmq_url)
 
         with consuming([handler], options) as consumer:
             sent(rabbitmq_url, [0, 1, 2])
@@ -140,45 +135,36 @@ class TestOrder:
         assert sum(InboxMessage.objects.values_list("duplicates", flat=True)) == 3
         assert_each_once_and_in_order(4)
 
-    def test_unavailable_database_loses_no_message_and_keeps_the_order(self, handles, rabbitmq_url, monkeypatch):
-        handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url)
-        declared(handler, options)
+    @pytest.mark.parametrize(
+        ("error", "report"),
+        [
+            (OperationalError("server closed the connection unexpectedly"), "is unavailable (server closed the connection unexpectedly)"),
+            (ArithmeticError("on purpose"), "nothing goes past them"),
+        ],
+        ids=["unavailable database", "unexpected error"],
+    )
+    def test_failed_storing_loses_no_message_and_keeps_the_order(
+        self, handling, rabbitmq_url, monkeypatch, caplog, error, report
+    ):
+        handler, options = handling(the_effect, ordered=True), broker_options(rabbitmq_url)
         sent(rabbitmq_url, range(60))
         failures = iter(range(3))
         original = admitting.admit
 
-        def away(*args, **kwargs):
+        def fails(*args, **kwargs):
             taken = original(*args, **kwargs)
             if next(failures, None) is not None:
-                raise OperationalError("server closed the connection unexpectedly")
+                raise error
             return taken
 
-        monkeypatch.setattr(admitting, "admit", away)
+        monkeypatch.setattr(admitting, "admit", fails)
         with consuming([handler], options):
             wait_until(lambda: effects() == 60)
 
         assert_each_once_and_in_order(60)
         rows = InboxMessage.objects.order_by("pk").values_list("message_id", flat=True)
         assert [int(name) for name in rows] == list(range(60))
-
-    def test_unexpected_error_while_storing_keeps_the_order(self, handles, rabbitmq_url, monkeypatch, caplog):
-        handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url)
-        declared(handler, options)
-        sent(rabbitmq_url, range(30))
-        failures = iter(range(2))
-        original = admitting.admit
-
-        def broken(*args, **kwargs):
-            if next(failures, None) is not None:
-                raise ArithmeticError("on purpose")
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(admitting, "admit", broken)
-        with consuming([handler], options):
-            wait_until(lambda: effects() == 30)
-
-        assert_each_once_and_in_order(30)
-        assert "nothing goes past them" in caplog.text
+        assert report in caplog.text
 
 
 class TestUnsuitableQueue:
@@ -328,10 +314,7 @@ class TestPartitions:
         with pytest.raises(Unusable, match=r"another number of partitions: .* Stop the relays"):
             declared(changed, options)
 
-        with kombu.Connection(rabbitmq_url) as connection:
-            for queue in queues_of(handler, options):
-                connection.default_channel.queue_delete(queue.name)
-            connection.default_channel.exchange_delete(queue_name(handler, options))
+        delete_queues(handler, options)
         assert declared(changed, options) == ""
 
     @pytest.mark.parametrize("partitions", [1, 3])
@@ -346,9 +329,7 @@ class TestPartitions:
         with pytest.raises(Unusable, match=r"from when it had other topics, .*changing@created.* Stop the relays"):
             declared(changed, options)
 
-        with kombu.Connection(rabbitmq_url) as connection:
-            for queue in queues_of(handler, options):
-                connection.default_channel.queue_delete(queue.name)
+        delete_queues(handler, options)
         assert declared(changed, options) == ""
 
     def test_a_further_topic_of_an_unordered_handler_names_the_queue_that_is_left(self, handles, rabbitmq_url):
@@ -370,6 +351,14 @@ class TestPartitions:
 
         assert declared(handler, options) == ""
         assert existing_queues(rabbitmq_url, handler, options) == [queue.name for queue in queues_of(handler, options)]
+
+
+def delete_queues(handler, options):
+    """Delete its queues and the exchange before its partitions."""
+    with kombu.Connection(options.broker_url) as connection:
+        for queue in queues_of(handler, options):
+            connection.default_channel.queue_delete(queue.name)
+        connection.default_channel.exchange_delete(queue_name(handler, options))
 
 
 def existing_queues(url, handler, options):

@@ -16,7 +16,7 @@ from django.db import connection, transaction
 from django.test import override_settings
 
 from exactly_once.process.clock import utcnow
-from inbox import Ordered, RetryLater
+from inbox import Ordered
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.operators import decisions
@@ -47,6 +47,7 @@ from tests.support.deliveries import (
     the_row,
 )
 from tests.support.inbox_rows import NEXT_ID, RECEIPTS
+from tests.support.open_transactions import lock_waits
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -91,6 +92,11 @@ class Failing:
         the_effect(message)
         if message.biz_id in self.names:
             raise self.error("no stock")
+
+
+def mend(handler):
+    """It fails no more."""
+    handler.function.names.clear()
 
 
 class Waiting:
@@ -182,16 +188,6 @@ class TestStoring:
         assert states("a1", "a2", "b1", "a3") == [State.RECEIVED, State.WAITING, State.RECEIVED, State.WAITING]
         assert not InboxMessage.objects.filter(state=State.WAITING, next_attempt_at__isnull=False).exists()
 
-    def test_messages_of_a_key_are_run_in_their_order(self, handles):
-        handler = handles(the_effect, ordered=True)
-        named(handler, "a1", "a2", "a3")
-        named(handler, "a4")
-
-        assert drain() == 4
-
-        assert in_the_order_of_their_effects() == ["a1", "a2", "a3", "a4"]
-        assert not InboxMessage.objects.exclude(state=State.DONE).exists()
-
     def test_rows_are_numbered_in_the_order_of_arrival(self, handles):
         handler = handles(the_effect, ordered=True)
         names = [f"m{number}" for number in range(150)]
@@ -267,44 +263,22 @@ class TestFailingHead:
         assert in_the_order_of_their_effects() == ["b1", "b2"]
 
     def test_retried_head_that_succeeds_is_followed_by_the_rest_of_its_key(self, handles):
-        behaviour = Failing("a1")
-        handler = handles(behaviour, ordered=True, name="ordered")
+        handler = handles(Failing("a1"), ordered=True, name="ordered")
         named(handler, "a1", "a2")
         drain()
         named(handler, "a3")
 
-        behaviour.names.clear()
+        mend(handler)
         make_due()
         drain()
 
         assert in_the_order_of_their_effects() == ["a1", "a2", "a3"]
 
-    def test_head_that_raises_retry_later_keeps_its_key_waiting(self, handles):
-        behaviour = Failing("a1", error=lambda text: RetryLater(timedelta(hours=1), text))
-        handler = handles(behaviour, ordered=True, name="ordered")
-        named(handler, "a1", "a2")
-
-        drain()
-
-        assert states("a1", "a2") == ["retrying", "waiting"]
-
-    def test_dead_head_blocks_its_key(self, handles):
-        handler = handles(Failing("a1"), ordered=True, name="ordered")
-        named(handler, "a1", "a2")
-
-        failed_out()
-        named(handler, "a3")
-        drain()
-
-        assert states("a1", "a2", "a3") == ["dead", "waiting", "waiting"]
-        assert in_the_order_of_their_effects() == []
-
     def test_dead_head_that_an_operator_retries_is_handled_first(self, handles):
-        behaviour = Failing("a1")
-        handler = handles(behaviour, ordered=True, name="ordered")
+        handler = handles(Failing("a1"), ordered=True, name="ordered")
         named(handler, "a1", "a2", "a3")
         failed_out()
-        behaviour.names.clear()
+        mend(handler)
 
         assert decisions.retry("default", the_row(biz_id="a1").pk)
         drain()
@@ -370,11 +344,10 @@ class TestOnDeadSkip:
         assert states("a2") == [State.RECEIVED]
 
     def test_on_dead_skip_lets_an_operator_retry_a_dead_letter_out_of_order(self, handles):
-        behaviour = Failing("a1")
-        handler = handles(behaviour, ordered=Ordered(on_dead="skip"), name="ordered")
+        handler = handles(Failing("a1"), ordered=Ordered(on_dead="skip"), name="ordered")
         named(handler, "a1", "a2")
         failed_out()
-        behaviour.names.clear()
+        mend(handler)
 
         assert decisions.retry("default", the_row(biz_id="a1").pk)
         drain()
@@ -428,8 +401,7 @@ class TestRefusedDelivery:
         assert "it cannot be read" in caplog.text
 
     def test_refused_delivery_that_is_retried_too_early_waits_for_its_turn(self, handles):
-        behaviour = Failing("a1")
-        handler = handles(behaviour, ordered=True, name="ordered")
+        handler = handles(Failing("a1"), ordered=True, name="ordered")
         old = a_message("a2", created_at=utcnow() - timedelta(days=400))
         arrive(handler, a_message("a1"), old, a_message("a3"))
         drain()
@@ -440,7 +412,7 @@ class TestRefusedDelivery:
         assert decisions.override_maximum_age("default", the_row(biz_id="a2").pk)
 
         assert states("a1", "a2", "a3") == ["retrying", "waiting", "waiting"]
-        behaviour.names.clear()
+        mend(handler)
         run_to_the_end()
         assert in_the_order_of_their_effects() == ["a1", "a2", "a3"]
 
@@ -464,18 +436,6 @@ class TestOperators:
         named(handler, "a1", "a2")
 
         assert not decisions.retry("default", the_row(biz_id="a2").pk)
-
-    def test_operator_may_retry_a_retrying_head_at_once(self, handles):
-        behaviour = Failing("a1")
-        handler = handles(behaviour, ordered=True, name="ordered")
-        named(handler, "a1", "a2")
-        drain()
-        behaviour.names.clear()
-
-        assert decisions.retry("default", the_row(biz_id="a1").pk)
-        drain()
-
-        assert in_the_order_of_their_effects() == ["a1", "a2"]
 
     def test_retried_message_that_proves_a_duplicate_is_skipped_and_its_key_continues(self, handles):
         """An unreadable delivery is retried after a deploy that can read it, and its biz-id is that of another row."""
@@ -576,12 +536,6 @@ class TestReleaseOfStuckKeys:
         assert set(states_of_all()) == {"received"}
 
 
-def gates_waited_for():
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
-        return cursor.fetchone()[0]
-
-
 @contextmanager
 def paused(monkeypatch, module, name, *, after=True):
     """The first call of this function stops, before or after it, until the test sets `go`."""
@@ -615,7 +569,7 @@ class TestConcurrency:
         with paused(monkeypatch, sentinel, "promote_next") as (leaving, go), InAThread(drain):
             assert leaving.wait(A_WHILE)
             with InAThread(lambda: named(handler, "a2", given=options(DUPLICATE_TIMEOUT=timedelta(minutes=1)))):
-                wait_until(gates_waited_for)
+                wait_until(lambda: lock_waits("locktype = 'advisory'"))
                 go.set()
 
         drain()
@@ -631,7 +585,7 @@ class TestConcurrency:
         ):
             assert storing.wait(A_WHILE)
             with InAThread(drain):
-                wait_until(gates_waited_for)
+                wait_until(lambda: lock_waits("locktype = 'advisory'"))
                 go.set()
 
         drain()
@@ -707,7 +661,7 @@ class TestConcurrency:
         with InAThread(skip):
             assert skipped.wait(A_WHILE)
             with InAThread(drain):
-                wait_until(rows_waited_for)
+                wait_until(lambda: lock_waits("locktype = 'transactionid'"))
                 go.set()
         drain()
 
@@ -775,12 +729,6 @@ class TestConcurrency:
         }
 
 
-def rows_waited_for():
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'transactionid' AND NOT granted")
-        return cursor.fetchone()[0]
-
-
 class OneAtATime:
     """A handler that fails every fourth first attempt and records two concurrent messages of a key."""
 
@@ -818,13 +766,12 @@ class TestStricterIsolation:
             assert in_the_order_of_their_effects() == ["a1", "a2", "a3"]
 
     def test_skip_and_retry_keep_the_order_under_stricter_isolation(self, handles, level):
-        behaviour = Failing("a1")
-        handler = handles(behaviour, ordered=True, name="ordered")
+        handler = handles(Failing("a1"), ordered=True, name="ordered")
         with the_default_at(OPTIONS={"isolation_level": psycopg.IsolationLevel[level]}):
             named(handler, "a1", "a2", "a3")
             failed_out()
             assert decisions.skip("default", the_row(biz_id="a2").pk, "not wanted")
-            behaviour.names.clear()
+            mend(handler)
             assert decisions.retry("default", the_row(biz_id="a1").pk)
             drain()
 

@@ -13,15 +13,14 @@ from __future__ import annotations
 import inspect
 import random
 import textwrap
-import threading
 import zlib
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
 import pytest
-from django.db import DatabaseError, InterfaceError, connection, connections, transaction
+from django.db import DatabaseError, InterfaceError, connection, transaction
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
@@ -35,7 +34,7 @@ from outbox.relay.batch_size import BatchSize
 from outbox.relay.passes import Pass
 from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE, RESTORE, State
 from outbox.store import claiming, deciding, pausing, settling
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.integration.ordering.actors import Actor, Killed, gates
 from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import SECONDS, TOPIC, connected, ids, published, quick, relay_for, set_columns, state_of
 
@@ -46,12 +45,6 @@ SHARD = zlib.crc32(KEY.encode()) % SHARDS
 NEIGHBOUR = next(name for name in map(str, range(10**6)) if zlib.crc32(name.encode()) % SHARDS == SHARD)
 """Another key of the same shard."""
 HOUR = timedelta(hours=1)
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
 
 
 class Time:
@@ -231,40 +224,12 @@ class Written:
         return self.key == other.key != "" and self.committed_at < other.written_at and not self.delayed
 
 
-class Killed(BaseException):
-    """The process of this relay has ended."""
-
-
-class Actor:
-    """A relay in a thread and on connections of its own, which goes from gate to gate when the machine resumes it."""
-
-    here = threading.local()
-
-    def __init__(self, machine):
-        self.machine = machine
-        self.gate = ""
-        self.error = None
-        self._killed = self._ended = False
-        self._go, self._came = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        self._arrive()
-
-    @property
-    def is_idle(self):
-        return self.gate == "idle"
+class RelayActor(Actor):
+    """A relay."""
 
     @property
     def is_in_a_pass(self):
         return self.gate not in ("idle", "after look", "before claim_ready")
-
-    def goes_on(self):
-        self._go.release()
-        self._arrive()
-
-    def dies(self):
-        self._killed = True
-        self.goes_on()
 
     def ends_its_round(self):
         while not self.is_idle:
@@ -273,29 +238,11 @@ class Actor:
     def ends(self):
         if not self.is_idle:
             self.dies()
-        self._ended = True
-        self._go.release()
-        self._thread.join(SECONDS)
+        super().ends()
 
-    def stop_at(self, gate):
-        self.gate = gate
-        self._came.release()
-        self._go.acquire()
-        if self._killed:
-            with suppress(DatabaseError, InterfaceError):
-                connection.connection.close()  # what the server sees of a kill
-            raise Killed
-
-    def _arrive(self):
-        assert self._came.acquire(timeout=SECONDS), f"a relay hangs after {self.gate!r}, {self.machine}"
-        if self.error is not None:
-            raise self.error
-
-    def _run(self):
-        self.here.actor = self
-        relay = None
+    def works(self):
+        relay = self._new_relay()
         try:
-            relay = self._new_relay()
             while True:
                 self.stop_at("idle")
                 if self._ended:
@@ -304,16 +251,11 @@ class Actor:
                     self._round(relay)
                 except (Killed, DatabaseError, InterfaceError, BrokerUnavailable):
                     connection.close()
-                if self._killed:
+                if self.killed:
                     relay._transport._discard()
-                    relay, self._killed = self._new_relay(), False
-        except BaseException as error:  # noqa: BLE001 - raised in the test's own thread
-            self.error = error
+                    relay, self.killed = self._new_relay(), False
         finally:
-            if relay is not None:
-                relay._transport.close()
-            connections.close_all()
-            self._came.release()
+            relay._transport.close()
 
     def _new_relay(self):
         relay = self.machine.new_relay()
@@ -374,7 +316,7 @@ class Machine:
         self.peer.script = self._arrived
         with ExitStack() as stack:
             stack.callback(self._abandon)
-            self._actors = [Actor(self) for _ in range(3)]
+            self._actors = [RelayActor(self) for _ in range(3)]
             steps = [self._relay, self._write, self._commit, self._tick, self._make_due, self._operate, self._kill]
             weights = [60, 14, 8, 6, 4, 4, 2]
             if self._pausing:
@@ -635,30 +577,8 @@ class Machine:
             actor.ends()
 
 
-@contextmanager
-def gates(*others):
-    """Every relay that is an actor stops before and after each step."""
-
-    def gated(name, original):
-        def function(*args, **kwargs):
-            actor = getattr(Actor.here, "actor", None)
-            if actor and name != "look":
-                actor.stop_at(f"before {name}")
-            result = original(*args, **kwargs)
-            if actor:
-                actor.stop_at(f"after {name}")
-            return result
-
-        return function
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module, name in (*GATES, *others):
-            patch.setattr(module, name, gated(name, getattr(module, name)))
-        yield
-
-
 def wrong_in(peer, seed, *, pausing=False, deciding=False):
-    with gates(*[BETWEEN_READ_AND_LOCK] * deciding), pytest.MonkeyPatch.context() as patch:
+    with gates([*GATES, *[BETWEEN_READ_AND_LOCK] * deciding], only_after=["look"]), pytest.MonkeyPatch.context() as patch:
         patch.setattr("outbox.store.deciding.OPERATORS_WAIT", timedelta(milliseconds=20))  # the schedule goes on meanwhile
         return Machine(peer, seed, pausing=pausing, deciding=deciding).run()
 

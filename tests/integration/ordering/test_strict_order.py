@@ -16,7 +16,7 @@ from outbox.models import OutboxMessage
 from outbox.store import writing
 from outbox.store.dialect import LOCK_SPACE
 from tests.support.apps.effects.models import Effect
-from tests.support.open_transactions import KEY, OpenTransaction
+from tests.support.open_transactions import KEY, OpenTransaction, lock_waits
 from tests.support.relaying import SECONDS, TOPIC, in_threads, published, row_of
 from tests.support.waiting import wait_until
 
@@ -49,12 +49,7 @@ def begun():
 
 def waiting():
     """How many transactions wait for the order of a key."""
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted "
-            "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
-        )
-        return cursor.fetchone()[0]
+    return lock_waits("locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())")
 
 
 def waits(future):
@@ -161,25 +156,22 @@ class TestSecondTransaction:
 
         assert waits(other.publishes(topic="other.topic"))
 
-    def test_second_transaction_of_another_key_does_not_wait(self, begun):
+    @pytest.mark.parametrize(
+        "way",
+        [
+            partial(publish, TOPIC, {}, key=OTHER, strict_order=True),
+            partial(publish, TOPIC, {}, key=KEY),
+            partial(publish_many, []),
+            partial(publish_many, [Draft(TOPIC, {}, key=KEY)]),
+        ],
+        ids=["another key", "without strict_order", "many, but none", "many without strict_order"],
+    )
+    def test_publishing_of_another_key_or_without_strict_order_does_not_wait(self, begun, way):
         one, other = begun(), begun()
         done(one.publishes())
 
-        assert done(other.publishes(OTHER)).created
-
-    def test_publishing_without_strict_order_does_not_wait(self, begun):
-        one, other = begun(), begun()
-        done(one.publishes())
-
-        assert done(other.publishes(strict_order=False)).created
+        done(other.does(way))
         assert done(one.publishes()).created, "the first transaction does not wait for itself"
-
-    def test_publish_many_without_a_strict_message_does_not_wait(self, begun):
-        one, other = begun(), begun()
-        done(one.publishes())
-
-        assert done(other.does(publish_many, [])) == []
-        assert done(other.does(publish_many, [Draft(TOPIC, {}, key=KEY)]))[0].created
 
 
 class TestSeveralKeys:
@@ -249,15 +241,6 @@ def test_strict_order_writes_the_same_row():
     for name in ("topic", "key", "shard", "state", "priority"):
         assert getattr(rows[0], name) == getattr(rows[1], name)
     assert bytes(rows[0].body) == bytes(rows[1].body)
-
-
-@pytest.mark.every_database
-def test_apublish_and_apublish_many_accept_strict_order():
-    with transaction.atomic():
-        message = async_to_sync(apublish)(TOPIC, {}, key=KEY, strict_order=True)
-        [draft] = async_to_sync(apublish_many)([Draft(TOPIC, {}, key=KEY, strict_order=True)])
-
-    assert message.position < draft.position
 
 
 class Writer:
