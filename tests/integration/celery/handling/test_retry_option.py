@@ -11,7 +11,7 @@ from inbox.states import State
 from tests.integration.celery.handling.tracing import deliver
 from tests.support.deliveries import the_row
 
-pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
+pytestmark = pytest.mark.django_db
 
 MINUTES = Backoff(base=timedelta(minutes=1), cap=timedelta(minutes=10))
 

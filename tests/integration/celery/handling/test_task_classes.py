@@ -18,7 +18,7 @@ from tests.integration.celery.handling.tracing import deliver
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import effects, the_row
 
-pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
+pytestmark = pytest.mark.django_db
 
 
 def the_effect(order_id):

@@ -28,7 +28,7 @@ from tests.support.admin_pages import DETAIL, LIST, VIEW, Page, shown, staff_cli
 from tests.support.apps.effects.models import Effect
 from tests.support.relaying import drained
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 NO_BROKER = "amqp://guest:guest@127.0.0.1:1//"
 TASK_ID = "0f7a2c1e-5b7d-4f0a-9c55-3a1f0a3f2a10"
@@ -69,6 +69,7 @@ def called(task, *args, **options):
         return task.apply_async(args, **options)
 
 
+@pytest.mark.every_database
 class TestCall:
     def test_apply_async_writes_a_row_with_the_task_id(self, add):
         result = called(add, 1, 2)
@@ -228,6 +229,7 @@ class TestTaskId:
         assert (row.causation_id, row.correlation_id, row.traceparent) == ("parent", "root", "00-given")
 
 
+@pytest.mark.every_database
 class TestTimes:
     def test_countdown_schedules_the_row_from_the_time_of_the_call(self, add):
         before = datetime.now(tz=UTC)
