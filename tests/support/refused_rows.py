@@ -10,6 +10,12 @@ POISON = "poison"
 """The beginning of the biz-id of such a row."""
 
 
+def reports(caplog):
+    """What was logged about such rows."""
+    logged = [record.getMessage() for record in caplog.records]
+    return [line for line in logged if "the database refuses to change the rows of" in line]
+
+
 @contextmanager
 def refused(sqlstate="P0001", *, deferred=False, where="NEW.biz_id LIKE 'poison%'", table=TABLE):
     """Within the block no row that matches `where` can be changed; PostgreSQL's error has this SQLSTATE."""

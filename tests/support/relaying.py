@@ -39,12 +39,27 @@ def published(topic=TOPIC, payload=None, *, using="default", **options):
         return publish(topic, {} if payload is None else payload, using=using, **options)
 
 
+def published_many(count, topic=TOPIC, **options):
+    """This many messages that are committed together; a function gives the topic or an option of message number n."""
+    with transaction.atomic():
+        return publish_many(_draft(n, topic=topic, **options) for n in range(count))
+
+
+def _draft(n, payload=None, **options):
+    given = {name: option(n) if callable(option) else option for name, option in options.items()}
+    return Draft(payload={} if payload is None else payload, **given)
+
+
 def row_of(message, using="default"):
     return OutboxMessage.objects.using(using).get(message_id=message.id)
 
 
 def state_of(message, using="default"):
     return row_of(message, using).state
+
+
+def all_published(messages):
+    return all(state_of(message) == State.PUBLISHED for message in messages)
 
 
 def states(using="default"):
@@ -74,8 +89,7 @@ def in_state(state, **options):
 
 def a_backlog(count, keys=20):
     """This many committed messages; every second one has a key."""
-    with transaction.atomic():
-        return publish_many([Draft(TOPIC, {"n": n}, key=f"key-{n % keys}" if n % 2 else "") for n in range(count)])
+    return published_many(count, key=lambda n: f"key-{n % keys}" if n % 2 else "")
 
 
 def outcomes(sent):
@@ -174,6 +188,25 @@ def relaying(url, *, relays=1, alias="default", timed=False, **options):
     timers = [timer_for(relay, stop, alias=alias, **options) for relay in running if timed]
     with in_threads(*(relay.run for relay in running), *(partial(timer.run, stop) for timer in timers), stop=stop):
         yield running
+
+
+@contextmanager
+def open_transaction(act):
+    """The answer of `act`, called in another transaction, which commits when the block ends."""
+    acted, may_end, answers = threading.Event(), threading.Event(), []
+
+    def hold():
+        with transaction.atomic():
+            answers.append(act())
+            acted.set()
+            assert may_end.wait(SECONDS)
+
+    with in_threads(hold):
+        try:
+            assert acted.wait(SECONDS)
+            yield answers[0]
+        finally:
+            may_end.set()
 
 
 @contextmanager

@@ -22,6 +22,12 @@ def wait_until(condition, within=A_WHILE):
     return answer
 
 
+def pass_by(seconds):
+    """The test is that nothing happens for this long."""
+    until = time.monotonic() + seconds
+    wait_until(lambda: time.monotonic() > until)
+
+
 def wait_until_reached(goal, count, within=A_WHILE):
     """Wait until `count()` is `goal` or more; `within` is for each step on the way, however small."""
     reached = count()
