@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import mortal
+from tests.support.crash.witness import Witness
 from tests.support.crash.world import World
 from tests.support.workers import migrate
 
@@ -38,6 +39,12 @@ def mortal_world(mortal_postgres, mortal_database, process_environment, rabbitmq
     environment = {**process_environment, "DATABASE_URL": mortal_database}
     migrate(environment, tmp_path / "migrate.log")
     yield from _world(environment, tmp_path, rabbitmq_server, rabbitmq_url)
+
+
+@pytest.fixture
+def witness(world):
+    """Of the broker of `world`."""
+    return Witness(world.broker_url)
 
 
 def _world(environment, directory, rabbit, broker_url):

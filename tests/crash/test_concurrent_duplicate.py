@@ -17,7 +17,16 @@ from inbox.store import arrivals, sentinel
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import OPTIONS, an_envelope, the_row
-from tests.support.workers import EXCHANGE, OF_THE_WORKERS, Process, as_environment, broker_options, declare, length_of, send
+from tests.support.workers import (
+    EXCHANGE,
+    OF_THE_WORKERS,
+    Process,
+    broker_options,
+    declare,
+    length_of,
+    send,
+    worker_environment,
+)
 
 OTHERS = 50
 
@@ -39,19 +48,8 @@ def test_a_concurrent_duplicate_blocks_no_other_message_and_waits_for_the_first_
     options = broker_options(rabbitmq_url)
     declare(OF_THE_WORKERS, options)
     row = read(OF_THE_WORKERS, an_envelope(topic=JOB, biz_id="copy"), OPTIONS).row
-    environment = {
-        **process_environment,
-        **as_environment(
-            INBOX={
-                "BROKER_URL": rabbitmq_url,
-                "EXCHANGE": EXCHANGE,
-                "GROUP": "tests",
-                "CONCURRENCY": 2,
-                "DUPLICATE_TIMEOUT": duplicate_timeout,
-            }
-        ),
-        "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
-    }
+    inbox = {"BROKER_URL": rabbitmq_url, "EXCHANGE": EXCHANGE, "GROUP": "tests", "CONCURRENCY": 2}
+    environment = worker_environment(process_environment, INBOX={**inbox, "DUPLICATE_TIMEOUT": duplicate_timeout})
     with Process(environment, tmp_path / "log", "inbox_consume") as process:
         with transaction.atomic():
             guard = arrivals.begin_fresh("default", [row], OPTIONS.DUPLICATE_TIMEOUT)

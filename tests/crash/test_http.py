@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 
 import pytest
 from django.db import transaction
@@ -15,7 +14,7 @@ from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.apps.subscribed import NAME, TOPIC
 from tests.support.http_api import SHOP
-from tests.support.servers.private import LOOPBACK, free_port
+from tests.support.servers.private import LOOPBACK
 
 pytestmark = pytest.mark.every_database
 
@@ -41,18 +40,10 @@ def serving(local_world):
     local_world.environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.subscribed.settings"
 
     def start(failpoint=""):
-        port = free_port()
-        how = {"failpoint": f"kill {failpoint}" if failpoint else ""}
-        server = local_world.command("runserver", f"{LOOPBACK}:{port}", "--noreload", **how)
-        local_world.wait_until(lambda: listens(port), "the server listens")
+        server, port = local_world.web_server(failpoint and f"kill {failpoint}")
         return server, lambda where, body, **headers: call(port, where, body, headers)
 
     return start
-
-
-def listens(port):
-    with socket.socket() as probe:
-        return probe.connect_ex((LOOPBACK, port)) == 0
 
 
 def call(port, where, body, headers):

@@ -11,26 +11,7 @@ from exactly_once.models import Lease
 from exactly_once.sql.days import day_of
 from outbox.store import history
 from tests.support.apps.effects.models import Effect
-from tests.support.crash.points import (
-    ACK,
-    ADMIT,
-    AWAIT,
-    BEGIN_FRESH,
-    BEGIN_STORED,
-    COMMIT,
-    DROP_DAY,
-    EFFECT,
-    FAIL_STORED,
-    FINISH,
-    HAND_OVER,
-    MAKE_DAY,
-    PASS,
-    RECORD_CALLS,
-    SEND,
-    SETTLE,
-    STORE_FAILED,
-    WRITE,
-)
+from tests.support.crash import points
 
 DAYS = history.HISTORY.days
 UNHURRIED = {"BATCH_DEADLINE": 60, "WATCHDOG": 300}
@@ -45,13 +26,13 @@ NONE, SOME, ALL = range(1), range(1, OPERATIONS + 1), range(OPERATIONS, OPERATIO
 """The number of messages of the batch that may be delivered twice."""
 
 RELAY_POINTS = {
-    "claimed, nothing sent": (f"before {SEND}", NONE),
-    "in the middle of a batch": (f"after {WRITE} 2", SOME),
-    "everything sent, no confirm awaited": (f"before {AWAIT}", SOME),
-    "confirmed, not settled": (f"before {SETTLE} once {SEND}", ALL),
-    "moved to history, callbacks not stored": (f"before {RECORD_CALLS} once {SEND}", ALL),
-    "settled, not committed": (f"after {SETTLE} once {SEND}", ALL),
-    "committed": (f"after {PASS} once {SEND}", NONE),
+    "claimed, nothing sent": (f"before {points.SEND}", NONE),
+    "in the middle of a batch": (f"after {points.WRITE} 2", SOME),
+    "everything sent, no confirm awaited": (f"before {points.AWAIT}", SOME),
+    "confirmed, not settled": (f"before {points.SETTLE} once {points.SEND}", ALL),
+    "moved to history, callbacks not stored": (f"before {points.RECORD_CALLS} once {points.SEND}", ALL),
+    "settled, not committed": (f"after {points.SETTLE} once {points.SEND}", ALL),
+    "committed": (f"after {points.PASS} once {points.SEND}", NONE),
 }
 
 
@@ -74,7 +55,9 @@ def test_a_relay_killed_at_any_point_loses_nothing_and_doubles_no_effect(world, 
     assert world.suppressed() == world.redelivered()
 
 
-@pytest.mark.parametrize("point", [f"{when} {step} 2" for step in (MAKE_DAY, DROP_DAY) for when in ("before", "after")])
+@pytest.mark.parametrize(
+    "point", [f"{when} {step} 2" for step in (points.MAKE_DAY, points.DROP_DAY) for when in ("before", "after")]
+)
 def test_a_relay_killed_in_its_housekeeping_is_followed_by_another(world, point):
     today = day_of("default")
     for day in DAYS.existing("default"):
@@ -95,12 +78,12 @@ def test_a_relay_killed_in_its_housekeeping_is_followed_by_another(world, point)
 
 
 CONSUMER_POINTS = {
-    "inbox row inserted": f"after {BEGIN_FRESH} 3",
-    "in the handler, effect written": f"after {EFFECT} 3",
-    "handler returned, before the sentinel": f"before {FINISH} 3",
-    "after the sentinel, before the commit": f"after {FINISH} 3",
-    "committed, not acknowledged": f"before {ACK} 1",
-    "acknowledged": f"after {ACK} 1",
+    "inbox row inserted": f"after {points.BEGIN_FRESH} 3",
+    "in the handler, effect written": f"after {points.EFFECT} 3",
+    "handler returned, before the sentinel": f"before {points.FINISH} 3",
+    "after the sentinel, before the commit": f"after {points.FINISH} 3",
+    "committed, not acknowledged": f"before {points.ACK} 1",
+    "acknowledged": f"after {points.ACK} 1",
 }
 
 
@@ -121,7 +104,7 @@ def test_a_consumer_killed_at_any_point_loses_nothing_and_doubles_no_effect(worl
 
 
 @pytest.mark.every_database
-@pytest.mark.parametrize("point", [f"before {STORE_FAILED}", f"after {STORE_FAILED}", f"before {ACK}"])
+@pytest.mark.parametrize("point", [f"before {points.STORE_FAILED}", f"after {points.STORE_FAILED}", f"before {points.ACK}"])
 def test_a_consumer_killed_while_it_stores_a_failure_loses_nothing(world, point):
     world.relay()
     world.operate(3, how="fail first")
@@ -147,12 +130,12 @@ def test_a_consumer_killed_at_every_step_of_the_careful_path_loses_nothing(world
     world.relay()
     world.operate(1, how="fail first")
     steps = [
-        f"before {STORE_FAILED}",
-        f"after {ADMIT}",
-        f"before {BEGIN_STORED}",
-        f"after {BEGIN_STORED}",
-        f"after {EFFECT}",
-        f"after {FINISH}",
+        f"before {points.STORE_FAILED}",
+        f"after {points.ADMIT}",
+        f"before {points.BEGIN_STORED}",
+        f"after {points.BEGIN_STORED}",
+        f"after {points.EFFECT}",
+        f"after {points.FINISH}",
     ]
 
     for step in steps:
@@ -164,16 +147,16 @@ def test_a_consumer_killed_at_every_step_of_the_careful_path_loses_nothing(world
 
 
 LOCAL_POINTS = {
-    "claimed, nothing handed over": f"before {HAND_OVER}",
-    "in the middle of handing over": f"after {ADMIT}",
-    "handed over, not settled": f"before {SETTLE}",
-    "settled, not committed": f"after {SETTLE}",
-    "handed over and committed": f"after {PASS}",
-    "stored message claimed": f"before {BEGIN_STORED}",
-    "stored message begun": f"after {BEGIN_STORED} 2",
-    "in the handler, effect written": f"after {EFFECT} 2",
-    "handler returned, before the sentinel": f"before {FINISH} 2",
-    "after the sentinel, before the commit": f"after {FINISH} 2",
+    "claimed, nothing handed over": f"before {points.HAND_OVER}",
+    "in the middle of handing over": f"after {points.ADMIT}",
+    "handed over, not settled": f"before {points.SETTLE}",
+    "settled, not committed": f"after {points.SETTLE}",
+    "handed over and committed": f"after {points.PASS}",
+    "stored message claimed": f"before {points.BEGIN_STORED}",
+    "stored message begun": f"after {points.BEGIN_STORED} 2",
+    "in the handler, effect written": f"after {points.EFFECT} 2",
+    "handler returned, before the sentinel": f"before {points.FINISH} 2",
+    "after the sentinel, before the commit": f"after {points.FINISH} 2",
 }
 
 
@@ -189,7 +172,7 @@ def test_a_process_without_a_broker_killed_at_any_point_loses_nothing(local_worl
 
 
 @pytest.mark.every_database
-@pytest.mark.parametrize("point", [f"before {FAIL_STORED}", f"after {FAIL_STORED}"])
+@pytest.mark.parametrize("point", [f"before {points.FAIL_STORED}", f"after {points.FAIL_STORED}"])
 def test_a_process_without_a_broker_killed_while_it_stores_a_failure_loses_nothing(local_world, point):
     local_world.operate(3, how="fail first")
 
@@ -206,6 +189,6 @@ def test_a_process_without_a_broker_killed_at_any_of_its_commits_loses_nothing(l
     """The n-th process is killed at its n-th commit."""
     for nth in range(1, 7):
         local_world.operate(nth + 1, how="fail first" if nth % 3 == 0 else "")
-        local_world.dies_at(f"{when} {COMMIT} {nth}", local_world.relay)
+        local_world.dies_at(f"{when} {points.COMMIT} {nth}", local_world.relay)
 
     local_world.assert_nothing_went_wrong(local_world.drain())

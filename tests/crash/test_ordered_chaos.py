@@ -110,7 +110,7 @@ def handled():
 
 
 def test_consumers_killed_again_and_again_have_every_effect_once_and_every_key_in_order(
-    consumer, rabbitmq_server, rabbitmq_url, record_property
+    consumer, rabbitmq_server, rabbitmq_url
 ):
     send_all(rabbitmq_url)
     chance = random.Random(20_000)
@@ -131,7 +131,6 @@ def test_consumers_killed_again_and_again_have_every_effect_once_and_every_key_i
                 lives[victim] += 1
         seconds = round(time.monotonic() - begun_at)
         logger.info("%d messages on %d keys took %d s; %d kills.", MESSAGES, KEYS, seconds, kills)
-        record_property("seconds, kills", (seconds, kills))
         for one in consumers:
             one.until(lambda one=one: one.said().count("consumer: receiving from") == lives[one])
         # What the last victim had in hand is given to others, as duplicates.
@@ -248,7 +247,7 @@ def unless_refused(condition):
     return met
 
 
-def kill_under_load(world, fleet, publish_some, record_property):
+def kill_under_load(world, fleet, publish_some):
     """Publish numbers while processes are killed, until all is handled; returns how many."""
     published = 0
     nemesis = Nemesis(world, fleet)
@@ -264,7 +263,6 @@ def kill_under_load(world, fleet, publish_some, record_property):
     world.drain()
     figures = {"seed": world.seed, "messages": published, "kills": dict(nemesis.kills)}
     logger.info("%s", figures)
-    record_property("figures", figures)
     assert not nemesis.own_ends, nemesis.own_ends
     return published
 
@@ -278,9 +276,7 @@ def kill_under_load(world, fleet, publish_some, record_property):
         pytest.param(10, pgbouncer_in_transaction_mode, id="PgBouncer"),
     ],
 )
-def test_relays_and_consumers_killed_again_and_again_have_every_effect_once_and_every_key_in_order(
-    world, keys, circumstance, record_property
-):
+def test_relays_and_consumers_killed_again_and_again_have_every_effect_once_and_every_key_in_order(world, keys, circumstance):
     world.environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.ordered.settings"
     world.inbox_options.update(GROUP="tests", MAX_ATTEMPTS=1000)
 
@@ -290,12 +286,12 @@ def test_relays_and_consumers_killed_again_and_again_have_every_effect_once_and_
 
     with circumstance(world):
         fleet = [world.listening(), world.listening(), *(world.relay(outbox={"MAX_ATTEMPTS": 1000}) for _ in range(2))]
-        published = kill_under_load(world, fleet, publish_some, record_property)
+        published = kill_under_load(world, fleet, publish_some)
         assert_every_effect_once_and_in_order(published, keys)
 
 
 @pytest.mark.parametrize("broker", ["world", "local_world"])
-def test_an_object_is_never_cancelled_before_it_is_created_although_these_are_two_topics(request, broker, record_property):
+def test_an_object_is_never_cancelled_before_it_is_created_although_these_are_two_topics(request, broker):
     world = request.getfixturevalue(broker)
     world.environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.ordered.settings"
     world.inbox_options.update(GROUP="tests", MAX_ATTEMPTS=1000)
@@ -309,7 +305,7 @@ def test_an_object_is_never_cancelled_before_it_is_created_although_these_are_tw
 
     listening = [world.listening(), world.listening()] if broker == "world" else []
     fleet = [*listening, *(world.relay(outbox={"MAX_ATTEMPTS": 1000}) for _ in range(2))]
-    published = kill_under_load(world, fleet, publish_some, record_property)
+    published = kill_under_load(world, fleet, publish_some)
 
     assert_every_effect_once_and_in_order(published, objects)
     assert {*InboxMessage.objects.values_list("handler", "topic")} == {

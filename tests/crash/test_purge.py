@@ -46,7 +46,7 @@ def held_back():
     return InboxMessage.objects.filter(state="dead")
 
 
-def test_purging_during_repeated_deliveries_doubles_and_loses_no_effect(world, handles, settings, record_property):
+def test_purging_during_repeated_deliveries_doubles_and_loses_no_effect(world, handles, settings):
     handles(print, topic="crash.done", name="crash.apply")  # a command of another service would leave its messages
     settings.INBOX = {"KEEP_HISTORY": HISTORY, "RETENTION": RETENTION, "MAX_AGE_MARGIN": MARGIN}
     world.inbox_options.update({name: value.total_seconds() for name, value in settings.INBOX.items()})
@@ -77,7 +77,6 @@ def test_purging_during_repeated_deliveries_doubles_and_loses_no_effect(world, h
         "verdict": str(found),
     }
     logger.info("%s", figures)
-    record_property("figures", figures)
     assert not nemesis.own_ends, nemesis.own_ends
     assert found.committed == operated
     assert found.is_clean, f"{found}, seed {world.seed}\n{world.tails()}"

@@ -30,18 +30,30 @@ def _checked_soon(settings):
     settings.OUTBOX = {"CHECKS": {"AFTER": timedelta(seconds=1)}}
 
 
-def test_random_kills_of_relays_and_consumers_lose_and_double_no_message(world, record_property):
+def test_random_kills_of_relays_and_consumers_lose_and_double_no_message(world):
     """Every message ends as the business decided: delayed, prioritised, cancelled, rescheduled, expired and prepared ones."""
     fleet = [world.relay(outbox=ASK_SOON), world.relay(outbox=ASK_SOON), world.consumer(), world.consumer()]
-    nemesis = Nemesis(world, fleet)
 
-    with world.load(producers=3, kinds=EVERY_KIND) as tally:
+    def enough(kills):
+        return min(kills[RELAY], kills[CONSUMER]) >= 5 and world.redelivered() and world.suppressed()
+
+    assert_random_kills_lose_and_double_nothing(world, fleet, 3, SOAK_SECONDS, enough)
+
+
+@pytest.mark.every_database
+def test_random_kills_without_a_broker_lose_and_double_no_message(local_world):
+    fleet = [local_world.relay(outbox=ASK_SOON), local_world.consumer()]
+
+    assert_random_kills_lose_and_double_nothing(local_world, fleet, 2, LOCAL_SOAK_SECONDS, lambda kills: kills.total() >= 3)
+
+
+def assert_random_kills_lose_and_double_nothing(world, fleet, producers, seconds, enough):
+    """Kill processes of the fleet for so many seconds and until `enough(kills)`."""
+    nemesis = Nemesis(world, fleet)
+    with world.load(producers=producers, kinds=EVERY_KIND) as tally:
         with nemesis.at_work():
-            nemesis.last(SOAK_SECONDS)
-            world.wait_until(
-                lambda: min(nemesis.kills[RELAY], nemesis.kills[CONSUMER]) >= 5 and world.redelivered() and world.suppressed(),
-                "the nemesis did its work",
-            )
+            nemesis.last(seconds)
+            world.wait_until(lambda: enough(nemesis.kills), "the nemesis did its work")
         wait_for_every_outcome(world, tally)
         world.wait_until(lambda: punctual(SOON_AFTER) >= 3, "delayed messages are on time again")
     found = world.drain()
@@ -56,38 +68,10 @@ def test_random_kills_of_relays_and_consumers_lose_and_double_no_message(world, 
         "verdict": str(found),
     }
     logger.info("%s", figures)
-    record_property("figures", figures)
     assert not nemesis.own_ends, nemesis.own_ends
     assert not EVERY_OUTCOME - tally.keys()
     world.assert_nothing_went_wrong(found)
     assert_every_ending_occurred(world)
-
-
-@pytest.mark.every_database
-def test_random_kills_without_a_broker_lose_and_double_no_message(local_world, record_property):
-    fleet = [local_world.relay(outbox=ASK_SOON), local_world.consumer()]
-    nemesis = Nemesis(local_world, fleet)
-
-    with local_world.load(producers=2, kinds=EVERY_KIND) as tally:
-        with nemesis.at_work():
-            nemesis.last(LOCAL_SOAK_SECONDS)
-            local_world.wait_until(lambda: nemesis.kills.total() >= 3, "the nemesis did its work")
-        wait_for_every_outcome(local_world, tally)
-        local_world.wait_until(lambda: punctual(SOON_AFTER) >= 3, "delayed messages are on time again")
-    found = local_world.drain()
-
-    figures = {
-        "seed": local_world.seed,
-        "kills": dict(nemesis.kills),
-        "operations": dict(tally),
-        "outbox": dict(local_world.outbox()),
-        "verdict": str(found),
-    }
-    logger.info("%s", figures)
-    record_property("figures", figures)
-    assert not nemesis.own_ends, nemesis.own_ends
-    local_world.assert_nothing_went_wrong(found)
-    assert_every_ending_occurred(local_world)
 
 
 def wait_for_every_outcome(world, tally):

@@ -7,7 +7,6 @@ import hashlib
 import hmac
 import http.client
 import json
-import socket
 
 import pytest
 
@@ -15,7 +14,7 @@ from exactly_once.process.clock import utcnow
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect
 from tests.support.crash.urls import SECRET
-from tests.support.servers.private import LOOPBACK, free_port
+from tests.support.servers.private import LOOPBACK
 
 POINTS = {
     "before outbox.incoming_webhooks.endpoint.publish": 0,
@@ -40,27 +39,16 @@ def call(port):
         provider.close()
 
 
-def listens(port):
-    with socket.socket() as probe:
-        return probe.connect_ex((LOOPBACK, port)) == 0
-
-
 @pytest.mark.every_database
 def test_event_has_one_effect_although_the_server_is_killed_before_and_after_it_is_stored(local_world):
-    def serving(failpoint=""):
-        port = free_port()
-        server = local_world.command("runserver", f"{LOOPBACK}:{port}", "--noreload", failpoint=failpoint)
-        local_world.wait_until(lambda: listens(port), "the server listens")
-        return server, port
-
     for point, stored in POINTS.items():
-        server, port = serving(f"kill {point}")
+        server, port = local_world.web_server(f"kill {point}")
         with pytest.raises(OSError):  # noqa: PT011 - the connection ends without an answer
             call(port)
         local_world.dead(server, point)
         assert OutboxMessage.objects.count() == stored
 
-    _, port = serving()
+    _, port = local_world.web_server()
     assert call(port) == 200
     assert OutboxMessage.objects.count() == 1
     local_world.relay()

@@ -13,6 +13,7 @@ from outbox import Draft, publish_many
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
 from tests.support.crash import witness as load
+from tests.support.crash.witness import everything_is_published
 
 EVERYTHING = {"TRAIL": "all"}
 KILLS = (
@@ -24,18 +25,9 @@ KILLS = (
 NUMBER = 60
 
 
-@pytest.fixture
-def witness(world):
-    return load.Witness(world.broker_url)
-
-
 def schedule(number=NUMBER, within=timedelta(seconds=3)):
     with transaction.atomic():
         publish_many(Draft(load.TOPIC, {}, delay=within * n / number) for n in range(1, number + 1))
-
-
-def everything_is_published():
-    return not load.open_messages().exists()
 
 
 def assert_each_became_ready_once_and_none_early():

@@ -105,5 +105,9 @@ def open_messages() -> Any:
     return OutboxMessage.objects.exclude(state="published")
 
 
+def everything_is_published() -> bool:
+    return not open_messages().exists()
+
+
 def published() -> int:
     return OutboxMessage.objects.filter(state="published").count()

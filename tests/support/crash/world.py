@@ -10,6 +10,7 @@ import json
 import random
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -32,6 +33,7 @@ from tests.support.crash import operations
 from tests.support.crash.operations import commit_operation, next_number, write
 from tests.support.crash.oracle import Verdict, rows_due, verdict
 from tests.support.processes import Forked, start
+from tests.support.servers.private import LOOPBACK, free_port
 from tests.support.workers import catches
 
 PATIENCE_SECONDS = 60.0
@@ -129,6 +131,13 @@ class World:
 
     def command(self, *words: str, **how: Any) -> Worker:
         return self._start(*words, **how)
+
+    def web_server(self, failpoint: str = "") -> tuple[Worker, int]:
+        """A web server that listens, and its port."""
+        port = free_port()
+        worker = self.command("runserver", f"{LOOPBACK}:{port}", "--noreload", failpoint=failpoint)
+        self.wait_until(lambda: _listens(port), "the server listens")
+        return worker, port
 
     def again(self, worker: Worker) -> Worker:
         """The same process once more, as a supervisor would start it."""
@@ -352,6 +361,11 @@ class World:
         assert states == due, f"{dict(states)} and not {dict(due)}"
         assert set(self.inbox()) == {"done"}, dict(self.inbox())
         assert self.inbox().total() == states["published"] + len(found.overtaken)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((LOOPBACK, port)) == 0
 
 
 def _lines(place: Path) -> Counter[str]:
