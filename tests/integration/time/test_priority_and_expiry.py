@@ -173,14 +173,3 @@ class TestExpiredMessage:
         drained(peer.url)
 
         assert ids(peer.published) == [str(last.id)]
-
-
-def test_retry_delay_of_a_message_without_expiry_is_not_shortened(peer, transport):
-    message = published()
-    peer.script = lambda message: [partial(peer.nack, message)]
-
-    one_pass(transport, RETRY_BASE=2 * HOUR, RETRY_CAP=2 * HOUR)
-
-    assert OutboxMessage.objects.filter(
-        message_id=message.id, available_at__gt=DatabaseTime(HOUR / 2), available_at__lte=DatabaseTime(2 * HOUR)
-    ).exists()

@@ -10,7 +10,7 @@ from django.utils.timezone import get_fixed_timezone
 
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.now import DatabaseTime
-from outbox import Draft, publish, publish_many
+from outbox import publish
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store import settling
@@ -53,12 +53,6 @@ class TestDelay:
             second = publish(TOPIC, {}, delay=HOUR)
 
         assert row_of(second).available_at - row_of(first).available_at >= 19 * A_MILLISECOND
-
-    def test_delayed_message_is_not_due_before_its_time(self):
-        message = published(delay=timedelta(minutes=1))
-
-        assert promote() == 0
-        assert state_of(message) == State.SCHEDULED
 
     def test_delayed_message_is_due_at_its_time_and_never_early(self):
         message = published(delay=timedelta(milliseconds=150))
@@ -137,24 +131,7 @@ class TestExpiry:
             assert [row.expired for row in in_hand(10)] == [False]
 
 
-def test_publish_many_sets_the_same_times_as_publish():
-    with transaction.atomic():
-        one = publish(TOPIC, {}, delay=HOUR, expires_in=HOUR)
-        [other] = publish_many([Draft(TOPIC, {}, delay=HOUR, expires_in=HOUR)])
-
-    assert abs(row_of(one).available_at - row_of(other).available_at) < timedelta(minutes=1)
-    assert abs(row_of(one).expires_at - row_of(other).expires_at) < timedelta(minutes=1)
-
-
 class TestDatabaseClock:
-    def test_database_clock_advances_inside_a_transaction(self):
-        message = published()
-        first = database_now()
-
-        wait_until(lambda: database_now() > first)
-
-        assert state_of(message) == State.READY
-
     def test_database_clock_can_be_compared_with_stored_instants(self):
         message = published()
         set_columns(message, settled_at=DatabaseTime(), available_at=DatabaseTime(HOUR))

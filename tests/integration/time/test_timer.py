@@ -2,7 +2,7 @@
 
 import math
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
 import pytest
@@ -13,7 +13,7 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest, Watchdog
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
-from outbox import Draft, cancel, publish, publish_many, reschedule
+from outbox import cancel, publish, reschedule
 from outbox.conf import WheelOptions
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.relay import timer as module
@@ -21,7 +21,7 @@ from outbox.relay.timer import Timer
 from outbox.states import State
 from outbox.store import scheduling
 from outbox.store.scheduling import Upcoming
-from tests.support.relaying import TOPIC, in_threads, published, quick, set_columns, state_of
+from tests.support.relaying import TOPIC, in_threads, open_transaction, published, published_many, quick, set_columns, state_of
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -183,10 +183,9 @@ class TestSeveralTimers:
 class TestBurst:
     def test_burst_is_fair_between_topics_and_limited_to_the_room_of_eight_passes(self):
         timer = a_timer(BATCH_SIZE=30)
-        with transaction.atomic():
-            publish_many(Draft("shop.large", {}, delay=HOUR) for _ in range(1_000))
-            publish_many(Draft("shop.middle", {}, delay=HOUR) for _ in range(100))
-            publish_many(Draft("shop.small", {}, delay=HOUR) for _ in range(10))
+        published_many(1_000, "shop.large", delay=HOUR)
+        published_many(100, "shop.middle", delay=HOUR)
+        published_many(10, "shop.small", delay=HOUR)
         OutboxMessage.objects.update(available_at=DatabaseTime(-HOUR))
         timer._turn()
         assert not scheduled(topic="shop.small").exists(), "a batch takes ten of each topic, also of the topic that came last"
@@ -209,8 +208,7 @@ class TestBurst:
         monkeypatch.setattr("outbox.relay.timetable.OF_A_TOPIC", 50)
         monkeypatch.setattr(module, "OF_A_TOPIC", 50)
         timer = a_timer(BATCH_SIZE=200)
-        with transaction.atomic():
-            messages = publish_many(Draft(f"shop.{n % 2}", {}, delay=SOON) for n in range(400))
+        messages = published_many(400, topic=lambda n: f"shop.{n % 2}", delay=SOON)
         timer._load_at = 0.0
         while scheduled().exists():
             timer._turn()
@@ -281,22 +279,11 @@ def test_message_overdue_for_longer_than_the_horizon_waits_for_the_next_sweep_of
 # SQLite locks no rows.
 def test_burst_continues_past_a_locked_row():
     locked, *others = [published(delay=timedelta(seconds=0.05)) for _ in range(20)]
-    is_locked, may_end = threading.Event(), threading.Event()
-
-    def hold():
-        with transaction.atomic():
-            OutboxMessage.objects.select_for_update().get(message_id=locked.id)
-            is_locked.set()
-            may_end.wait(60)
-
-    with in_threads(hold):
-        assert is_locked.wait(60)
-        try:
-            with turning(a_timer()):
-                wait_until(lambda: scheduled().count() == 1)
-                assert state_of(locked) == State.SCHEDULED
-                may_end.set()
-                wait_until(lambda: is_ready(locked))
-        finally:
-            may_end.set()
+    with ExitStack() as lock:
+        lock.enter_context(open_transaction(lambda: OutboxMessage.objects.select_for_update().get(message_id=locked.id)))
+        with turning(a_timer()):
+            wait_until(lambda: scheduled().count() == 1)
+            assert state_of(locked) == State.SCHEDULED
+            lock.close()
+            wait_until(lambda: is_ready(locked))
     assert_each_once_and_none_early([locked, *others])
