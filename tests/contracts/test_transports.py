@@ -20,7 +20,7 @@ from outbox.transports import open_transport
 from tests.support.relaying import EXCHANGE, Queue, connected, drained, ids, outcomes, published, quick, row_of, soon, state_of
 from tests.support.vectors import VECTORS, envelope_of
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+pytestmark = pytest.mark.django_db(transaction=True)
 
 ROUTED, UNROUTABLE = "contract.routed", "contract.unroutable"
 
@@ -71,7 +71,7 @@ def _into_the_inbox():
     registry.remove(name)
 
 
-@pytest.fixture(params=["amqp", "redis", "local"])
+@pytest.fixture(params=["amqp", "redis", pytest.param("local", marks=pytest.mark.every_database)])
 def place(request):
     """A destination of the topic ROUTED; UNROUTABLE has none."""
     if request.param == "local":
