@@ -3,7 +3,6 @@
 import logging
 from collections import Counter
 from datetime import timedelta
-from functools import partial
 
 import pytest
 from django.db import transaction
@@ -14,19 +13,7 @@ from outbox import Draft, cancel, publish_many
 from outbox.models import SHARDS, OutboxMessage, PausedTopic
 from outbox.relay import breaker
 from outbox.states import State
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
-from tests.support.relaying import (
-    Queue,
-    drained,
-    ids,
-    in_threads,
-    published,
-    relay_for,
-    relaying,
-    state_of,
-    states,
-    waiting,
-)
+from tests.support.relaying import Queue, ids, in_threads, published, published_many, relay_for, relaying, states, waiting
 from tests.support.servers import FaultProxy
 from tests.support.waiting import wait_until
 
@@ -36,13 +23,6 @@ BAD, GOOD = "shop.stock.full", "shop.order.placed"
 REFUSED, OTHERS, ROOM = 3000, 300, 5
 PAUSED, RESUMED = "refusals in a row", "resumed: the broker takes its messages again"
 AFTER_A_REFUSAL = {"RETRY_BASE": timedelta(seconds=0.3), "RETRY_CAP": timedelta(seconds=0.6), "MAX_ATTEMPTS": 1000}
-
-
-@pytest.fixture
-def short_pauses(monkeypatch):
-    """The number of pauses of an hour's outage, within some seconds."""
-    monkeypatch.setattr(breaker, "_FIRST_PAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(breaker, "_LONGEST_PAUSE_SECONDS", 0.4)
 
 
 @pytest.fixture
@@ -116,29 +96,13 @@ class TestFullQueue:
                 wait_until(lambda: set(states()) == {State.PUBLISHED})
                 arrived += roomy.take_all()
 
+        assert [len(said(caplog, words)) for words in (PAUSED, RESUMED)] == [1, 1]
         assert len(set(ids(arrived))) == REFUSED
         assert of(BAD).filter(attempts=1).count() > REFUSED / 3, "those were published at their first attempt"
 
-    def test_pause_is_logged_once_when_it_begins_and_once_when_it_ends(self, rabbitmq_url, full, caplog):
-        with transaction.atomic():
-            publish_many([Draft(BAD, {}) for _ in range(200)])
-        with relaying(rabbitmq_url, **AFTER_A_REFUSAL):
-            wait_until(lambda: said(caplog, PAUSED))
-            tries = len(nacks(caplog))
-            wait_until(lambda: len(nacks(caplog)) > tries + 10)
-            assert len(said(caplog, PAUSED)) == 1
-            assert not said(caplog, RESUMED)
-
-            with Queue(rabbitmq_url, BAD, name="second way out"):
-                full._bound.delete()
-                wait_until(lambda: set(states()) == {State.PUBLISHED})
-
-        assert [len(said(caplog, words)) for words in (PAUSED, RESUMED)] == [1, 1]
-
     def test_full_queue_keeps_the_order_of_every_key(self, rabbitmq_url, full):
         keys, each = 10, 15
-        with transaction.atomic():
-            publish_many([Draft(BAD, {}, biz_id=str(n), key=f"key-{n % keys}") for n in range(keys * each)])
+        published_many(keys * each, BAD, biz_id=str, key=lambda n: f"key-{n % keys}")
         with relaying(rabbitmq_url, relays=2, BATCH_SIZE=50, **AFTER_A_REFUSAL):
             wait_until(lambda: State.RETRYING in states())
             arrived = []
@@ -148,26 +112,6 @@ class TestFullQueue:
         names = [int(message.headers["cloudEvents:bizid"]) for message in arrived]
         for key in range(keys):
             assert [name for name in names if name % keys == key] == list(range(key, keys * each, keys))
-
-
-def test_backlog_of_20000_refused_messages_is_paused_once_while_others_are_published():
-    """With the pauses of production. A paused message must not become ready repeatedly."""
-    with transaction.atomic():
-        publish_many([Draft(BAD, {}) for _ in range(20_000)])
-    with FakeAmqpPeer() as peer:
-        peer.script = lambda message: [partial(peer.nack if message.routing_key == BAD else peer.ack, message)]
-        with relaying(peer.url):
-            wait_until(lambda: not in_state(BAD, State.READY))
-            paused = of(BAD).filter(state=State.PAUSED)
-            before = dict(paused.values_list("pk", "available_at"))
-            assert len(before) > 19_000
-            for _ in range(30):
-                message = published(GOOD)
-                wait_until(lambda message=message: state_of(message) == State.PUBLISHED)
-            after = dict(paused.values_list("pk", "available_at"))
-
-    moved = sum(1 for position, available_at in before.items() if after.get(position) != available_at)
-    assert moved < 200, "a few were tried"
 
 
 def nacks(caplog):
@@ -182,9 +126,8 @@ def nacks(caplog):
 @pytest.mark.usefixtures("short_pauses")
 def test_topic_without_a_queue_is_paused_and_published_once_a_queue_is_bound(rabbitmq_url, monkeypatch, caplog):
     monkeypatch.setattr(breaker, "_LONGEST_PAUSE_SECONDS", 5.0)  # few attempts, however long it takes to bind the queue
-    with transaction.atomic():
-        publish_many([Draft(BAD, {}) for _ in range(300)])
-        publish_many([Draft(GOOD, {}) for _ in range(30)])
+    published_many(300, BAD)
+    published_many(30, GOOD)
 
     with Queue(rabbitmq_url, GOOD) as others, relaying(rabbitmq_url, **AFTER_A_REFUSAL):
         others.take(30)
@@ -211,8 +154,7 @@ def test_lane_that_was_unavailable_sends_what_the_other_lane_paused_of_its_shard
             proxy.refuse()
             proxy.cut()
             wait_until(lambda: not away.is_working)
-            with transaction.atomic():
-                publish_many([Draft(BAD, {}) for n in range(REFUSED)])
+            published_many(REFUSED, BAD)
             wait_until(lambda: in_state(BAD, State.PAUSED) > REFUSED / 2 and not in_state(BAD, State.READY))
 
             proxy.accept()
@@ -220,35 +162,10 @@ def test_lane_that_was_unavailable_sends_what_the_other_lane_paused_of_its_shard
                 wait_until(lambda: set(states()) == {State.PUBLISHED})
 
 
-@pytest.mark.every_database
-@pytest.mark.usefixtures("short_pauses")
-def test_paused_topic_holds_a_key_that_it_shares_with_another_topic():
-    """The order of a key spans its topics."""
-    with FakeAmqpPeer() as peer:
-        peer.script = lambda m: [lambda: (peer.nack if m.routing_key == BAD and not room else peer.ack)(m)]
-        room = []
-        with transaction.atomic():
-            publish_many([Draft(BAD, {}) for _ in range(40)])
-        with relaying(peer.url, **AFTER_A_REFUSAL):
-            wait_until(lambda: in_state(BAD, State.PAUSED))
-            first = published(BAD, key="k")
-            second = published(GOOD, key="k")
-            free = published(GOOD)
-            wait_until(lambda: str(free.id) in ids(list(peer.published)))
-            assert str(second.id) not in ids(list(peer.published))
-            room.append(True)
-            wait_until(lambda: set(states()) == {State.PUBLISHED})
-
-        sent = ids(peer.published)
-        assert sent.index(str(second.id)) > max(n for n, name in enumerate(sent) if name == str(first.id))
-
-
-@pytest.mark.every_database
 @pytest.mark.usefixtures("short_pauses")
 def test_probe_of_a_paused_topic_overtakes_no_message_of_its_key(rabbitmq_url):
     """Also not where the messages before it are more than one pass sends of a key."""
-    with transaction.atomic():
-        refused = publish_many([Draft(BAD, {}) for _ in range(40)])
+    refused = published_many(40, BAD)
     with relaying(rabbitmq_url, **AFTER_A_REFUSAL):
         wait_until(lambda: in_state(BAD, State.PAUSED))
     with transaction.atomic():
@@ -258,20 +175,9 @@ def test_probe_of_a_paused_topic_overtakes_no_message_of_its_key(rabbitmq_url):
 
     with Queue(rabbitmq_url, "#") as everything:
         with transaction.atomic():
-            messages = publish_many([Draft(GOOD, {}, key="k") for _ in range(300)] + [Draft(BAD, {}, key="k")])
+            messages = published_many(300, GOOD, key="k") + published_many(1, BAD, key="k")
         with relaying(rabbitmq_url, **AFTER_A_REFUSAL):
             arrived = everything.take(301)
 
     assert ids(arrived).index(str(messages[-1].id)) == 300
     assert ids(arrived) == ids(messages)
-
-
-@pytest.mark.every_database
-def test_messages_of_topics_without_a_refusal_are_sent_once():
-    with FakeAmqpPeer() as peer:
-        with transaction.atomic():
-            publish_many([Draft(f"topic.{n % 7}", {}) for n in range(100)])
-
-        assert drained(peer.url).published == 100
-
-        assert len(peer.published) == len(set(ids(peer.published))) == 100

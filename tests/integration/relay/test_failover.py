@@ -84,14 +84,11 @@ class TestUrl:
     @pytest.mark.parametrize(
         ("url", "scheme"),
         [
-            ("amqp://a;amqp://b", "amqp"),
             ("amqps://a;amqp://b;pyamqp://c", "amqps"),
             ("redis://a;redis://b", "redis"),
             ("amqp://a;redis://b", ""),
             ("amqp://a;", ""),
             ("local://;local://", ""),
-            ("local://;amqp://a", ""),
-            ("amqp://a;local://", ""),
         ],
     )
     def test_scheme_of_a_list_is_common_to_all_its_urls_or_empty(self, url, scheme):
@@ -109,12 +106,9 @@ class TestUrl:
             ("redis://a;rediss://b", "of different kinds"),
             ("local://;amqp://a", "cannot be part of a list"),
             ("amqp://a;local://", "cannot be part of a list"),
-            ("local://;local://", "cannot be part of a list"),
-            ("amqp://a;", "it is not a URL (number 2 of its 2 URLs"),
             ("amqp://a;;amqp://b", "it is not a URL (number 2 of its 3 URLs"),
             ("amqp://user:pass;word@a", "and ';' as %2F, %3F, %23 and %3B (number 1 of its 2 URLs"),
             ("amqp://a;amqp://b ", "a space before or after it (number 2"),
-            ("amqp://a; amqp://b", "a space before or after it (number 2"),
             ("amqp://user:pass/word@a//", "in a user or password write '/', '?', '#' and ';' as %2F"),
             ("amqp://a;nonsense://b", "does not know this transport (number 2"),
         ],
@@ -122,7 +116,7 @@ class TestUrl:
     def test_unusable_url_is_reported_with_the_reason(self, url, words):
         assert words in broker.why_unusable(url)
 
-    @pytest.mark.parametrize("url", ["amqp://a;redis://b", "local://;amqp://a", "amqp://a;local://", "amqp://a;nothing"])
+    @pytest.mark.parametrize("url", ["amqp://a;redis://b", "amqp://a;local://", "amqp://a;nothing"])
     def test_list_of_urls_of_different_kinds_has_no_transport(self, url):
         with pytest.raises(ImportError):
             transport_class(url)
@@ -141,9 +135,7 @@ class TestChecks:
         with override_settings(OUTBOX={"BROKER_URL": url}, INBOX=inbox, DEBUG=True):
             return {message.id: message for message in run_checks() if message.id.startswith(("outbox.", "inbox."))}
 
-    @pytest.mark.parametrize(
-        "url", ["amqp://a;redis://b", "amqp://a;local://", "local://;amqp://b", "amqp://a;", "amqp://a ;amqp://b"]
-    )
+    @pytest.mark.parametrize("url", ["amqp://a;redis://b", "local://;amqp://b", "amqp://a;", "amqp://a ;amqp://b"])
     def test_checks_reject_urls_of_different_kinds_with_a_hint(self, url):
         found = self.found(url, BROKER_URL=url)
 
@@ -207,7 +199,6 @@ class TestConnecting:
             assert ids(queue.take(1)) == ["m1"]
 
 
-@pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
 class TestBrokerThatDiesWithinABatch:
     def test_second_broker_gets_only_what_the_dying_one_did_not_confirm(self, peer, second):
@@ -232,20 +223,7 @@ class TestBrokerThatDiesWithinABatch:
         assert states() == [State.PUBLISHED] * 6
         assert {row_of(message).attempts for message in messages} == {1}
 
-    def test_relay_goes_on_with_the_second_broker_and_counts_one_attempt(self, peer, second):
-        peer.hold()
-        with relaying(several(peer.url, second.url)):
-            before = published()
-            peer.wait_for_published(1)
-            peer.refuse_connections = True
-            peer.drop()
-            after = published()
-            wait_until(lambda: not waiting())
-
-        assert set(ids(second.published)) == set(ids([before, after]))
-        assert {row_of(message).attempts for message in (before, after)} == {1}
-
-    def test_failover_keeps_the_order_of_a_key(self, peer, second):
+    def test_relay_goes_on_with_the_second_broker_in_the_order_of_a_key_and_counts_one_attempt(self, peer, second):
         messages = [published(biz_id=str(n), key="k") for n in range(5)]
 
         def die_at_the_third(message):
@@ -260,6 +238,7 @@ class TestBrokerThatDiesWithinABatch:
 
         assert ids(peer.published) == ids(messages[:3])
         assert ids(second.published) == ids(messages[2:])
+        assert {row_of(message).attempts for message in messages} == {1}
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])
@@ -271,14 +250,12 @@ class TestRabbitMQ:
             wait_until(lambda: not waiting())
             assert ids(queue.take(5)) == ids(messages)
 
-    @pytest.mark.parametrize("dead_brokers", [1, 2])
-    def test_consumer_reads_from_the_last_broker_when_those_before_it_are_dead(self, rabbitmq_url, handles, dead_brokers):
+    def test_consumer_reads_from_the_last_broker_when_those_before_it_are_dead(self, rabbitmq_url, handles):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, options)
         send(rabbitmq_url, TOPIC, {}, message_id="one")
-        urls = [*(dead() for _ in range(dead_brokers)), rabbitmq_url]
 
-        with consuming([handler], broker_options(several(*urls))):
+        with consuming([handler], broker_options(several(dead(), dead(), rabbitmq_url))):
             wait_until(lambda: effects() == 1)
 
     def test_consumer_continues_through_the_second_url_when_the_first_is_cut(self, rabbitmq_server, rabbitmq_url, handles):

@@ -7,11 +7,10 @@ from functools import partial
 from itertools import accumulate
 
 import pytest
-from django.db import connection, transaction
+from django.db import connection
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
-from outbox import Draft, publish_many
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store.dialect import live
@@ -24,6 +23,7 @@ from tests.support.relaying import (
     ids,
     in_threads,
     published,
+    published_many,
     relay_for,
     relaying,
     row_of,
@@ -67,7 +67,6 @@ def untouched(*messages):
     return all((row_of(m).state, row_of(m).attempts, row_of(m).last_error) == (State.READY, 0, "") for m in messages)
 
 
-@pytest.mark.every_database
 class TestBrokerOutage:
     def test_broker_unavailable_at_the_start_is_waited_for(self, rabbitmq_url, proxy, caplog):
         proxy.refuse()
@@ -99,22 +98,6 @@ class TestBrokerOutage:
             assert set(ids(queue.take(2))) >= set(ids([before, during]))
         assert (said(caplog, AWAY), said(caplog, BACK)) == (1, 1)
 
-    def test_repeatedly_cut_connections_lose_no_message(self, rabbitmq_url, proxy, caplog):
-        messages = [published(payload={"padding": "x" * 2_000}) for _ in range(60)]
-        proxy.cut_after(3_000)
-
-        with Queue(rabbitmq_url) as queue, relaying(proxy.through(rabbitmq_url), BATCH_SIZE=20):
-            wait_until(lambda: said(caplog, AWAY))
-            for nbytes in (9_000, 20_000):
-                already = published_so_far()
-                proxy.cut_after(nbytes)
-                wait_until(lambda already=already: published_so_far() > already or not waiting())
-            wait_until(lambda: not waiting())
-            arrived = queue.take(60)
-
-        assert set(ids(arrived)) == set(ids(messages))
-        assert {row_of(message).attempts for message in messages} == {1}
-
     def test_frozen_connection_is_an_outage_at_the_batch_deadline(self, rabbitmq_url, proxy, caplog):
         with (
             Queue(rabbitmq_url) as queue,
@@ -132,22 +115,6 @@ class TestBrokerOutage:
             # A stall longer than the deadline has the first one sent twice.
             arrived = []
             wait_until(lambda: arrived.extend(queue.take_all()) or set(ids(arrived)) == set(ids([first, second])))
-
-    def test_message_whose_confirm_was_lost_is_sent_again_with_the_same_id(self, rabbitmq_url, proxy, caplog):
-        message = published()
-        with Queue(rabbitmq_url) as queue, relaying(proxy.through(rabbitmq_url)):
-            assert ids(queue.take(1)) == ids([message])
-            wait_until(lambda: state_of(message) == State.PUBLISHED)
-            proxy.drop_server_to_client(True)
-            second = published()
-            assert ids(queue.take(1)) == ids([second])
-            assert untouched(second)
-            proxy.drop_server_to_client(False)
-            proxy.cut()
-            wait_until(lambda: not waiting())
-
-            assert ids(queue.take(1)) == ids([second]), "again, with the same id"
-        assert said(caplog, AWAY) == 1
 
     def test_broker_restarted_after_a_kill_has_every_confirmed_message(self, mortal_rabbitmq, rabbitmq_url, caplog):
         with Queue(rabbitmq_url):
@@ -205,18 +172,6 @@ class TestBrokerOutage:
         assert set(ids(peer.published)) == {str(message.id)}
         assert said(caplog, AWAY) == 1
 
-    def test_broker_that_resets_every_new_connection_is_waited_for(self, peer, caplog):
-        peer.refuse_connections = True
-        message = published()
-
-        with relaying(peer.url):
-            wait_until(lambda: said(caplog, AWAY))
-            assert untouched(message)
-            peer.refuse_connections = False
-            wait_until(lambda: not waiting())
-
-        assert said(caplog, AWAY) == 1
-
     def test_dropped_idle_connection_is_replaced_without_an_outage(self, peer, caplog):
         with relaying(peer.url):
             first = published()
@@ -253,8 +208,7 @@ class TestLateConfirms:
             stop.wait(0.02)
 
     def test_messages_confirmed_after_the_deadline_are_published_and_sent_once(self, late, caplog):
-        with transaction.atomic():
-            messages = publish_many([Draft(TOPIC, {}, key=f"k{n % 100}" if n % 2 else "") for n in range(200)])
+        messages = published_many(200, key=lambda n: f"k{n % 100}" if n % 2 else "")
         with relaying(late.url, BATCH_DEADLINE=self.DEADLINE):
             wait_until(lambda: set(states()) == {State.PUBLISHED})
 
@@ -263,8 +217,7 @@ class TestLateConfirms:
         assert said(caplog, "messages within OUTBOX['BATCH_DEADLINE'] (0.5 s)") == 1
 
     def test_messages_of_a_key_arrive_in_their_order_although_each_confirm_is_late(self, late):
-        with transaction.atomic():
-            messages = publish_many([Draft(TOPIC, {}, key="k") for n in range(4)])
+        messages = published_many(4, key="k")
         with relaying(late.url, BATCH_DEADLINE=self.DEADLINE):
             wait_until(lambda: set(states()) == {State.PUBLISHED})
 
@@ -274,12 +227,10 @@ class TestLateConfirms:
         """As while a queue of the broker has lost its majority."""
         with FakeAmqpPeer() as peer:
             peer.script = lambda message: [partial(peer.ack, message)] if message.routing_key == TOPIC else []
-            with transaction.atomic():
-                publish_many([Draft("shop.stuck", {}) for _ in range(40)])
+            published_many(40, "shop.stuck")
             with relaying(peer.url, BATCH_DEADLINE=self.DEADLINE, BATCH_SIZE=20) as [relay]:
                 wait_until(lambda: len(peer.published) > 20)
-                with transaction.atomic():
-                    publish_many([Draft(TOPIC, {}) for _ in range(12)])
+                published_many(12)
                 wait_until_reached(12, lambda: relay.published)
                 stuck = [message for message in peer.published if message.routing_key != TOPIC]
                 assert len(stuck) == len(set(ids(stuck)))
@@ -293,19 +244,13 @@ class TestLateConfirms:
 
         monkeypatch.setattr(AmqpTransport, "send", counted)
         monkeypatch.setattr(late, "ack", lambda message: True)
-        with transaction.atomic():
-            publish_many([Draft(TOPIC, {}) for _ in range(40)])
+        published_many(40)
         with relaying(late.url, BATCH_DEADLINE=self.DEADLINE / 2, BATCH_SIZE=8):
             wait_until(lambda: sum(sizes) >= 18)
 
         assert [size for size, before in zip(sizes, accumulate([0, *sizes]), strict=False) if before >= 16 and size > 1] == []
 
 
-def published_so_far():
-    return OutboxMessage.objects.filter(state=State.PUBLISHED).count()
-
-
-@pytest.mark.every_database
 class TestMessageThatClosesTheChannel:
     """Each time it is sent, the broker closes the channel, and with it all other messages under way are lost."""
 
@@ -352,19 +297,7 @@ class TestMessageThatClosesTheChannel:
                 wait_until(lambda message=message: state_of(message) == State.PUBLISHED)
 
 
-@pytest.mark.every_database
 class TestUnroutableMessage:
-    def test_unroutable_message_is_published_once_its_queue_is_bound(self, rabbitmq_url):
-        message = published()
-
-        with relaying(rabbitmq_url, MAX_ATTEMPTS=1):
-            wait_until(lambda: row_of(message).attempts >= 3)
-            assert state_of(message) != State.DEAD
-            assert "unroutable" in row_of(message).last_error
-            with Queue(rabbitmq_url) as queue:
-                wait_until(lambda: state_of(message) == State.PUBLISHED)
-                assert ids(queue.take(1)) == [str(message.id)]
-
     def test_unroutable_message_holds_up_no_other_after_any_number_of_attempts(self, rabbitmq_url):
         lost = published("topic.without.queue")
         set_columns(lost, attempts=5_000)
@@ -432,19 +365,6 @@ class TestDraining:
         assert relay.published == 1
         assert sorted(states()) == [State.PUBLISHED, State.SCHEDULED]
 
-    def test_drain_publishes_a_backlog_of_several_batches(self, peer):
-        for _ in range(30):
-            published()
-
-        assert drained(peer.url, BATCH_SIZE=4).published == 30
-
-    def test_drain_ends_although_a_dead_head_holds_its_key(self, peer):
-        head = published(key="k")
-        published(key="k")
-        set_columns(head, state=State.DEAD)
-
-        assert drained(peer.url).published == 0
-
     @pytest.mark.django_db(transaction=True, databases=["default", "other"])
     def test_drain_publishes_the_messages_of_its_database_only(self, peer):
         here, there = published(), published(using="other")
@@ -455,7 +375,6 @@ class TestDraining:
         assert (state_of(here), state_of(there, "other")) == (State.READY, State.PUBLISHED)
 
 
-@pytest.mark.every_database
 def test_lane_without_a_broker_leaves_its_shards_to_the_other_lane(rabbitmq_url):
     messages = [published(key=f"k{n}") for n in range(40)]
     assert {row.shard % 2 for row in OutboxMessage.objects.all()} == {0, 1}

@@ -1,21 +1,19 @@
 """Topics paused by an operator or by the circuit breaker: the effect on their messages and on others, and the cost."""
 
-import threading
 from collections import Counter
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from django.db import connection, transaction
 
-from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
-from outbox import Draft, TopicState, cancel, pause, publish_many, publish_now, reschedule, resume
+from outbox import TopicState, cancel, pause, publish_now, reschedule, resume
 from outbox.errors import InvalidMessage
 from outbox.models import OutboxMessage, PausedTopic, TrailEntry
-from outbox.relay import breaker
 from outbox.states import State
 from outbox.store import claiming, pausing, settling
 from outbox.store.dialect import LIVE_PART
@@ -26,7 +24,9 @@ from tests.support.relaying import (
     in_hand,
     in_threads,
     one_pass,
+    open_transaction,
     published,
+    published_many,
     relay_for,
     relaying,
     row_of,
@@ -34,12 +34,13 @@ from tests.support.relaying import (
     state_of,
     states,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import pass_by, wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 BAD, GOOD = "shop.stock.full", "shop.order.placed"
 HOUR = timedelta(hours=1)
+many = partial(published_many, topic=BAD)
 
 
 @pytest.fixture
@@ -48,17 +49,6 @@ def room(peer):
     room = []
     peer.script = lambda m: [lambda: (peer.nack if m.routing_key == BAD and not room else peer.ack)(m)]
     return room
-
-
-@pytest.fixture
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(breaker, "_FIRST_PAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(breaker, "_LONGEST_PAUSE_SECONDS", 0.4)
-
-
-def many(count, topic=BAD, **options):
-    with transaction.atomic():
-        return publish_many([Draft(topic, {}, **options) for _ in range(count)])
 
 
 def of(topic, state=None):
@@ -78,31 +68,6 @@ def refused_by_breaker(topic=BAD, **columns):
     """The row of a topic that the circuit breaker has paused."""
     given = {"probe_at": DatabaseTime(HOUR), "pause_seconds": 1.0, "reason": "nacked", **columns}
     return PausedTopic.objects.create(topic=topic, paused_at=DatabaseTime(), **given)
-
-
-def pass_by(seconds):
-    """The test is that nothing happens for this long."""
-    until = monotonic() + seconds
-    wait_until(lambda: monotonic() > until)
-
-
-@contextmanager
-def open_transaction(change):
-    """Another session, which has made a change and does not commit before the block ends."""
-    changed, enough = threading.Event(), threading.Event()
-
-    def hold():
-        with transaction.atomic():
-            change()
-            changed.set()
-            enough.wait(60)
-
-    with in_threads(hold):
-        assert changed.wait(60)
-        try:
-            yield
-        finally:
-            enough.set()
 
 
 @pytest.mark.every_database
@@ -127,16 +92,6 @@ class TestPausedByAnOperator:
         sent = [name for name in ids(peer.published) if name not in ids([other, during[-1]])]
         assert sent == ids([*before, *during[:-1]])
         assert set(of(BAD).values_list("attempts", flat=True)) == {1}
-
-    def test_topic_is_not_tried_and_not_resumed_by_a_relay(self, peer, short_pauses):
-        many(10)
-        pause(BAD)
-        with relaying(peer.url):
-            wait_until(lambda: count(BAD, State.PAUSED) == 10)
-            pass_by(1.0)
-
-        assert peer.published == []
-        assert not the_pause().is_resuming
 
     def test_operator_takes_over_what_the_circuit_breaker_has_paused(self, peer, room, short_pauses):
         many(60)
@@ -196,35 +151,29 @@ class TestPausedByAnOperator:
         ]
 
 
-@pytest.mark.every_database
 class TestPausedMessage:
-    def test_paused_message_can_be_cancelled(self, peer):
-        message = published(BAD)
+    @pytest.fixture
+    def message(self, peer):
+        message = published(BAD, expires_in=2 * HOUR)
         pause(BAD)
         drained(peer.url)
         assert state_of(message) == State.PAUSED
+        return message
 
+    def test_paused_message_can_be_cancelled(self, peer, message):
         assert cancel(message.id)
         resume(BAD)
         drained(peer.url)
         assert (state_of(message), peer.published) == (State.CANCELLED, [])
 
-    def test_paused_message_can_be_rescheduled_and_is_paused_again_when_it_is_due(self, peer):
-        message = published(BAD)
-        pause(BAD)
-        drained(peer.url)
-
+    def test_paused_message_can_be_rescheduled_and_is_paused_again_when_it_is_due(self, peer, message):
         assert reschedule(message.id, delay=HOUR)
         assert state_of(message) == State.SCHEDULED
         set_columns(message, available_at=DatabaseTime())
         drained(peer.url)
         assert (state_of(message), peer.published) == (State.PAUSED, [])
 
-    def test_publish_now_does_not_send_a_message_while_its_topic_is_paused(self, peer):
-        message = published(BAD)
-        pause(BAD)
-        drained(peer.url)
-
+    def test_publish_now_does_not_send_a_message_while_its_topic_is_paused(self, peer, message):
         assert publish_now(message.id)
         drained(peer.url)
         assert (state_of(message), peer.published) == (State.PAUSED, [])
@@ -232,10 +181,7 @@ class TestPausedMessage:
         drained(peer.url)
         assert state_of(message) == State.PUBLISHED
 
-    def test_paused_message_expires_when_its_topic_is_resumed_too_late(self, peer):
-        message = published(BAD, expires_in=HOUR)
-        pause(BAD)
-        drained(peer.url)
+    def test_paused_message_expires_when_its_topic_is_resumed_too_late(self, peer, message):
         set_columns(message, expires_at=DatabaseTime(-HOUR))
         resume(BAD)
         drained(peer.url)
@@ -289,20 +235,13 @@ class TestProbes:
 
         assert {state_of(one) for one in (first, *others)} == {State.PUBLISHED}
 
-    def test_probe_that_is_due_is_tried_by_a_relay_that_did_not_pause_the_topic(self, peer):
-        many(8)
-        of(BAD).update(state=State.PAUSED)
-        refused_by_breaker(probe_at=DatabaseTime(-HOUR))
-        with relaying(peer.url):
-            wait_until(lambda: count(BAD, State.PUBLISHED) == 8)
-            wait_until(lambda: not PausedTopic.objects.exists())
-
-    def test_probe_that_becomes_due_ends_the_wait_of_an_idle_relay(self, peer):
+    def test_probe_that_becomes_due_ends_the_wait_of_an_idle_relay_that_did_not_pause_the_topic(self, peer):
         many(8)
         of(BAD).update(state=State.PAUSED)
         refused_by_breaker(probe_at=DatabaseTime(timedelta(seconds=1)))
         with relaying(peer.url, POLL_INTERVAL=timedelta(seconds=90), WATCHDOG=timedelta(seconds=200)):
             wait_until(lambda: count(BAD, State.PUBLISHED) == 8)
+            wait_until(lambda: not PausedTopic.objects.exists())
 
     def test_refused_probes_double_the_pause_once_for_all_relays(self):
         refused_by_breaker(in_trial=[1, 2, 3])
@@ -366,11 +305,15 @@ class TestProbes:
 
 @pytest.mark.every_database
 class TestResuming:
-    def test_messages_are_made_ready_in_growing_batches_of_at_most_500_the_oldest_first(self):
-        messages = many(1300)
+    def resuming(self, count):
+        """A topic with this many messages of which none has been made ready."""
+        many(count)
         of(BAD).update(state=State.PAUSED)
         pause(BAD)
         resume(BAD)
+
+    def test_messages_are_made_ready_in_growing_batches_of_at_most_500_the_oldest_first(self):
+        self.resuming(1300)
         batches = []
         while PausedTopic.objects.exists():
             if moved := pausing.resume_some("default", BAD, 500):
@@ -381,13 +324,9 @@ class TestResuming:
                 assert count(BAD, State.PUBLISHED) == of(BAD).filter(pk__lte=ready[-1]).count(), "no older one was left"
 
         assert batches == [10, 20, 40, 80, 160, 320, 500, 170]
-        assert len(messages) == sum(batches)
 
     def test_next_batch_waits_until_half_of_the_last_one_has_left(self):
-        many(100)
-        of(BAD).update(state=State.PAUSED)
-        pause(BAD)
-        resume(BAD)
+        self.resuming(100)
         assert pausing.resume_some("default", BAD, 500) == 10
         assert pausing.resume_some("default", BAD, 500) == 0
 
@@ -396,10 +335,7 @@ class TestResuming:
         assert pausing.resume_some("default", BAD, 500) == 20
 
     def test_batch_that_does_not_leave_stops_the_others_for_seconds_only(self):
-        many(100)
-        of(BAD).update(state=State.PAUSED)
-        pause(BAD)
-        resume(BAD)
+        self.resuming(100)
         assert pausing.resume_some("default", BAD, 500) == 10
         PausedTopic.objects.update(probe_at=DatabaseTime(-HOUR))
         assert pausing.resume_some("default", BAD, 500) == 20
@@ -468,7 +404,7 @@ class TestConcurrency:
         many(50)
         with open_transaction(lambda: change(BAD)), relaying(peer.url):
             wait_until(lambda: count(BAD, State.PAUSED) == 50)
-            others = many(50, GOOD)
+            others = many(50, topic=GOOD)
             wait_until(lambda: {state_of(one) for one in others[::10]} == {State.PUBLISHED})
 
     def test_topic_that_is_paused_in_an_open_transaction_for_the_first_time_holds_up_no_relay(self, peer, room):
@@ -543,10 +479,7 @@ class TestConcurrency:
 
         def write():
             for _ in range(100):
-                with transaction.atomic():
-                    names.extend(
-                        ids(publish_many([Draft(BAD, {}, key=f"k{n % keys}", biz_id=f"{n % keys}") for n in range(20)]))
-                    )
+                names.extend(ids(published_many(20, BAD, key=lambda n: f"k{n % keys}", biz_id=lambda n: f"{n % keys}")))
 
         with in_threads(*(relay.run for relay in relays), stop=stop):
             with in_threads(switch, write):

@@ -14,9 +14,8 @@ import psycopg
 import pytest
 from django.db import connection, connections, transaction
 
-from exactly_once.process.loop import Bell, StopRequest
+from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
-from inbox.models import InboxMessage
 from inbox.store.buckets import lease_tokens
 from outbox import doorbell
 from outbox.conf import OutboxOptions
@@ -27,6 +26,7 @@ from outbox.states import State
 from outbox.store import history
 from tests.support.aliases import an_alias, the_default_at
 from tests.support.deliveries import an_envelope, at_once, deliver, effects, make_due, run_to_the_end, the_effect
+from tests.support.open_transactions import another_session
 from tests.support.relaying import (
     SECONDS,
     a_backlog,
@@ -64,12 +64,6 @@ def pooled(pgbouncer, transactional_db):
     doorbell._rings.clear()
     with an_alias("direct"), the_default_at(PORT=pgbouncer.port):
         yield pgbouncer
-
-
-def connected_directly():
-    """A connection that bypasses the pooler."""
-    given = connections["direct"].get_connection_params()
-    return psycopg.connect(**{name: given[name] for name in ("dbname", "user", "host", "port")}, autocommit=True)
 
 
 @contextmanager
@@ -133,19 +127,6 @@ def test_concurrent_duplicates_have_one_effect(handles):
     while make_due():  # a duplicate that was deferred
         run_to_the_end()
     assert effects() == 1
-
-
-def test_failed_handler_is_retried(handles):
-    def fails_once(message):
-        the_effect(message)
-        if message.attempt == 1:
-            raise ValueError("no stock")
-
-    deliver(handles(fails_once))
-    run_to_the_end()
-
-    assert effects() == 1
-    assert InboxMessage.objects.get().state == "done"
 
 
 def test_several_relays_publish_every_message_once_and_every_key_in_order(peer):
@@ -238,24 +219,10 @@ def test_session_state_left_on_a_server_connection_is_detected(pgbouncer):
         finally:
             with every_server_connection(pgbouncer) as clients:
                 for each in clients:
-                    each.execute("COMMIT")
-                    each.execute("BEGIN")
-                    each.execute("SELECT pg_advisory_unlock_all()")
-                    each.execute("RESET ALL")
-                    each.execute("UNLISTEN *")
-                    each.execute("COMMIT")
-                    each.execute("BEGIN")
+                    each.execute("COMMIT; BEGIN; SELECT pg_advisory_unlock_all(); RESET ALL; UNLISTEN *; COMMIT; BEGIN")
 
 
 class TestDoorbell:
-    @pytest.fixture
-    def bell(self):
-        return Bell()
-
-    @pytest.fixture
-    def never(self):
-        return StopRequest()
-
     @pytest.fixture(autouse=True)
     def log(self, caplog):
         caplog.set_level(logging.WARNING)
@@ -270,7 +237,7 @@ class TestDoorbell:
             assert bell.wait(SECONDS, never)
 
     def test_commit_through_the_pooler_notifies_a_session_that_bypasses_it(self):
-        with connected_directly() as outside:
+        with another_session("direct", autocommit=True) as outside:
             outside.execute(f"LISTEN {CHANNEL}")
             with transaction.atomic():
                 ring_after_commit("default")
@@ -294,7 +261,7 @@ class TestDoorbell:
             Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="sessions")).listening(),
         ):
             assert bell.wait(SECONDS, never)
-            with connected_directly() as outside:
+            with another_session("direct", autocommit=True) as outside:
                 outside.execute(f"NOTIFY {CHANNEL}")
 
             assert bell.wait(SECONDS, never)

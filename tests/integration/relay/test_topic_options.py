@@ -25,7 +25,6 @@ class Nacking(Transport):
         return Sent(verdicts={message.position: Verdict(PublishOutcome.NACKED, "full") for message in messages})
 
 
-@pytest.mark.every_database
 def test_failed_message_dies_after_the_attempts_of_its_topic():
     own, other = published("audit.entry"), published(TOPIC)
 
@@ -34,7 +33,6 @@ def test_failed_message_dies_after_the_attempts_of_its_topic():
     assert (state_of(own), state_of(other)) == (State.DEAD, State.RETRYING)
 
 
-@pytest.mark.every_database
 def test_backoff_is_that_of_the_topic():
     own, other = published("audit.entry"), published(TOPIC)
 
@@ -90,7 +88,6 @@ def test_message_goes_to_the_exchange_of_its_topic_on_redis(redis_url):
     assert received(redis_url, "audit").properties["message_id"] == str(own.id)
 
 
-@pytest.mark.every_database
 def test_payload_is_serialised_by_the_encoder_of_the_topic():
     encoders = {"audit.*": {"encoder": "tests.support.hooks.SortedSets"}}
     with override_settings(OUTBOX={"TOPICS": encoders}), transaction.atomic():
