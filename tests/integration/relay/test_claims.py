@@ -3,7 +3,7 @@
 import re
 import threading
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -13,7 +13,7 @@ from statistics import median
 
 import psycopg
 import pytest
-from django.db import DatabaseError, InterfaceError, connection, connections, transaction
+from django.db import DatabaseError, InterfaceError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,6 +34,7 @@ from outbox.store.scheduling import Offset
 from outbox.store.settling import Failure, Settlement
 from outbox.transports import amqp
 from tests.support.apps.effects.models import Effect
+from tests.support.open_transactions import another_session
 from tests.support.relaying import (
     SECONDS,
     TOPIC,
@@ -44,7 +45,9 @@ from tests.support.relaying import (
     in_hand,
     in_threads,
     one_pass,
+    open_transaction,
     published,
+    published_many,
     relaying,
     row_of,
     set_columns,
@@ -58,28 +61,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 A_LOT = 400
 HOUR = timedelta(hours=1)
-
-
-def test_transactions_that_commit_in_the_reverse_order_of_their_ids_are_all_published(peer):
-    """A high-water mark would never find the message that commits second."""
-    first_has_its_id, second_has_committed = threading.Event(), threading.Event()
-    written = {}
-
-    def slow():
-        with transaction.atomic():
-            written["slow"] = publish(TOPIC, {})
-            first_has_its_id.set()
-            assert second_has_committed.wait(30)
-
-    with relaying(peer.url), in_threads(slow):
-        assert first_has_its_id.wait(30)
-        written["fast"] = published()
-        wait_until(lambda: state_of(written["fast"]) == State.PUBLISHED)
-        second_has_committed.set()
-        wait_until(lambda: states() == [State.PUBLISHED] * 2)
-
-    assert written["slow"].position < written["fast"].position
-    assert ids(peer.published) == ids([written["fast"], written["slow"]])
 
 
 def test_concurrent_claims_never_share_a_row():
@@ -173,37 +154,6 @@ def test_two_concurrent_relays_keep_the_order_of_every_key(peer):
         assert positions == sorted(positions)
 
 
-def test_publishing_while_relays_run_loses_nothing(peer):
-    def produce():
-        for n in range(40):
-            with transaction.atomic():
-                publish(TOPIC, {}, key=f"k{n % 3}")
-                publish_many([Draft(TOPIC, {}), Draft(TOPIC, {})])
-                transaction.set_rollback(n % 4 == 0)
-
-    with relaying(peer.url, relays=2), in_threads(produce, produce):
-        pass
-    drained(peer.url)
-
-    assert len(peer.published) == len(set(ids(peer.published))) == 2 * 30 * 3
-    assert set(states()) == {State.PUBLISHED}
-
-
-def test_pass_settles_every_row_but_one_locked_by_another_transaction(peer):
-    """Otherwise every pass would send the whole batch again for as long as that transaction is open."""
-    locked, *others = [published(biz_id=str(n)) for n in range(5)]
-    with psycopg.connect(**connection_parameters()) as other:
-        other.execute("UPDATE outbox_outboxmessage SET last_error = 'mine' WHERE id = %s", [locked.position])
-        with connected(peer.url) as transport:
-            report = one_pass(transport)
-            assert [state_of(message) for message in (locked, *others)] == [State.READY] + [State.PUBLISHED] * 4
-            other.rollback()
-            one_pass(transport)
-
-    assert report.settled == 4
-    assert state_of(locked) == State.PUBLISHED
-
-
 class TestTransactionBounds:
     def test_relay_frozen_past_its_transaction_bound_settles_nothing(self):
         message = published()
@@ -230,7 +180,7 @@ class TestTransactionBounds:
             except (DatabaseError, InterfaceError) as error:
                 woken.append(error)
 
-        with psycopg.connect(**connection_parameters(), autocommit=True) as other, in_threads(oversleep):
+        with another_session(autocommit=True) as other, in_threads(oversleep):
             pass
 
         assert [is_outage(error) for error in woken] == [True], "an outage, after which the relay begins again"
@@ -246,17 +196,6 @@ class TestTransactionBounds:
         assert shown("synchronous_commit") == "on"
 
 
-def connection_parameters():
-    settings = connections["default"].settings_dict
-    return {
-        "host": settings["HOST"],
-        "port": settings["PORT"],
-        "user": settings["USER"],
-        "password": settings["PASSWORD"] or None,
-        "dbname": settings["NAME"],
-    }
-
-
 def shown(name):
     with connection.cursor() as cursor:
         cursor.execute(f"SHOW {name}")
@@ -270,41 +209,27 @@ class TestCancelling:
     def long_operators_wait(self, monkeypatch):
         monkeypatch.setattr(deciding, "OPERATORS_WAIT", timedelta(seconds=SECONDS))
 
-    def cancelled_during_a_pass(self, message, settlement):
-        """Cancel while a pass has claimed the message; the pass ends only once the cancel waits for it."""
+    @pytest.mark.parametrize(
+        ("outcome", "state"),
+        [
+            (lambda position: {"published": [position]}, State.PUBLISHED),
+            (lambda position: {}, State.CANCELLED),
+            (lambda position: {"failed": [Failure(positions=[position], error="nack", retry_after=HOUR)]}, State.CANCELLED),
+        ],
+        ids=["published", "left ready", "to be retried"],
+    )
+    def test_cancel_waits_for_the_pass_and_fails_only_if_it_published_the_message(self, outcome, state):
+        message = published()
         answers = []
-
-        def cancel():
-            answers.append(deciding.decide("default", CANCEL, [message.position]))
-
-        with transaction.atomic():
+        with ExitStack() as beside, transaction.atomic():
             assert message.position in {row.position for row in in_hand(10)}
-            thread = threading.Thread(target=lambda: (cancel(), connections.close_all()))
-            thread.start()
+            cancel = partial(deciding.decide, "default", CANCEL, [message.position])
+            beside.enter_context(in_threads(lambda: answers.append(cancel())))
             wait_until(a_session_waits_for_a_row)
             assert not answers, "it waits for the pass"
-            settling.settle("default", settlement)
-        thread.join()
-        return answers[0]
+            settling.settle("default", Settlement(**outcome(message.position)))
 
-    def test_cancel_waits_for_the_pass_and_fails_if_it_published_the_message(self):
-        message = published()
-
-        assert not self.cancelled_during_a_pass(message, Settlement(published=[message.position]))
-        assert state_of(message) == State.PUBLISHED
-
-    def test_cancel_waits_for_the_pass_and_succeeds_if_it_published_nothing(self):
-        message = published()
-
-        assert self.cancelled_during_a_pass(message, Settlement())
-        assert state_of(message) == State.CANCELLED
-
-    def test_cancel_waits_for_the_pass_and_cancels_a_message_to_be_retried(self):
-        message = published()
-        failure = Failure(positions=[message.position], error="nack", retry_after=HOUR)
-
-        assert self.cancelled_during_a_pass(message, Settlement(failed=[failure]))
-        assert state_of(message) == State.CANCELLED
+        assert (bool(answers[0]), state_of(message)) == (state == State.CANCELLED, state)
 
     def test_cancel_in_an_open_transaction_keeps_relays_from_claiming_until_it_ends(self):
         message = published()
@@ -347,9 +272,6 @@ class TestCancelling:
             assert deciding.decide("default", CANCEL, [message.position])
 
             assert shown("lock_timeout") == "1234ms"
-
-    def test_cancel_of_a_missing_row_returns_false(self):
-        assert not deciding.decide("default", CANCEL, [10**9])
 
 
 def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
@@ -438,8 +360,7 @@ class TestIndexes:
     def published_before(self):
         filled("published", 20_000, key="CASE WHEN n % 2 = 1 THEN 'k' || n % 500 ELSE '' END")
         filled("dead", 20_000)  # which stay where the ready ones are
-        with transaction.atomic():
-            publish_many([Draft(TOPIC, {}, key=f"k{n % 20}") for n in range(50)])
+        published_many(50, key=lambda n: f"k{n % 20}")
         analyse()
 
     def test_ready_messages_are_read_by_index_from_the_floor_upwards(self, published_before):
@@ -457,22 +378,6 @@ class TestIndexes:
         assert re.search(r"Index Cond: \(\(shard = [^\n]* AND \(id > ", looking), "a floor is where the index scan begins"
         assert re.search(r"Index Cond: \(\(m?\.?shard = [^\n]* AND \(m?\.?id > ", reading), reading
 
-    def test_heads_that_hold_a_key_are_found_by_index(self, published_before):
-        held = OutboxMessage.objects.filter(state=State.PUBLISHED).exclude(key="").order_by("pk")
-        OutboxMessage.objects.filter(pk__in=held.values_list("pk", flat=True)[:200]).update(state=State.DEAD, day=LIVE)
-        analyse()
-        with transaction.atomic():
-            _, reading, _ = explained(lambda: in_hand(500))
-
-        assert "outbox_holding" in reading
-        assert "Seq Scan on outbox_outboxmessage" not in reading
-
-    def test_due_messages_are_found_by_index(self, published_before):
-        [plan] = explained(lambda: settling.make_scheduled_ready("default", 1_000))
-
-        assert "outbox_due" in plan
-        assert "Seq Scan on outbox_outboxmessage" not in plan
-
     def test_pass_reads_no_row_but_its_own_in_a_table_without_statistics(self):
         """A backlog that came since the last ANALYZE looks small to PostgreSQL, which would read all of it."""
         filled(State.READY, 20_000)
@@ -489,8 +394,7 @@ class TestIndexes:
 
     def test_promote_and_release_use_no_join_with_stale_statistics(self, published_before):
         """PostgreSQL would execute a subquery with a LIMIT again for every row of a join it believes to have one row."""
-        with transaction.atomic():
-            publish_many([Draft(TOPIC, {}, key=f"k{n % 20}") for n in range(5_000)])
+        published_many(5_000, key=lambda n: f"k{n % 20}")
         fresh = OutboxMessage.objects.filter(state=State.READY)
         fresh.filter(pk__in=fresh.values_list("pk")[:2_500]).update(state=State.RETRYING, available_at=DatabaseTime(-HOUR))
         fresh.update(state=State.WAITING)
@@ -506,8 +410,7 @@ class TestIndexes:
 
     @pytest.mark.parametrize("analysed", [True, False], ids=["fresh statistics", "stale statistics"])
     def test_paused_messages_of_a_topic_are_found_by_index(self, published_before, analysed):
-        with transaction.atomic():
-            publish_many([Draft(f"topic.{n % 5}", {}) for n in range(5_000)])
+        published_many(5_000, topic=lambda n: f"topic.{n % 5}")
         OutboxMessage.objects.filter(state=State.READY).update(state=State.PAUSED)
         if analysed:
             analyse()
@@ -536,14 +439,6 @@ class TestIndexes:
         [plan] = explained(lambda: settling.make_scheduled_ready("default", 1_000))
 
         assert re.search(r"Index Scan using outbox_due [^\n]*\n\s+Index Cond: \(?.*available_at <= ", plan), plan
-
-    def test_settling_finds_rows_by_primary_key(self, published_before):
-        positions = list(OutboxMessage.objects.filter(state=State.READY).values_list("pk", flat=True))
-
-        [plan] = explained(lambda: settling.settle("default", Settlement(published=positions)))
-
-        assert "Seq Scan on outbox_outboxmessage" not in plan
-        assert "outbox_outboxmessage_live_pkey" in plan
 
     def test_indexes_are_used_when_the_statistics_are_of_an_empty_table(self):
         analyse()
@@ -654,20 +549,15 @@ def of_the_table(node):
 
 def measured(action):
     """The executed plan of each statement of `action` that reads or writes the outbox."""
-    plans = []
 
-    def explain(execute, sql, params, many, context):
-        if "outbox_outboxmessage" in sql and sql.lstrip().startswith(("WITH", "SELECT", "UPDATE", "DELETE", "/*")):
-            with psycopg_cursor(context["connection"]) as cursor:
-                cursor.execute("SAVEPOINT measuring")
-                cursor.execute(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {sql}", params)
-                plans.append(cursor.fetchone()[0][0]["Plan"])
-                cursor.execute("ROLLBACK TO measuring")
-        return execute(sql, params, many, context)
+    def measure(cursor, sql, params):
+        cursor.execute("SAVEPOINT measuring")
+        cursor.execute(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {sql}", params)
+        plan = cursor.fetchone()[0][0]["Plan"]
+        cursor.execute("ROLLBACK TO measuring")
+        return plan
 
-    with connection.execute_wrapper(explain):
-        action()
-    return plans
+    return for_each_statement(action, measure)
 
 
 def nodes(plan):
@@ -685,7 +575,7 @@ class TestPinnedVacuumHorizon:
 
     @pytest.fixture
     def pinned(self):
-        with psycopg.connect(**connection_parameters()) as reader:
+        with another_session() as reader:
             reader.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
             reader.execute("SELECT count(*) FROM outbox_outboxmessage")
             yield reader
@@ -726,28 +616,19 @@ class TestPinnedVacuumHorizon:
             floors.saw(max(max(row.position, row.ready_position) for row in rows))
         return costs
 
-    def test_pages_read_per_pass_do_not_grow_with_the_number_of_passes(self, pinned):
-        filled("ready", 20_500)
-        costs = self.pages_by_pass(40, with_floors=True)
+    @staticmethod
+    def backlog(number):
+        if number == 0:
+            filled("ready", 20_500)
 
-        assert median(costs[-10:]) < 1.5 * median(costs[5:15]), costs
-
-    def test_pages_read_per_pass_grow_without_floors(self, pinned):
-        filled("ready", 20_500)
-        costs = self.pages_by_pass(40, with_floors=False)
-
-        assert median(costs[-10:]) > 2 * median(costs[5:15]), costs
-
-    def test_pages_read_per_pass_do_not_grow_with_a_backlog_of_prioritised_messages(self, pinned):
-        filled("ready", 20_500, is_secondary=True)
-        costs = self.pages_by_pass(40, with_floors=True)
-
-        assert median(costs[-10:]) < 1.5 * median(costs[5:15]), costs
+    @staticmethod
+    def prioritised_backlog(number):
+        if number == 0:
+            filled("ready", 20_500, is_secondary=True)
 
     @staticmethod
     def prioritised(number):
-        with transaction.atomic():
-            publish_many([Draft(TOPIC, {}, priority=1 + n % 9) for n in range(300)])
+        published_many(300, priority=lambda n: 1 + n % 9)
 
     @staticmethod
     def delayed(number):
@@ -760,7 +641,7 @@ class TestPinnedVacuumHorizon:
         if number == 0:
             filled("retrying", 20_000, due="now() - interval '1 hour' + make_interval(secs => n / 500)")
 
-    @pytest.mark.parametrize("kind", ["prioritised", "delayed", "retried"])
+    @pytest.mark.parametrize("kind", ["backlog", "prioritised_backlog", "prioritised", "delayed", "retried"])
     def test_pages_read_per_pass_do_not_grow_with_the_number_of_messages(self, pinned, kind):
         costs = self.pages_by_pass(40, with_floors=True, write=getattr(self, kind))
 
@@ -790,7 +671,7 @@ class TestPinnedVacuumHorizon:
 
         assert median(costs[-5:]) > 1.5 * median(costs[5:10]), costs
 
-    @pytest.mark.parametrize("kind", ["prioritised", "delayed", "retried"])
+    @pytest.mark.parametrize("kind", ["backlog", "prioritised", "delayed", "retried"])
     def test_pages_read_per_pass_grow_without_floors_with_the_number_of_messages(self, pinned, kind):
         costs = self.pages_by_pass(40, with_floors=False, write=getattr(self, kind))
 
@@ -814,33 +695,36 @@ def analyse():
 
 def explained(action):
     """The plan of every statement that touches the outbox."""
+
+    def explain(cursor, sql, params):
+        cursor.execute(f"EXPLAIN {sql}", params)
+        return "\n".join(line for (line,) in cursor.fetchall())
+
+    return for_each_statement(action, explain)
+
+
+def for_each_statement(action, explain):
+    """What `explain` returns before each statement of `action` that touches the outbox, in the same transaction."""
     plans = []
 
-    def explain(execute, sql, params, many, context):
+    def wrapper(execute, sql, params, many, context):
         if "outbox_outboxmessage" in sql and sql.lstrip().startswith(("WITH", "SELECT", "UPDATE", "DELETE", "/*")):
-            with psycopg_cursor(context["connection"]) as cursor:
-                cursor.execute(f"EXPLAIN {sql}", params)
-                plans.append("\n".join(line for (line,) in cursor.fetchall()))
+            with context["connection"].connection.cursor() as cursor:
+                plans.append(explain(cursor, sql, params))
         return execute(sql, params, many, context)
 
-    with connection.execute_wrapper(explain):
+    with connection.execute_wrapper(wrapper):
         action()
     return plans
-
-
-def psycopg_cursor(wrapper):
-    """A cursor that the wrapper above does not see, on the same connection and in the same transaction."""
-    return wrapper.connection.cursor()
 
 
 class TestBehindDeadHeads:
     """Messages that may not be sent must not hide those that may."""
 
     def test_message_without_a_key_is_published_while_dead_heads_hold_400_keys(self, peer):
-        with transaction.atomic():
-            publish_many([Draft(TOPIC, {}, key=f"key-{n}") for n in range(400)])
-            OutboxMessage.objects.update(state=State.DEAD)
-            publish_many([Draft(TOPIC, {}, key=f"key-{n}") for n in range(400)])
+        published_many(400, key=lambda n: f"key-{n}")
+        OutboxMessage.objects.update(state=State.DEAD)
+        published_many(400, key=lambda n: f"key-{n}")
         free = published()
 
         drained(peer.url)
@@ -923,47 +807,16 @@ class TestFloors:
 
         wait_until(condition)
 
-    @contextmanager
-    def slow_transaction(self, messages, **options):
-        """A transaction whose message has its position at the start of the block, and which commits at the end of it."""
-        written, commit = threading.Event(), threading.Event()
-
-        def write():
-            with transaction.atomic():
-                messages.append(publish(TOPIC, {}, **options))
-                written.set()
-                assert commit.wait(60)
-
-        with in_threads(write):
-            try:
-                assert written.wait(30)
-                yield
-            finally:
-                commit.set()
-
     def test_floors_stay_below_a_transaction_that_commits_after_thousands_of_later_ones(self, peer, never_from_the_start):
-        messages = []
+        """A high-water mark would never find its message."""
         with relaying(peer.url) as relays:
-            with self.slow_transaction(messages):
+            with open_transaction(partial(publish, TOPIC, {})) as late:
                 a_backlog(3000)
                 wait_until(lambda: OutboxMessage.objects.filter(state=State.PUBLISHED).count() == 3000)
                 later = published()
                 wait_until(lambda: state_of(later) == State.PUBLISHED)
-            [late] = messages
             wait_until(lambda: state_of(late) == State.PUBLISHED)
             self.passed_by_publishing(relays, late)
-
-    def test_floors_keep_the_order_of_a_key_whose_first_message_commits_late(self, peer, never_from_the_start):
-        messages = []
-        with relaying(peer.url):
-            with self.slow_transaction(messages, key="k", strict_order=True):
-                a_backlog(1000)
-                wait_until(lambda: OutboxMessage.objects.filter(state=State.PUBLISHED).count() == 1000)
-            messages.append(published(key="k", strict_order=True))
-            wait_until(lambda: not waiting())
-
-        sent = ids(peer.published)
-        assert sent.index(str(messages[0].id)) < sent.index(str(messages[1].id))
 
     @pytest.mark.parametrize("of", ["retry", "restore", "release", "promotion"])
     def test_message_that_becomes_ready_below_the_floor_is_published(self, peer, never_from_the_start, of):
@@ -1030,21 +883,8 @@ class TestWriters:
 
     def seen_while(self, write):
         """How many writers are seen while another transaction that has called `write` is open."""
-        done, end, answers = threading.Event(), threading.Event(), []
-
-        def open_transaction():
-            with transaction.atomic():
-                write()
-                done.set()
-                assert end.wait(60)
-
-        with in_threads(open_transaction):
-            try:
-                assert done.wait(30)
-                answers.append(len(claiming.writers("default")))
-            finally:
-                end.set()
-        return answers[0]
+        with open_transaction(write):
+            return len(claiming.writers("default"))
 
     def test_writers_include_a_transaction_that_published_and_has_not_committed(self):
         assert self.seen_while(lambda: publish(TOPIC, {})) == 1

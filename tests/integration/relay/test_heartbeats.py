@@ -6,6 +6,7 @@ import socket
 import threading
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
 
 import pytest
 from django.db import OperationalError, connections
@@ -22,28 +23,16 @@ from outbox.store.heartbeats import relays
 from tests.support.heartbeats import a_relay, fall_silent, write_beat
 from tests.support.relaying import in_threads
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 A_MOMENT = timedelta(seconds=10)
 
 
-class Clock:
-    """A monotonic clock that only the test advances."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-    def advance(self, seconds):
-        self.now += seconds
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(module, "monotonic", clock)
+    """A monotonic clock that only the test advances, by its `now`."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(module, "monotonic", lambda: clock.now)
     return clock
 
 
@@ -57,7 +46,7 @@ def next_beat(clock, heartbeat):
     """The row as the next heartbeat writes it, after `seconds`."""
 
     def beat(seconds=module.HEARTBEAT_SECONDS):
-        clock.advance(seconds)
+        clock.now += seconds
         heartbeat.beat()
         return the_row()
 
@@ -72,6 +61,7 @@ def is_near(instant, ago=timedelta()):
     return abs(utcnow() - ago - instant) < timedelta(seconds=30)
 
 
+@pytest.mark.every_database
 class TestRow:
     def test_second_heartbeat_of_a_relay_updates_its_row(self):
         relay = write_beat(running_for=timedelta(minutes=5), last_pass_at=timedelta(minutes=1), published=7, rate=1.5)
@@ -82,23 +72,14 @@ class TestRow:
         )
         second = the_row()
 
-        assert (first.host, first.pid, first.version, first.facts["published"], first.rate) == (
-            "relay-1",
-            4711,
-            "1.2.3",
-            7,
-            1.5,
-        )
+        assert (first.host, first.pid, first.version) == ("relay-1", 4711, "1.2.3")
+        assert (first.facts["published"], first.rate) == (7, 1.5)
         assert is_near(first.started_at, timedelta(minutes=5))
         assert is_near(first.last_pass_at, timedelta(minutes=1))
         assert is_near(first.beat_at)
         assert second.started_at == first.started_at
         assert (second.facts["published"], second.rate, second.waits_for, second.last_pass_at) == (9, 0.0, "the broker", None)
         assert second.beat_at > first.beat_at
-
-    def test_heartbeat_costs_one_statement(self, django_assert_num_queries):
-        with django_assert_num_queries(1):
-            write_beat()
 
     def test_relay_is_silent_once_its_heartbeat_is_older_than_the_limit(self):
         write_beat()
@@ -181,20 +162,14 @@ class TestHeartbeat:
     def test_heartbeat_is_written_every_two_seconds_and_not_more_often(self, heartbeat, clock, django_assert_num_queries):
         heartbeat.beat()
         heartbeat.published(1)
-        clock.advance(1.9)
+        clock.now += 1.9
         with django_assert_num_queries(0):
             heartbeat.beat()
-        clock.advance(0.1)
+        clock.now += 0.1
         with django_assert_num_queries(1):
             heartbeat.beat()
 
         assert the_row().facts["published"] == 1
-
-    def test_heartbeat_counts_published_messages(self, heartbeat, next_beat):
-        heartbeat.published(3)
-        heartbeat.published(4)
-
-        assert next_beat().facts["published"] == 7
 
     def test_rate_is_of_the_last_seconds_and_falls_to_zero(self, heartbeat, next_beat):
         rates = []
@@ -215,7 +190,7 @@ class TestHeartbeat:
 
     def test_heartbeat_has_the_time_of_the_last_successful_pass(self, heartbeat, clock, next_beat):
         heartbeat.passed()
-        clock.advance(60)
+        clock.now += 60
 
         assert is_near(next_beat().last_pass_at, timedelta(seconds=62))
 
@@ -226,21 +201,17 @@ class TestHeartbeat:
         heartbeat.waits_for("")
         assert next_beat().waits_for == ""
 
-    def test_waits_for_is_one_line_without_control_characters(self, heartbeat, next_beat):
-        heartbeat.waits_for("the broker:\n\x1b[2Jgone \u202e")
-
-        assert next_beat().waits_for == "the broker: [2Jgone"
-
     @pytest.mark.parametrize(
         ("reason", "stored"),
         [
             ("x" * 10_000, "x" * (NAME_LENGTH - 1) + "…"),
             ("two\nlines\x00 and a \ud800 surrogate", "two lines and a surrogate"),
+            ("the broker:\n\x1b[2Jgone \u202e", "the broker: [2Jgone"),
             ("é" * 300, "é" * (NAME_LENGTH - 1) + "…"),
         ],
-        ids=["long", "control characters", "multibyte"],
+        ids=["long", "control characters", "escape sequence", "multibyte"],
     )
-    def test_waits_for_fits_its_column_for_any_text(self, heartbeat, next_beat, reason, stored):
+    def test_waits_for_is_one_line_that_fits_its_column_for_any_text(self, heartbeat, next_beat, reason, stored):
         heartbeat.waits_for(reason)
 
         assert next_beat().waits_for == stored
@@ -260,7 +231,7 @@ class TestHeartbeat:
         assert is_near(stopped.stopped_at)
         assert stopped.facts["published"] == 3
 
-        clock.advance(60)
+        clock.now += 60
         heartbeat.beat()
         assert Process.objects.get().beat_at == stopped.beat_at
         assert not relays.rows("default")
@@ -286,6 +257,7 @@ class TestHeartbeat:
         assert the_row().silent is False
 
 
+@pytest.mark.every_database
 @pytest.mark.only_sqlite
 class TestHeartbeatOnSQLite:
     """Every heartbeat takes the lock of the only writer, which publishers need."""
@@ -293,11 +265,11 @@ class TestHeartbeatOnSQLite:
     def test_unchanged_heartbeat_is_written_less_often(self, heartbeat, clock, django_assert_num_queries):
         heartbeat.beat()
         for _ in range(2):
-            clock.advance(module.HEARTBEAT_SECONDS)
+            clock.now += module.HEARTBEAT_SECONDS
             with django_assert_num_queries(1) as asked:
                 heartbeat.beat()
             assert asked[0]["sql"].startswith("SELECT"), "it reads the request of an operator, without the write lock"
-        clock.advance(module.HEARTBEAT_SECONDS)
+        clock.now += module.HEARTBEAT_SECONDS
         with django_assert_num_queries(1) as written:
             heartbeat.beat()
         assert written[0]["sql"].startswith("INSERT")
@@ -326,6 +298,7 @@ class TestTwoLoops:
 
         assert next_beat().waits_for == "the broker: connection refused"  # the loop that worked has ended
 
+    @pytest.mark.every_database
     @pytest.mark.django_db(transaction=True)
     def test_two_loops_that_count_and_write_concurrently_lose_no_count(self, monkeypatch):
         monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.001)
@@ -391,7 +364,7 @@ class TestFailedHeartbeat:
         caplog.set_level(logging.INFO, logger="exactly_once")
         for _ in range(3):
             heartbeat.beat()
-            clock.advance(60)
+            clock.now += 60
         assert [record.levelname for record in caplog.records] == ["INFO"]
 
         failing_database.error = None
@@ -401,7 +374,7 @@ class TestFailedHeartbeat:
 
     def test_failed_heartbeat_is_not_retried_at_the_next_interval(self, failing_database, heartbeat, clock):
         heartbeat.beat()
-        clock.advance(module.HEARTBEAT_SECONDS)
+        clock.now += module.HEARTBEAT_SECONDS
         heartbeat.beat()
 
         assert failing_database().count == 1

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
-import psycopg
 import pytest
 from django.core.checks import run_checks
 from django.db import OperationalError, connection, transaction
@@ -30,7 +28,21 @@ from outbox.store.settling import Settlement
 from outbox.store.writing import NewRow, insert_formed
 from tests.support.http_api import HTTP, Api
 from tests.support.lower_bounds import at_least
-from tests.support.relaying import TOPIC, in_state, in_threads, published, quick, relaying, row_of, set_columns, state_of
+from tests.support.open_transactions import OpenTransaction, another_session
+from tests.support.relaying import (
+    SECONDS,
+    TOPIC,
+    in_state,
+    in_threads,
+    open_transaction,
+    published,
+    published_many,
+    quick,
+    relaying,
+    row_of,
+    set_columns,
+    state_of,
+)
 from tests.support.waiting import wait_until
 
 DAYS = history.HISTORY.days
@@ -52,12 +64,6 @@ def add_callback():
     yield register
     for name in names:
         registry.remove(name)
-
-
-def connection_parameters():
-    settings = connection.settings_dict
-    server = {"host": settings["HOST"], "port": settings["PORT"], "dbname": settings["NAME"]}
-    return {**server, "user": settings["USER"], "password": settings["PASSWORD"] or None}
 
 
 def execute(statement, *parameters):
@@ -87,8 +93,8 @@ def part_of(message):
 
 def a_history(count):
     """This many new messages are settled as published, and all that are ready."""
+    published_many(count)
     with transaction.atomic():
-        publish_many([Draft(TOPIC, {})] * count)
         ready = OutboxMessage.objects.filter(state=State.READY).values_list("pk", flat=True)
         settling.settle("default", Settlement(published=list(ready)))
 
@@ -110,7 +116,7 @@ def other_sessions_have_ended():
 @contextmanager
 def a_session(statement="SELECT 1"):
     """Another session with an open transaction that has executed the statement."""
-    with psycopg.connect(**connection_parameters()) as other:
+    with another_session() as other:
         other.execute(statement)
         yield other
         other.rollback()
@@ -178,9 +184,6 @@ class TestWhereAMessageIs:
         assert part_of(message) == f"{TABLE}_{date_of(today):%Y_%m_%d}"
         restore(message.id)
         assert part_of(message) == LIVE_PART
-
-    def test_message_of_a_day_without_a_partition_is_in_the_default_partition(self):
-        assert part_of(settled(published())) == f"{HISTORY}_default"
 
     @every_database
     @pytest.mark.parametrize("state", State)
@@ -260,22 +263,9 @@ def indexes_entered(table, message):
 class TestWhoWaits:
     def test_open_transaction_that_has_published_delays_neither_making_nor_dropping_a_day(self, today):
         """Also with the first INSERT of its session, for which PostgreSQL reads the definition of the table around it."""
-        first, done = threading.Event(), threading.Event()
-
-        def publisher():
-            with transaction.atomic():
-                publish(TOPIC, {})
-                publish_many([Draft(TOPIC, {})] * 20)
-                first.set()
-                assert done.wait(60)
-
-        with in_threads(publisher):
-            assert first.wait(60)
-            try:
-                DAYS.make("default", today)
-                assert history.HISTORY.drop_day("default", today)
-            finally:
-                done.set()
+        with open_transaction(lambda: (publish(TOPIC, {}), publish_many([Draft(TOPIC, {})] * 20))):
+            DAYS.make("default", today)
+            assert history.HISTORY.drop_day("default", today)
 
     def test_publisher_does_not_wait_while_making_a_day_waits_for_a_reader_of_history(self, today, monkeypatch):
         monkeypatch.setattr("exactly_once.sql.partitions.LONGEST_WAIT", timedelta(seconds=60))
@@ -285,8 +275,7 @@ class TestWhoWaits:
         ):
             wait_until(lambda: a_session_waits_for(f"{HISTORY}_default"))
             published()
-            with transaction.atomic():
-                publish_many([Draft(TOPIC, {})] * 20)
+            published_many(20)
             assert a_session_waits_for(f"{HISTORY}_default")
             reader.rollback()
         assert DAYS.existing("default") == [today]
@@ -318,7 +307,7 @@ class TestWhoWaits:
         answers = []
         with a_settle_of(message) as settles, in_threads(lambda: answers.append(cancel(message.id))):
             wait_until(a_session_waits)
-            settles(end)
+            settles[end]()
 
         [answer] = answers
         if end == "commit":
@@ -329,27 +318,13 @@ class TestWhoWaits:
 
 @contextmanager
 def a_settle_of(message):
-    """Another transaction that has moved the message to history; call it with "commit" or "rollback"."""
-    ended, outcome = threading.Event(), []
-    begun = threading.Event()
-
-    def settle():
-        with transaction.atomic():
-            settling.settle("default", Settlement(published=[message.position]))
-            begun.set()
-            assert ended.wait(60)
-            transaction.set_rollback(outcome == ["rollback"])
-
-    def end(how):
-        outcome.append(how)
-        ended.set()
-
-    with in_threads(settle):
-        assert begun.wait(60)
-        try:
-            yield end
-        finally:
-            ended.set()
+    """Another transaction that has moved the message to history: the functions that end it."""
+    other = OpenTransaction()
+    try:
+        other.does(settling.settle, "default", Settlement(published=[message.position])).result(SECONDS)
+        yield {"commit": other.commits, "rollback": other.rolls_back}
+    finally:
+        other.ends().shutdown()
 
 
 class TestUnique:
@@ -396,7 +371,7 @@ class TestUnique:
         found = []
         with a_settle_of(first) as settles, in_threads(lambda: found.append(published(biz_id="order-1", unique=True))):
             wait_until(a_session_waits)
-            settles(end)
+            settles[end]()
 
         [again] = found
         state = State.PUBLISHED if end == "commit" else State.READY
@@ -501,12 +476,6 @@ def a_snapshot(level):
 
 
 class TestHousekeeping:
-    def test_partitions_are_made_some_days_ahead(self, today):
-        a_round()
-        a_round()
-
-        assert DAYS.existing("default") == [today, today + 1, today + 2, today + 3]
-
     def test_cancel_that_waits_while_the_partition_of_its_day_is_made_moves_the_message_into_it(self, today):
         message, answers = published(), []
         with ExitStack() as beside, transaction.atomic():
@@ -670,15 +639,11 @@ class TestHousekeeping:
 
     def test_user_without_the_right_to_make_partitions_gets_the_remedy_and_old_rows_are_deleted(self, caplog):
         old = settled_before(9)
-        with a_user_who_owns_nothing() as alias_role:
-            execute(f"SET ROLE {alias_role}")
-            try:
-                keeping = housekeeper(KEEP_HISTORY=7 * DAY)
-                keeping.drain(StopRequest())
-                keeping.drain(StopRequest())
-                warnings = run_checks(databases=["default"])
-            finally:
-                execute("RESET ROLE")
+        with as_a_user_who_owns_nothing():
+            keeping = housekeeper(KEEP_HISTORY=7 * DAY)
+            keeping.drain(StopRequest())
+            keeping.drain(StopRequest())
+            warnings = run_checks(databases=["default"])
 
         reports = [record.getMessage() for record in caplog.records if "may not make or drop partitions" in record.getMessage()]
         assert len(reports) == 1
@@ -690,18 +655,14 @@ class TestHousekeeping:
         """The default partition has no index of days, and has all history of such a user."""
         a_history(3000)
         execute(f"ANALYZE {TABLE}")
-        with a_user_who_owns_nothing() as alias_role:
-            execute(f"SET ROLE {alias_role}")
-            try:
-                keeping = housekeeper(KEEP_HISTORY=7 * DAY)
+        with as_a_user_who_owns_nothing():
+            keeping = housekeeper(KEEP_HISTORY=7 * DAY)
+            keeping.drain(StopRequest())
+            wait_until(other_sessions_have_ended)
+            before = rows_read(HISTORY)
+            for _ in range(3):
                 keeping.drain(StopRequest())
-                wait_until(other_sessions_have_ended)
-                before = rows_read(HISTORY)
-                for _ in range(3):
-                    keeping.drain(StopRequest())
-                read = rows_read(HISTORY) - before
-            finally:
-                execute("RESET ROLE")
+            read = rows_read(HISTORY) - before
 
         assert read < 100
 
@@ -724,9 +685,7 @@ class TestHousekeeping:
 
     def test_dropping_a_day_leaves_no_dead_rows(self, today):
         DAYS.make("default", today)
-        with transaction.atomic():
-            messages = publish_many([Draft(TOPIC, {})] * 2000)
-            settling.settle("default", Settlement(published=[message.position for message in messages]))
+        a_history(2000)
 
         assert history.HISTORY.drop_day("default", today)
 
@@ -743,13 +702,15 @@ class TestInATransactionOfATest:
 
 
 @contextmanager
-def a_user_who_owns_nothing():
+def as_a_user_who_owns_nothing():
     execute("CREATE ROLE only_a_user")
     execute("GRANT ALL ON ALL TABLES IN SCHEMA public TO only_a_user")
     execute("GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO only_a_user")
+    execute("SET ROLE only_a_user")
     try:
-        yield "only_a_user"
+        yield
     finally:
+        execute("RESET ROLE")
         execute("DROP OWNED BY only_a_user")
         execute("DROP ROLE only_a_user")
 
@@ -804,9 +765,7 @@ class TestFigures:
         assert counts.estimated == frozenset()
 
     def test_large_history_is_estimated_and_live_messages_are_counted(self, monkeypatch):
-        with transaction.atomic():
-            messages = publish_many([Draft(TOPIC, {})] * 500)
-            settling.settle("default", Settlement(published=[message.position for message in messages]))
+        a_history(500)
         published()
         execute(f"ANALYZE {TABLE}")
         monkeypatch.setattr("outbox.operators.counts.COUNTED_EXACTLY_BYTES", 0)

@@ -10,14 +10,12 @@ from datetime import timedelta
 from functools import partial
 from urllib.parse import urlsplit
 
-import psycopg
 import pytest
 from django.db import OperationalError, connection, connections, transaction
 
 from exactly_once.process.clock import monotonic
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
-from outbox import Draft, publish_many
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store import backfilling
@@ -25,10 +23,23 @@ from outbox.store.claiming import read_published, shard_holders
 from outbox.store.dialect import LOCK_SPACE
 from tests.support.aliases import the_default_at
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
-from tests.support.relaying import TOPIC, Queue, drained, ids, in_threads, published, relaying, state_of
+from tests.support.open_transactions import another_session
+from tests.support.relaying import (
+    TOPIC,
+    Queue,
+    all_published,
+    drained,
+    ids,
+    in_threads,
+    published,
+    published_many,
+    relaying,
+    state_of,
+    states,
+)
 from tests.support.servers import FaultProxy
 from tests.support.waiting import wait_until
-from tests.support.workers import Process, as_environment
+from tests.support.workers import Process, worker_environment
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -44,7 +55,7 @@ def locked_rows(messages):
 
 @contextmanager
 def session(statement, parameters=()):
-    with psycopg.connect(**connection.get_connection_params() | {"cursor_factory": psycopg.Cursor}) as other:
+    with another_session() as other:
         other.execute(statement, parameters)
         yield other.info.backend_pid
 
@@ -87,7 +98,7 @@ class TestLockedRow:
         with Queue(rabbitmq_url) as queue, ExitStack() as lock:
             lock.enter_context(locked_rows([locked]))
             with relaying(rabbitmq_url, relays=2):
-                wait_until(lambda: all(state_of(other) == State.PUBLISHED for other in others))
+                wait_until(lambda: all_published(others))
                 later = published()
                 wait_until(lambda: state_of(later) == State.PUBLISHED)
                 arrived = queue.take(51)
@@ -105,7 +116,7 @@ class TestLockedRow:
             lock.enter_context(locked_rows([messages[index]]))
             with relaying(rabbitmq_url, relays=2):
                 others = [published(key="b")]
-                wait_until(lambda: all(state_of(one) == State.PUBLISHED for one in (*others, *messages[:index])))
+                wait_until(lambda: all_published([*others, *messages[:index]]))
                 others.append(published(key="b"))
                 wait_until(lambda: state_of(others[-1]) == State.PUBLISHED)
                 assert {state_of(later) for later in messages[index:]} == {State.READY}
@@ -116,13 +127,12 @@ class TestLockedRow:
         assert arrived == ids(messages)
 
     def test_message_behind_thousands_of_locked_ones_is_published(self, rabbitmq_url):
-        with transaction.atomic():
-            locked = publish_many(Draft(TOPIC, {}, key=f"k{n % 50}" if n % 2 else "") for n in range(3000))
+        locked = published_many(3000, key=lambda n: f"k{n % 50}" if n % 2 else "")
         with Queue(rabbitmq_url) as queue, locked_rows(locked):
             others = [published() for _ in range(20)] + [published(key=f"other-{n}") for n in range(20)]
             behind = published(key="k1")
             with relaying(rabbitmq_url):
-                wait_until(lambda: all(state_of(other) == State.PUBLISHED for other in others))
+                wait_until(lambda: all_published(others))
             assert sorted(ids(queue.take_all())) == sorted(ids(others))
             assert state_of(behind) == State.READY
 
@@ -173,7 +183,7 @@ class TestLockedTable:
                 wait_until(lambda: reports(caplog, LOCKED_TABLES))
                 assert queue.take_all() == []
                 lock.close()
-                wait_until(lambda: all(state_of(message) == State.PUBLISHED for message in messages))
+                wait_until(lambda: all_published(messages))
             assert sorted(ids(queue.take_all())) == sorted(ids(messages))
 
         [report] = reports(caplog, LOCKED_TABLES)
@@ -186,21 +196,18 @@ def test_relay_frozen_while_the_database_writes_to_it_keeps_no_message_from_anot
     """PostgreSQL ends no statement while it waits for a client to read: no timeout applies."""
     url = process_environment["DATABASE_URL"]
     deadline = timedelta(seconds=1)
-    with transaction.atomic():
-        messages = publish_many([Draft(TOPIC, "x" * 200_000) for _ in range(200)])
+    messages = published_many(200, payload="x" * 200_000)
     with FakeAmqpPeer() as peer, FaultProxy("127.0.0.1", int(urlsplit(url).port)) as proxy:
-        environment = {
-            **process_environment,
-            **as_environment(OUTBOX={"BROKER_URL": peer.url, "BATCH_DEADLINE": deadline, "BATCH_BYTES": 2**26}, INBOX={}),
-            "DATABASE_URL": proxy.through(url),
-            "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
-        }
+        environment = worker_environment(
+            {**process_environment, "DATABASE_URL": proxy.through(url)},
+            OUTBOX={"BROKER_URL": peer.url, "BATCH_DEADLINE": deadline, "BATCH_BYTES": 2**26},
+        )
         with Process(environment, tmp_path / "relay.log", "outbox_relay") as frozen:
             frozen.until(lambda: proxy.bytes_to_client > 1_000_000)
             proxy.freeze()
             wait_until(waiting_for_their_client)
             with relaying(peer.url, BATCH_DEADLINE=deadline):
-                wait_until(lambda: published_so_far() == len(messages))
+                wait_until(lambda: states() == [State.PUBLISHED] * len(messages))
             ended = reports(caplog, "did not read what the database sent")
             assert 1 <= len(ended) <= LANES  # one report for each lane that was frozen within a read
             # The documented limit is 6 s: twice the deadline, and 4 s. A loaded machine may take as long again.
@@ -212,8 +219,7 @@ def test_relay_frozen_while_the_database_writes_to_it_keeps_no_message_from_anot
 
 
 def test_relay_frozen_while_it_hands_over_the_past_keeps_no_shard_from_the_others(process_environment):
-    with transaction.atomic():
-        messages = publish_many([Draft(TOPIC, "x" * 200_000) for _ in range(200)])
+    messages = published_many(200, payload="x" * 200_000)
     OutboxMessage.objects.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=day_of("default"))
 
     def hand_over():
@@ -243,10 +249,6 @@ def waiting_for_their_client():
     with connection.cursor() as cursor:
         cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'ClientWrite' AND state = 'active'")
         return cursor.fetchone()[0]
-
-
-def published_so_far():
-    return OutboxMessage.objects.filter(state=State.PUBLISHED).count()
 
 
 class TestHeldShard:
