@@ -10,7 +10,7 @@ import pytest
 from tests.support import mortal
 from tests.support.relaying import Queue, ids, published
 from tests.support.waiting import wait_until
-from tests.support.workers import Process, as_environment, migrate
+from tests.support.workers import Process, migrate, worker_environment
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.proof, pytest.mark.timeout(200)]
 
@@ -25,8 +25,8 @@ def test_idle_relay_executes_at_most_two_statements_a_second_while_the_doorbell_
 ):
     environment = {**process_environment, "DATABASE_URL": mortal_database}
     migrate(environment, tmp_path / "migrate.log")
-    environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.worker.settings"
-    environment |= {"PGOPTIONS": "-c log_statement=all", **as_environment(OUTBOX={"BROKER_URL": rabbitmq_url})}
+    environment["PGOPTIONS"] = "-c log_statement=all"
+    environment = worker_environment(environment, OUTBOX={"BROKER_URL": rabbitmq_url})
 
     def executed():
         return len(re.findall("LOG:  (statement|execute)", mortal_postgres.log.read_text()))

@@ -14,22 +14,15 @@ from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, publish_many
 from outbox.models import OutboxMessage
 from outbox.states import State
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import EXCHANGE, TOPIC, Queue, connected, drained, ids, one_pass
-from tests.support.workers import Process, as_environment
+from tests.support.workers import Process, worker_environment
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(transaction=True)
 
 MESSAGES = 150
 A_MEGABYTE = 1_000_000
 HOUR = timedelta(hours=1)
 GIVEN = [400, 500, 5000, 100, 200, 300, 400]
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
 
 
 def count(state):
@@ -49,11 +42,7 @@ def sizes(messages):
 def test_relay_of_a_backlog_of_large_messages_needs_little_memory(process_environment, rabbitmq_url, tmp_path):
     for _ in range(MESSAGES // 10):
         of_sizes(*[A_MEGABYTE] * 10)
-    environment = {
-        **process_environment,
-        **as_environment(OUTBOX={"BROKER_URL": rabbitmq_url, "EXCHANGE": EXCHANGE}, INBOX={}),
-        "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
-    }
+    environment = worker_environment(process_environment, OUTBOX={"BROKER_URL": rabbitmq_url, "EXCHANGE": EXCHANGE})
     with (
         Queue(rabbitmq_url, **{"x-max-length": 1}),
         Process(environment, tmp_path / "relay.log", "outbox_relay") as relay,
@@ -62,6 +51,7 @@ def test_relay_of_a_backlog_of_large_messages_needs_little_memory(process_enviro
         assert relay.peak_megabytes() < 180
 
 
+@pytest.mark.every_database
 def test_pass_sends_no_more_than_its_limit_of_bytes_and_a_larger_message_alone(peer):
     of_sizes(*GIVEN, key="k")
     passes = []

@@ -12,7 +12,7 @@ from django.core.management import call_command
 from django.db import connection
 from django.test import override_settings
 
-from exactly_once.transport import CONFIRMED, Capabilities, Sent
+from exactly_once.transport import CONFIRMED, Capabilities, Sent, Transport
 from inbox.models import InboxMessage
 from outbox import on_published
 from outbox.callbacks import registry
@@ -30,27 +30,17 @@ mortal_database = mortal.mortal_database
 SOME = 5
 
 
-class Broker:
+class Broker(Transport):
     """Confirms every message and keeps it."""
 
     capabilities = Capabilities(confirms=True)
-    round_trip = None
 
     def __init__(self):
         self.taken = []
 
-    def connect(self):
-        pass
-
     def send(self, messages, deadline):
         self.taken += [message.envelope for message in messages]
         return Sent(verdicts={message.position: CONFIRMED for message in messages})
-
-    def unconfirmed(self):
-        return {}
-
-    def answers(self, messages):
-        return {}
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from tests.support import mortal
 from tests.support.relaying import Queue, ids, published
 from tests.support.waiting import wait_until
-from tests.support.workers import Process, as_environment, migrate
+from tests.support.workers import Process, migrate, worker_environment
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -26,8 +26,8 @@ def relay(mortal_database, process_environment, rabbitmq_url, tmp_path):
     """Start `outbox_relay` on the database of this URL; by default on the test's own."""
     environment = {**process_environment, "DATABASE_URL": mortal_database}
     migrate(environment, tmp_path / "migrate.log")
-    environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.worker.settings"
-    environment |= {"PGAPPNAME": "outbox_relay", **as_environment(OUTBOX={"BROKER_URL": rabbitmq_url})}
+    environment["PGAPPNAME"] = "outbox_relay"
+    environment = worker_environment(environment, OUTBOX={"BROKER_URL": rabbitmq_url})
 
     def start(url=mortal_database):
         return Process({**environment, "DATABASE_URL": url}, tmp_path / "relay.log", "outbox_relay")

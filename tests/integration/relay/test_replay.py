@@ -30,10 +30,10 @@ from outbox.states import State
 from outbox.store.selecting import Selection
 from tests.support.deliveries import drain, the_effect
 from tests.support.inbox_rows import delete_messages
-from tests.support.relaying import TOPIC, Queue, drained, ids, in_threads, published, set_columns
+from tests.support.relaying import TOPIC, Queue, drained, ids, in_threads, published, published_many, set_columns
 from tests.support.servers import FaultProxy
 from tests.support.servers.private import free_port
-from tests.support.workers import Process, as_environment
+from tests.support.workers import Process, worker_environment
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -46,12 +46,19 @@ def replayed(**options):
     return out.getvalue()
 
 
-def sent(count, topic=TOPIC, **options):
-    """This many messages that have been published."""
-    messages = [published(topic, {"n": n}, biz_id=f"{topic}-{n}", **options) for n in range(count)]
+def sent(count, topic=TOPIC, *, keys=(), **options):
+    """This many messages that have been published, with these keys in turn."""
+    key = (lambda n: keys[n % len(keys)]) if keys else ""
+    messages = published_many(count, topic, payload=lambda n: {"n": n}, biz_id=lambda n: f"{topic}-{n}", key=key, **options)
     for message in messages:
         set_columns(message, state=State.PUBLISHED, settled_at=DatabaseTime())
     return messages
+
+
+def planned(selection=None):
+    """What `plan` returns for a replay of everything."""
+    actor = Actor(name="operator", place="test", address="")
+    return plan("default", Replay(selection=selection or Selection()), rate=500, reason="", actor=actor)
 
 
 def settled(message, ago):
@@ -78,12 +85,12 @@ def local():
         yield
 
 
-@pytest.mark.every_database
 class TestSelection:
     @pytest.fixture(autouse=True)
     def _local(self, local):
         pass
 
+    @pytest.mark.every_database
     def test_dry_run_counts_by_topic_and_state_and_sends_nothing(self):
         sent(2)
         sent(1, "shop.paid")
@@ -103,6 +110,7 @@ class TestSelection:
         assert "In another state and not sent: 1;" in shown
         assert not Operation.objects.exists()
 
+    @pytest.mark.every_database
     def test_messages_are_selected_by_period_topic_and_biz_id(self, handles):
         handles(the_effect, topic=TOPIC)
         handles(the_effect, topic="shop.paid", name="paid")
@@ -152,7 +160,6 @@ class TestSelection:
         assert not Operation.objects.exists()
 
 
-@pytest.mark.every_database
 class TestLocally:
     """With `local://`, where the messages are handed to the inbox of the same database."""
 
@@ -160,6 +167,7 @@ class TestLocally:
     def _local(self, local):
         pass
 
+    @pytest.mark.every_database
     def test_messages_that_were_handled_are_suppressed_and_lost_ones_are_handled(self, handles):
         handler = handles(the_effect, topic=TOPIC)
         for n in range(3):
@@ -176,25 +184,18 @@ class TestLocally:
         assert counted == {"order-0": 1, "order-1": 0, "order-2": 1}
         assert set(InboxMessage.objects.values_list("state", flat=True)) == {"done"}
 
-    def test_only_the_given_group_gets_the_messages(self, handles):
-        one, _other = handles(the_effect, topic=TOPIC, name="one"), handles(the_effect, topic=TOPIC, name="other")
+    @pytest.mark.parametrize("topics", [TOPIC, [TOPIC, "shop.paid"]], ids=["one topic", "several topics"])
+    def test_only_the_given_group_gets_the_messages(self, handles, topics):
+        """A handler of several topics is named by its queue."""
+        one, _other = handles(the_effect, topic=topics, name="one"), handles(the_effect, topic=TOPIC, name="other")
         sent(2)
 
-        replayed(topic=TOPIC, to_group=f"{inbox_options().group}.{one.name}")
+        several = queue_name(one, inbox_options())
+        replayed(topic=TOPIC, to_group=f"{inbox_options().group}.{one.name}" if topics == TOPIC else several)
 
         assert set(InboxMessage.objects.values_list("handler", flat=True)) == {"one"}
 
-    def test_a_handler_of_several_topics_is_named_by_its_queue(self, handles):
-        one, _other = (
-            handles(the_effect, topic=[TOPIC, "shop.paid"], name="one"),
-            handles(the_effect, topic=TOPIC, name="other"),
-        )
-        sent(2)
-
-        replayed(topic=TOPIC, to_group=queue_name(one, inbox_options()))
-
-        assert set(InboxMessage.objects.values_list("handler", flat=True)) == {"one"}
-
+    @pytest.mark.every_database
     def test_a_replay_does_not_change_the_message_and_is_recorded(self, handles):
         handles(the_effect, topic=TOPIC)
         (message,) = sent(1)
@@ -227,11 +228,8 @@ class TestLocally:
     def test_the_same_replay_is_not_planned_twice_while_it_is_open(self, handles):
         handles(the_effect, topic=TOPIC)
         sent(3)
-        actor = Actor(name="operator", place="test", address="")
-        replay = Replay(selection=Selection())
 
-        first = plan("default", replay, rate=500, reason="", actor=actor)
-        second = plan("default", replay, rate=500, reason="", actor=actor)
+        first, second = planned(), planned()
         shown = replayed()
 
         assert (first.is_new, second.is_new) == (True, False)
@@ -243,13 +241,7 @@ class TestLocally:
     def test_a_running_relay_executes_a_planned_replay(self, handles):
         handles(the_effect, topic=TOPIC)
         sent(2)
-        plan(
-            "default",
-            Replay(selection=Selection()),
-            rate=500,
-            reason="",
-            actor=Actor(name="operator", place="test", address=""),
-        )
+        planned()
 
         call_command("outbox_relay", drain=True)
 
@@ -259,8 +251,7 @@ class TestLocally:
     def test_an_ordered_handler_gets_the_messages_of_a_key_in_their_order(self, handles):
         seen = []
         handles(lambda message: seen.append((message.key, message.payload["n"])), topic=TOPIC, ordered=True)
-        for n in range(20):
-            set_columns(published(payload={"n": n}, key=f"k{n % 3}"), state=State.PUBLISHED, settled_at=DatabaseTime())
+        sent(20, keys=["k0", "k1", "k2"])
 
         replayed(rate="7/s")
         drain()
@@ -273,13 +264,9 @@ class TestLocally:
 
 def test_two_operators_who_start_the_same_replay_at_once_get_one_operation(local):
     sent(3)
-    actor = Actor(name="operator", place="test", address="")
     found = []
 
-    def start():
-        found.append(plan("default", Replay(selection=Selection()), rate=500, reason="", actor=actor))
-
-    with in_threads(*[start] * 8):
+    with in_threads(*[lambda: found.append(planned())] * 8):
         pass
 
     assert Operation.objects.count() == 1
@@ -310,9 +297,7 @@ class TestRabbitMQ:
         handler = handles(the_effect, topic=TOPIC, name="parted", ordered=Ordered(partitions=2))
         with kombu.Connection(broker) as connection:
             declare(connection, handler, inbox_options())
-            sent(20, key="")
-            for n in range(20):
-                set_columns(published(payload={"n": n}, key=f"k{n}"), state=State.PUBLISHED, settled_at=DatabaseTime())
+            sent(40, keys=[*(f"k{n}" for n in range(20)), *[""] * 20])
 
             replayed(topic=TOPIC, to_group=f"{inbox_options().group}.{handler.name}")
 
@@ -329,16 +314,6 @@ class TestRabbitMQ:
 
         assert Operation.objects.get().reasons == {f"unroutable: queue 'billing.unknown@{TOPIC}' does not exist": 2}
 
-    def test_messages_of_a_key_arrive_in_their_order(self, broker):
-        with Queue(broker) as queue:
-            for n in range(60):
-                set_columns(published(payload={"n": n}, key=f"k{n % 4}"), state=State.PUBLISHED, settled_at=DatabaseTime())
-            replayed(rate="50/s")
-            arrived = [(delivery.headers["cloudEvents:orderingkey"], delivery.payload["n"]) for delivery in queue.take(60)]
-
-        for key in ("k0", "k1", "k2", "k3"):
-            assert [n for each, n in arrived if each == key] == list(range(int(key[1]), 60, 4))
-
     def test_the_rate_is_kept(self, broker, monkeypatch):
         waited = []
         monkeypatch.setattr(StopRequest, "wait", lambda self, seconds: waited.append(seconds))
@@ -351,8 +326,7 @@ class TestRabbitMQ:
 
     def test_a_broker_that_cannot_be_reached_is_waited_for(self, rabbitmq_url, caplog):
         sent(2)
-        actor = Actor(name="operator", place="test", address="")
-        operation = plan("default", Replay(selection=Selection()), rate=500, reason="", actor=actor).operation
+        operation = planned().operation
 
         with override_settings(OUTBOX={"BROKER_URL": f"amqp://guest:guest@127.0.0.1:{free_port()}//"}):
             for _ in range(executing._MOST_ERRORS + 1):
@@ -429,11 +403,7 @@ class TestRabbitMQ:
         assert list(Operation.objects.values_list("state", "done", "failed")) == [("finished", 1, 0)] * 2
 
     def test_a_replay_that_is_killed_is_continued_and_sends_every_message(self, broker, process_environment, tmp_path):
-        environment = {
-            **process_environment,
-            **as_environment(INBOX={}, OUTBOX={"BROKER_URL": broker}),
-            "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
-        }
+        environment = worker_environment(process_environment, OUTBOX={"BROKER_URL": broker})
         with Queue(broker) as queue:
             messages = sent(60)
             arguments = ("outbox_replay", "--all", "--yes", "--rate", "20/s")

@@ -11,23 +11,26 @@ from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import State
 from outbox.store import settling, unwritable_rows
 from outbox.store.unwritable_rows import UnwritableRows
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
-from tests.support.refused_rows import POISON, cleared, refused
-from tests.support.relaying import TOPIC, drained, ids, published, relaying, row_of, set_columns, state_of, states
+from tests.support.refused_rows import POISON, cleared, refused, reports
+from tests.support.relaying import (
+    TOPIC,
+    all_published,
+    drained,
+    ids,
+    published,
+    relaying,
+    row_of,
+    set_columns,
+    state_of,
+    states,
+)
 from tests.support.waiting import wait_until, wait_until_reached
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("reported_once", "unhurried_search")]
 
 HOUR = timedelta(hours=1)
-REFUSED = "the database refuses to change the rows of"
 MANY = 60
 NOT_READY = "NEW.biz_id LIKE 'poison%' AND NEW.state = 'ready'"
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
 
 
 def backed_off(message):
@@ -61,16 +64,8 @@ def among_others(wait, bad=1):
     return poisoned, others
 
 
-def reports(caplog):
-    return [record.getMessage() for record in caplog.records if REFUSED in record.getMessage()]
-
-
 def unexpected(caplog):
     return [record.getMessage() for record in caplog.records if "nexpected" in record.getMessage()]
-
-
-def all_published(messages):
-    return all(state_of(message) == State.PUBLISHED for message in messages)
 
 
 @pytest.mark.every_database

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-from django.db import connection, transaction
+from django.db import connection
 
-from outbox import Draft, publish_many
 from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
-from tests.support.workers import Process, as_environment
+from tests.support.relaying import published_many
+from tests.support.workers import Process, worker_environment
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -61,16 +61,13 @@ def published():
 @pytest.mark.proof
 @pytest.mark.parametrize("seconds_per_row", [0.004, 0.01], ids=["read after the deadline", "statement timeout"])
 def test_relay_that_reads_too_slowly_takes_fewer_messages_and_publishes_them(process_environment, tmp_path, seconds_per_row):
-    with transaction.atomic():
-        publish_many([Draft("shop.order.placed", {"n": n}) for n in range(MESSAGES)])
+    published_many(MESSAGES)
     with FakeAmqpPeer() as peer, slow_reads(seconds_per_row) as role:
         scheme, _, rest = process_environment["DATABASE_URL"].partition("://")
-        environment = {
-            **process_environment,
-            **as_environment(OUTBOX={"BROKER_URL": peer.url, "BATCH_DEADLINE": DEADLINE}, INBOX={}),
-            "DATABASE_URL": f"{scheme}://{role}@{rest.rpartition('@')[2]}",
-            "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
-        }
+        environment = worker_environment(
+            {**process_environment, "DATABASE_URL": f"{scheme}://{role}@{rest.rpartition('@')[2]}"},
+            OUTBOX={"BROKER_URL": peer.url, "BATCH_DEADLINE": DEADLINE},
+        )
         began_at = time.monotonic()
         with Process(environment, tmp_path / "relay.log", "outbox_relay") as relay:
             relay.until(lambda: published() >= MESSAGES / 10)

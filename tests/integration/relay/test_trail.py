@@ -15,12 +15,12 @@ from django.utils import timezone
 
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.identity import process_name
-from outbox import Draft, cancel, publish_many, publish_now, reschedule
+from outbox import cancel, publish_now, reschedule
 from outbox.models import TrailEntry
 from outbox.states import CANCEL, RESTORE, State
 from outbox.store import deciding, settling
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
-from tests.support.relaying import TOPIC, connected, in_state, one_pass, published, row_of, set_columns, state_of
+from tests.support.relaying import connected, in_state, one_pass, published, published_many, row_of, set_columns, state_of
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
 
@@ -174,8 +174,7 @@ class TestTrailAll:
         ]
 
     def test_trail_all_records_every_message_of_publish_many(self):
-        with transaction.atomic():
-            messages = publish_many([Draft(TOPIC, {}, delay=HOUR if n % 2 else None) for n in range(12)])
+        messages = published_many(12, delay=lambda n: HOUR if n % 2 else None)
 
         for n, message in enumerate(messages):
             assert trail_of(message) == [("", State.SCHEDULED if n % 2 else State.READY, "")]
