@@ -916,26 +916,3 @@ class TestWriters:
         with transaction.atomic():
             publish(TOPIC, {})
             assert claiming.writers("default") == frozenset()
-
-
-class TestShare:
-    def test_second_relay_gets_a_share_of_a_backlog_the_first_has_in_hand(self, peer):
-        enough = threading.Event()
-
-        def produce():
-            while not enough.is_set():
-                a_backlog(500)
-                wait_until(lambda: enough.is_set() or OutboxMessage.objects.filter(state=State.READY).count() < 1000)
-
-        with relaying(peer.url, BATCH_SIZE=100) as [old], in_threads(produce):
-            try:
-                wait_until(lambda: old.published > 200)
-                with relaying(peer.url, BATCH_SIZE=100) as [new]:
-                    wait_until(lambda: new.published > 500)
-                    before = old.published
-                    wait_until(lambda: old.published > before)
-            finally:
-                enough.set()
-        drained(peer.url)
-
-        assert len(ids(peer.published)) == len(set(ids(peer.published))), "no message was claimed by both"

@@ -250,11 +250,11 @@ def test_messages_that_are_read_slowly_are_not_late_by_that(read):
     after = monotonic()
 
     def slowly(execute, sql, *rest):
-        return execute(sql.replace("SELECT m.id", "SELECT (SELECT m.id FROM pg_sleep(3))", 1), *rest)
+        return execute(sql.replace("SELECT m.id", "SELECT (SELECT m.id FROM pg_sleep(1.5))", 1), *rest)
 
     with connection.execute_wrapper(slowly):
         [found] = read()
-    assert monotonic() > after + 3
+    assert monotonic() > after + 1.5
     assert found.position == message.position
     assert before <= found.due - HOUR.total_seconds() < after + 1
 
