@@ -120,13 +120,6 @@ NONE_GRANTED = {"extend": False, "remember": False, "consume": False, "free": Fa
 
 
 class TestAcquiring:
-    def test_first_acquire_returns_a_lease(self, leases, lease_handler):
-        lease = acquired(leases, a_delivery(lease_handler()))
-
-        assert (lease.attempt, lease.steps) == (1, {})
-        assert lease.fence >= 1
-        assert not lease.is_over
-
     def test_second_acquire_returns_held_with_the_remaining_time(self, leases, lease_handler):
         request = a_delivery(lease_handler())
         acquired(leases, request)

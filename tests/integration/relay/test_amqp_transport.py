@@ -74,15 +74,6 @@ class TestBatch:
 
 
 class TestConfirms:
-    def test_confirms_out_of_order_and_for_several_messages_are_matched(self, peer, transport):
-        when_all_have_arrived(
-            peer, 5, partial(peer.ack, 4), partial(peer.nack, 2, multiple=True), partial(peer.ack, 5, multiple=True)
-        )
-
-        sent = transport.send(messages(5), soon())
-
-        assert outcomes(sent) == {1: NACKED, 2: NACKED, 3: CONFIRMED, 4: CONFIRMED, 5: CONFIRMED}
-
     def test_late_ack_is_not_credited_to_the_next_message(self, peer, transport):
         """py-amqp's own confirms credit the late ack of one message to the next message."""
         peer.hold()

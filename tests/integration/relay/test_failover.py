@@ -165,12 +165,6 @@ class TestConnecting:
         with connected(several(peer.url, second.url)):
             assert (peer.open_connections, second.connections) == (1, 0)
 
-    def test_broker_that_resets_connections_is_skipped(self, peer, second):
-        peer.refuse_connections = True
-
-        with connected(several(peer.url, second.url)):
-            assert second.open_connections == 1
-
     def test_broker_that_accepts_connections_and_never_answers_is_skipped(self, silent_broker, peer):
         with connected(several(silent_broker, peer.url)):
             assert peer.open_connections == 1

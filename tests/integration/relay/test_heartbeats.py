@@ -194,13 +194,6 @@ class TestHeartbeat:
 
         assert is_near(next_beat().last_pass_at, timedelta(seconds=62))
 
-    def test_heartbeat_names_what_the_relay_waits_for_until_it_works_again(self, heartbeat, next_beat):
-        heartbeat.waits_for("the broker: connection refused")
-        assert next_beat().waits_for == "the broker: connection refused"
-
-        heartbeat.waits_for("")
-        assert next_beat().waits_for == ""
-
     @pytest.mark.parametrize(
         ("reason", "stored"),
         [

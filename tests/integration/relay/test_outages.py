@@ -288,14 +288,6 @@ class TestMessageThatClosesTheChannel:
 
             wait_until(lambda: state_of(held) == State.WAITING)
 
-    def test_message_that_closes_the_channel_does_not_hold_up_later_ones(self, closing_peer):
-        published(payload="poison")
-
-        with relaying(closing_peer.url):
-            for n in range(5):
-                message = published(payload=n)
-                wait_until(lambda message=message: state_of(message) == State.PUBLISHED)
-
 
 class TestUnroutableMessage:
     def test_unroutable_message_holds_up_no_other_after_any_number_of_attempts(self, rabbitmq_url):

@@ -404,14 +404,6 @@ class TestOrder:
         assert [state_of(message) for message in held] == [State.RETRYING, State.WAITING, State.WAITING]
         assert one_pass(transport).claimed == 0, "nor does any later one even read them"
 
-    def test_dead_message_without_a_key_holds_back_no_other(self, transport):
-        dead, other = some("dead", "other")
-        set_columns(dead, state=State.DEAD)
-
-        one_pass(transport)
-
-        assert state_of(other) == State.PUBLISHED
-
     def test_head_with_an_unknown_outcome_stops_its_key_within_the_pass(self, peer, transport):
         held = some("k1", "k2", key="k")
         answering(peer, k1="nothing")

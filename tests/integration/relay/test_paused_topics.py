@@ -226,15 +226,6 @@ class TestProbes:
         assert len(peer.published) <= sent + 5
         assert count(BAD, State.PAUSED) >= 195
 
-    def test_trial_begun_by_a_relay_that_ended_is_continued_by_another_relay(self, peer, short_pauses):
-        first, *others = many(8)
-        of(BAD).update(state=State.PAUSED)
-        set_columns(first, state=State.READY, available_at=DatabaseTime())
-        refused_by_breaker(in_trial=[row_of(first).pk])
-        drained(peer.url)
-
-        assert {state_of(one) for one in (first, *others)} == {State.PUBLISHED}
-
     def test_probe_that_becomes_due_ends_the_wait_of_an_idle_relay_that_did_not_pause_the_topic(self, peer):
         many(8)
         of(BAD).update(state=State.PAUSED)

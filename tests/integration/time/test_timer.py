@@ -87,12 +87,6 @@ class TestScheduledMessages:
         assert rung.is_set()
         assert_each_once_and_none_early(messages)
 
-    def test_message_overdue_when_the_timer_starts_becomes_ready_at_once(self):
-        message = published(delay=HOUR)
-        set_columns(message, available_at=DatabaseTime(-HOUR))
-        with turning(a_timer()):
-            wait_until(lambda: is_ready(message))
-
     def test_message_due_after_several_revolutions_of_the_wheel_is_not_early(self):
         message = published(delay=timedelta(seconds=1))
         with turning(a_timer(WHEEL=WheelOptions(SLOTS=4, TICK=timedelta(milliseconds=20)))):
