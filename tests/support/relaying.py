@@ -40,14 +40,13 @@ def published(topic=TOPIC, payload=None, *, using="default", **options):
 
 
 def published_many(count, topic=TOPIC, **options):
-    """This many messages that are committed together; a function gives the topic or an option of message number n."""
+    """This many messages that are committed together; a function gives an argument of message number n."""
     with transaction.atomic():
         return publish_many(_draft(n, topic=topic, **options) for n in range(count))
 
 
-def _draft(n, payload=None, **options):
-    given = {name: option(n) if callable(option) else option for name, option in options.items()}
-    return Draft(payload={} if payload is None else payload, **given)
+def _draft(n, **options):
+    return Draft(**{"payload": {}, **{name: option(n) if callable(option) else option for name, option in options.items()}})
 
 
 def row_of(message, using="default"):
