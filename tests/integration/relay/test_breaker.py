@@ -79,7 +79,6 @@ class TestFullQueue:
             wait_until(lambda: said(caplog, PAUSED))
             tries = len(nacks(caplog))
             wait_until(lambda: len(nacks(caplog)) > tries + 20)
-            assert (len(said(caplog, PAUSED)), said(caplog, RESUMED)) == (1, [])
         attempts = dict(of(BAD).exclude(state=State.PUBLISHED).values_list("message_id", "attempts"))
 
         tried = Counter(nacks(caplog))
@@ -97,9 +96,23 @@ class TestFullQueue:
                 wait_until(lambda: set(states()) == {State.PUBLISHED})
                 arrived += roomy.take_all()
 
-        assert said(caplog, RESUMED)
         assert len(set(ids(arrived))) == REFUSED
         assert of(BAD).filter(attempts=1).count() > REFUSED / 3, "those were published at their first attempt"
+
+    def test_pause_is_logged_once_when_it_begins_and_once_when_it_ends(self, rabbitmq_url, full, caplog):
+        published_many(200, BAD)
+        with relaying(rabbitmq_url, **AFTER_A_REFUSAL):
+            wait_until(lambda: said(caplog, PAUSED))
+            tries = len(nacks(caplog))
+            wait_until(lambda: len(nacks(caplog)) > tries + 10)
+            assert len(said(caplog, PAUSED)) == 1
+            assert not said(caplog, RESUMED)
+
+            with Queue(rabbitmq_url, BAD, name="second way out"):
+                full._bound.delete()
+                wait_until(lambda: set(states()) == {State.PUBLISHED})
+
+        assert [len(said(caplog, words)) for words in (PAUSED, RESUMED)] == [1, 1]
 
     def test_full_queue_keeps_the_order_of_every_key(self, rabbitmq_url, full):
         keys, each = 10, 15
