@@ -404,7 +404,6 @@ class Row:
 
     id: str
     line: str
-    page: str
     what: str
     tests: list[str]
 
@@ -413,21 +412,14 @@ def features():
     """In the order of the file with the statements."""
     text = (ROOT / "tests" / "features.md").read_text()
     statements = re.findall(r"^### ([A-H]\d+)\n\n(.+)\n((?:\n- `.+`)*)", text, re.MULTILINE)
-    lines = {with_anchor(name): (line, link) for name, line, link in rows(page("features.md"), "id", "feature", "page")}
+    lines = rows(page("features.md"), "id", "feature")
     assert headings(text, 3) == [name for name, *_ in statements]
-    assert sorted(lines) == sorted(name for name, *_ in statements)
-    return [Row(name, *lines[name], what, re.findall(r"- `(.+)`", tests)) for name, what, tests in statements]
+    assert sorted(name for name, _ in lines) == sorted(name for name, *_ in statements)
+    return [Row(name, dict(lines)[name], what, re.findall(r"- `(.+)`", tests)) for name, what, tests in statements]
 
 
 def planned():
-    return [with_anchor(name) for name, _ in rows(page("features.md"), "id", "feature")]
-
-
-def with_anchor(cell):
-    """The id in a cell, which is also the anchor of its row."""
-    anchor, name = re.fullmatch(r'<a id="([a-h]\d+)"></a>([A-H]\d+)', cell).groups()
-    assert anchor == name.lower()
-    return name
+    return [name for name, _ in rows(page("features.md"), "id", "planned feature")]
 
 
 def test_features_page_has_one_row_for_each_id_and_a_statement_for_each_that_is_not_planned():
@@ -448,14 +440,16 @@ def test_a_part_of_a_feature_that_is_planned_is_named_in_its_row_and_in_its_stat
     assert {row.id for row in features() if "planned" in row.what} == partly
 
 
-def test_features_page_links_each_row_to_an_existing_heading():
+def test_features_page_links_each_row_to_existing_headings():
+    links = {row.id: re.findall(r"\]\((.+?)\)", row.line) for row in features()}
     broken = []
-    for row in features():
-        target, _, anchor = re.fullmatch(r"\[.+\]\((.+)\)", row.page)[1].partition("#")
+    for name, link in [(name, link) for name, found in links.items() for link in found]:
+        target, _, anchor = link.partition("#")
         slugs = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in all_headings(page(target))}
         if anchor and anchor not in slugs:
-            broken.append(f"{row.id}: {target}#{anchor}")
+            broken.append(f"{name}: {link}")
 
+    assert [name for name, found in links.items() if not found] == []
     assert broken == []
 
 
