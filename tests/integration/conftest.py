@@ -11,7 +11,7 @@ from inbox.receiving.in_hand import in_hand
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.joins import NAME, TOPICS
 from tests.support.relaying import connected
-from tests.support.workers import Process, as_environment, broker_options, declare
+from tests.support.workers import EXCHANGE, GROUP, Process, as_environment, broker_options, declare
 
 
 @pytest.fixture
@@ -35,6 +35,24 @@ def command(process_environment, tmp_path):
     def start(name, *arguments, **settings):
         environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings"}
         return Process({**environment, **as_environment(**settings)}, tmp_path / name, name, *arguments)
+
+    return start
+
+
+@pytest.fixture
+def a_process(process_environment, rabbitmq_url, tmp_path):
+    """A command as a process with the apps of `tests.support.apps.<app>` and this broker: `a_process("inbox_consume", …)`.
+
+    Options by keyword are those of the inbox.
+    """
+
+    def start(command, *arguments, app="worker", log="", outbox=None, **inbox):
+        given = as_environment(
+            INBOX={"BROKER_URL": rabbitmq_url, "EXCHANGE": EXCHANGE, "GROUP": GROUP, **inbox},
+            OUTBOX={"BROKER_URL": rabbitmq_url, "EXCHANGE": EXCHANGE, **(outbox or {})},
+        )
+        environment = {**process_environment, **given, "DJANGO_SETTINGS_MODULE": f"tests.support.apps.{app}.settings"}
+        return Process(environment, tmp_path / f"{log or command}.log", command, *arguments)
 
     return start
 

@@ -6,10 +6,11 @@ import json
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 
-from django.db import connections
+from django.db import connections, transaction
 
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
@@ -18,9 +19,12 @@ from exactly_once.wire.envelope import Envelope
 from inbox.conf import InboxOptions
 from inbox.consumer.runner import Runner
 from inbox.models import InboxMessage
+from inbox.outcome import Outcome
+from inbox.receiving.admit import admit, hand_over
 from inbox.receiving.reading import read
 from inbox.receiving.receive import receive
 from inbox.states import DUE
+from inbox.store.arrivals import store_due
 from tests.support.apps.effects.models import Effect
 from tests.support.waiting import A_WHILE
 
@@ -57,6 +61,35 @@ def deliver(handler, envelope=None, *, given=OPTIONS, redelivered=False):
     """What the consumer does with one delivery, between taking it from the broker and answering."""
     arrival = read(handler, envelope or an_envelope(), given, redelivered=redelivered)
     return receive(handler, [arrival], given)[0]
+
+
+def until_decided(handler, envelope):
+    """As a broker does: deliver it again until it is not deferred any more."""
+    received = deliver(handler, envelope)
+    while received is Outcome.DEFERRED:
+        received = deliver(handler, envelope, redelivered=True)
+    return received
+
+
+def admitted(handler, *envelopes, given=OPTIONS, redelivered=False, **options):
+    """What becomes of deliveries that the consumer stores together, and does not run."""
+    arrivals = [as_redelivered(read(handler, envelope, given), redelivered) for envelope in envelopes]
+    return admit(handler, arrivals, given, **options)
+
+
+def handed_over(handler, envelope=None):
+    """Store a message as local:// does it, to be run by a runner; its envelope."""
+    envelope = envelope or an_envelope(topic=handler.topics[0])
+    with transaction.atomic():
+        hand_over(handler, read(handler, envelope, OPTIONS))
+    return envelope
+
+
+def stored_due(handler, envelope=None):
+    """Store a message that is due, as the careful path does it; its envelope."""
+    envelope = envelope or an_envelope(topic=handler.topics[0])
+    assert store_due(handler.using, read(handler, envelope, OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
+    return envelope
 
 
 def as_redelivered(arrival, redelivered=True):
@@ -111,6 +144,34 @@ def at_once(jobs):
 
     with ThreadPoolExecutor(len(jobs)) as threads:
         return list(threads.map(run, jobs))
+
+
+class Slow:
+    """A handler that sets `begun` and ends when the test sets `go_on`."""
+
+    def __init__(self, error=None):
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+        self.error = error
+        self.runs = 0
+
+    def __call__(self, message):
+        self.runs += 1
+        self.begun.set()
+        assert self.go_on.wait(A_WHILE)
+        if self.error:
+            raise self.error
+        the_effect(message)
+
+    @contextmanager
+    def inside(self, job):
+        """A block while the handler is inside of `job`, which a thread runs; the handler goes on at the end of the block."""
+        with InAThread(job) as thread:
+            try:
+                assert self.begun.wait(A_WHILE)
+                yield thread
+            finally:
+                self.go_on.set()
 
 
 class InAThread:

@@ -1,0 +1,31 @@
+"""Receivers of signals, connected for a block."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from inbox import signals
+
+
+@contextmanager
+def listening(signal, receiver):
+    signal.connect(receiver, weak=False)
+    try:
+        yield
+    finally:
+        signal.disconnect(receiver)
+
+
+@contextmanager
+def recorded_signals(*names):
+    """The signals of the inbox of these names that are sent inside the block, in order: (name, arguments)."""
+    sent = []
+
+    def record(name, sender, signal, **arguments):
+        sent.append((name, arguments))
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(listening(getattr(signals, name), partial(record, name)))
+        yield sent

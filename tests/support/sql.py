@@ -1,0 +1,25 @@
+"""Statements as they are, on the connection of the test or in a session of its own."""
+
+from __future__ import annotations
+
+import psycopg
+from django.db import connection, connections
+
+
+def executed(sql, parameters=None, *, using="default"):
+    """The rows of the statement, if it has any."""
+    with connections[using].cursor() as cursor:
+        cursor.execute(sql, parameters)
+        return cursor.fetchall() if cursor.description else []
+
+
+def fetched(sql, parameters=None, *, using="default"):
+    """The first column of the first row."""
+    return executed(sql, parameters, using=using)[0][0]
+
+
+def another_session(**options):
+    """A session of psycopg on the database of the test; as a block, it commits and is closed at its end."""
+    known = connection.get_connection_params()
+    address = {name: known[name] for name in ("dbname", "user", "host", "port") if name in known}
+    return psycopg.connect(**address, **options)
