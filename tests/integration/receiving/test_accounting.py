@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 import re
 from collections import Counter
@@ -13,9 +12,9 @@ from functools import partial
 import kombu
 import pytest
 from django.contrib.admin import site
-from django.core.management import call_command
-from django.db import connection, transaction
+from django.db import connection
 from django.db.models import Count, Q, Sum
+from django.test.utils import CaptureQueriesContext
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,31 +25,31 @@ from inbox.models import InboxMessage
 from inbox.operators import accounting, decisions
 from inbox.operators.editing import replace_message
 from inbox.outcome import Outcome
-from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.receiving.receive import receive
 from inbox.states import SETTLED, State
 from tests.support.apps.effects.models import Effect
+from tests.support.commands import output_of
 from tests.support.deliveries import (
     OPTIONS,
-    InAThread,
+    Slow,
+    admitted,
     an_envelope,
-    as_redelivered,
     at_once,
     deliver,
     drain,
     make_due,
     the_effect,
+    until_decided,
 )
 from tests.support.inbox_rows import NEXT_ID, RECEIPTS, delete_messages, make_older
+from tests.support.sql import executed
 from tests.support.waiting import wait_until
 from tests.support.workers import CONFIRMED, EXCHANGE, broker_options, consuming, declare, length_of
 
 HISTORY = "inbox_inboxmessage_history"
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
-
-every_database = pytest.mark.every_database
 
 WAYS = ("succeed", "fail", "reject", "later")
 FACTS = st.integers(0, 5)
@@ -108,7 +107,7 @@ class World:
     def deliver(self, to, envelope, *, redelivered=False):
         handler = self.handlers[to]
         if handler.ordered:
-            (received,) = admit(handler, [as_redelivered(read(handler, envelope, OPTIONS), redelivered)], OPTIONS)
+            (received,) = admitted(handler, envelope, redelivered=redelivered)
         else:
             received = deliver(handler, envelope, redelivered=redelivered)
         self.count(received)
@@ -143,30 +142,23 @@ class World:
         self.deliver(to, self.a_message(fact, created_at=utcnow() - timedelta(days=400)))
 
     def stored_for_later(self, fact, *, redelivered):
-        plain = self.handlers["plain"]
-        self.count(*admit(plain, [as_redelivered(read(plain, self.envelope(fact), OPTIONS), redelivered)], OPTIONS))
+        self.count(*admitted(self.handlers["plain"], self.envelope(fact), redelivered=redelivered))
 
     def shed(self, facts):
-        plain = self.handlers["plain"]
-        for received in admit(plain, self._arrivals(plain, facts), OPTIONS, shed="too many wait"):
+        for received in admitted(self.handlers["plain"], *map(self.envelope, facts), shed="too many wait"):
             self.count(received)
 
     def together(self, facts, way):
-        plain = self.handlers["plain"]
-        arrivals = self._arrivals(plain, facts, way)
-        received = receive(plain, arrivals, OPTIONS)
+        plain, envelopes = self.handlers["plain"], [self.envelope(fact, way) for fact in facts]
+        received = receive(plain, [read(plain, envelope, OPTIONS) for envelope in envelopes], OPTIONS)
         if received is None:  # one of them failed, so that nothing has happened
-            received = [deliver(plain, arrival.envelope) for arrival in arrivals]
+            received = [deliver(plain, envelope) for envelope in envelopes]
         for one in received:
             self.count(one)
 
     def in_order(self, facts, way):
-        ordered = self.handlers["ordered"]
-        for received in admit(ordered, self._arrivals(ordered, facts, way), OPTIONS):
+        for received in admitted(self.handlers["ordered"], *(self.envelope(fact, way) for fact in facts)):
             self.count(received)
-
-    def _arrivals(self, handler, facts, way="succeed"):
-        return [read(handler, self.envelope(fact, way), OPTIONS) for fact in facts]
 
     def time_passes(self):
         make_due()
@@ -182,7 +174,7 @@ class World:
         sums = gone.aggregate(rows=Count("id", filter=Q(replaces__isnull=True)), duplicates=Sum("duplicates", default=0))
         make_older(gone, OPTIONS.RETENTION + timedelta(days=1))
         # Together with their receipts, because a copy of a message without history has no row to be counted in.
-        call_command("exactly_once_purge", app="inbox", stdout=io.StringIO())
+        output_of("exactly_once_purge", app="inbox")
         self.delivered -= sum(sums.values())
 
 
@@ -210,7 +202,7 @@ def steps_of_the_world():
     )
 
 
-@every_database
+@pytest.mark.every_database
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(steps_of_the_world(), min_size=5, max_size=30))
 def test_balance_counts_every_delivery_after_any_sequence_of_operations(handles, steps):
@@ -229,21 +221,11 @@ def test_balance_counts_every_delivery_after_any_sequence_of_operations(handles,
 class TestDeferredDelivery:
     def test_deferred_duplicate_is_counted_only_when_it_is_redelivered(self, handles):
         """The first copy is still running, so the second returns to the broker and is counted when it is redelivered."""
-        begun, ended = [], []
-
-        def slow(message):
-            begun.append(message)
-            wait_until(lambda: ended)
-
-        handler = handles(slow)
-        envelope = an_envelope()
-        with InAThread(lambda: deliver(handler, envelope)) as first:
-            try:
-                wait_until(lambda: begun)
-                received = deliver(handler, envelope)
-                assert accounting.balance("default").delivered == 0
-            finally:
-                ended.append(True)
+        slow = Slow()
+        handler, envelope = handles(slow), an_envelope()
+        with slow.inside(lambda: deliver(handler, envelope)) as first:
+            received = deliver(handler, envelope)
+            assert accounting.balance("default").delivered == 0
 
         assert (first.answer, received) == (Outcome.HANDLED, Outcome.DEFERRED)
         assert_balanced(1)
@@ -256,15 +238,10 @@ class TestConcurrentDeliveries:
         handler = handles(the_effect)
         facts = [an_envelope(biz_id=f"fact-{number}") for number in range(5)]
 
-        def until_decided(envelope):
-            redelivered = False
-            while (received := deliver(handler, envelope, redelivered=redelivered)) is Outcome.DEFERRED:
-                redelivered = True
-            return received
-
-        received = Counter(at_once([partial(until_decided, facts[number % 5]) for number in range(20)]))
+        received = Counter(at_once([partial(until_decided, handler, facts[number % 5]) for number in range(20)]))
 
         assert received == {Outcome.HANDLED: 5, Outcome.DUPLICATE: 15}
+        assert sorted(Effect.objects.values_list("name", flat=True)) == [fact.biz_id for fact in facts]
         assert_balanced(20)
 
     def test_every_acknowledged_message_is_accounted_for_across_consumer_restarts(self, handles, rabbitmq_server, rabbitmq_url):
@@ -302,32 +279,28 @@ class TestQueryPlans:
 
     @pytest.fixture
     def many_rows(self):
-        with connection.cursor() as cursor:
-            cursor.execute(
-                "INSERT INTO inbox_inboxmessage (id, handler, topic, biz_id, message_id, key, state, day, content_type, body, "
-                "digest, headers, source, correlation_id, causation_id, traceparent, received_at, settled_at, duplicates, "
-                "resends) "
-                f"SELECT {NEXT_ID}, 'h', 't', n::text, n::text, '', "
-                "CASE mod(n, 5000) WHEN 0 THEN 'dead' WHEN 1 THEN 'shed' ELSE 'done' END, "
-                "CASE mod(n, 5000) WHEN 0 THEN 0 ELSE 1 END, "
-                "'application/json', decode(repeat('20', 500), 'hex'), '', '{}', '', '', '', '', now(), "
-                "CASE WHEN mod(n, 5000) > 0 THEN now() END, (mod(n, 1000) = 2)::int, (mod(n, 1000) = 2)::int "
-                "FROM generate_series(1, %s) n",
-                [self.ROWS],
-            )
-            cursor.execute(RECEIPTS)
-            cursor.execute("VACUUM ANALYZE inbox_inboxmessage, inbox_receipt")
+        executed(
+            "INSERT INTO inbox_inboxmessage (id, handler, topic, biz_id, message_id, key, state, day, content_type, body, "
+            "digest, headers, source, correlation_id, causation_id, traceparent, received_at, settled_at, duplicates, "
+            "resends) "
+            f"SELECT {NEXT_ID}, 'h', 't', n::text, n::text, '', "
+            "CASE mod(n, 5000) WHEN 0 THEN 'dead' WHEN 1 THEN 'shed' ELSE 'done' END, "
+            "CASE mod(n, 5000) WHEN 0 THEN 0 ELSE 1 END, "
+            "'application/json', decode(repeat('20', 500), 'hex'), '', '{}', '', '', '', '', now(), "
+            "CASE WHEN mod(n, 5000) > 0 THEN now() END, (mod(n, 1000) = 2)::int, (mod(n, 1000) = 2)::int "
+            "FROM generate_series(1, %s) n",
+            [self.ROWS],
+        )
+        executed(RECEIPTS)
+        executed("VACUUM ANALYZE inbox_inboxmessage, inbox_receipt")
 
     def test_balance_is_computed_from_indexes_without_a_sequential_scan(self, many_rows):
         assert_balanced(self.ROWS + self.ROWS // 1000)
 
-        with transaction.atomic(), connection.cursor() as cursor:
-            statements = []
-            with connection.execute_wrapper(lambda execute, sql, *rest: statements.append(sql) or execute(sql, *rest)):
-                accounting.balance("default")
-            (sql,) = statements
-            cursor.execute(f"EXPLAIN {sql}")
-            plan = "\n".join(line for (line,) in cursor.fetchall())
+        with CaptureQueriesContext(connection) as captured:
+            accounting.balance("default")
+        (query,) = captured
+        plan = "\n".join(line for (line,) in executed(f"EXPLAIN {query['sql']}"))
 
         assert not re.search(f"Seq Scan on {HISTORY}", plan)
         assert len(re.findall(f"Index Only Scan using {HISTORY}_default", plan)) == 2, (

@@ -6,9 +6,8 @@ import json
 
 import pytest
 from django.contrib.auth.models import User
-from django.db import connection, transaction
+from django.db import connection
 from django.test import Client, override_settings
-from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from exactly_once.operators.trail import history_of
@@ -18,7 +17,6 @@ from inbox.models import InboxMessage
 from inbox.operators import decisions
 from inbox.operators.editing import replace_message
 from inbox.outcome import Outcome
-from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
 from inbox.states import State
 from tests.integration.celery.handling import conftest as celery_fixtures
@@ -29,6 +27,7 @@ from tests.support.deliveries import (
     deliver,
     drain,
     effects,
+    handed_over,
     make_due,
     options,
     the_effect,
@@ -36,7 +35,7 @@ from tests.support.deliveries import (
 )
 from tests.support.loads import receive_together
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
 a_task, local_app = celery_fixtures.a_task, celery_fixtures.local_app
 
@@ -69,9 +68,8 @@ def an_order():
     return an_envelope({"order_id": 1}, headers=HEADERS, key="k")
 
 
-def handed_over(handler, envelope):
-    with transaction.atomic():
-        hand_over(handler, read(handler, envelope, OPTIONS))
+def stored_and_run(handler, envelope):
+    handed_over(handler, envelope)
     drain()
 
 
@@ -79,7 +77,7 @@ def handle(handler, kind, envelope):
     if kind in {"batch", "group commit"}:
         receive_together(handler, [envelope, an_order()])
     elif kind == "ordered":
-        handed_over(handler, envelope)
+        stored_and_run(handler, envelope)
     else:
         assert deliver(handler, envelope) is Outcome.HANDLED
 
@@ -90,9 +88,11 @@ def kept_of(envelope):
     return bytes(row.body), row.headers
 
 
+@pytest.mark.every_database
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("only_failed")
 def test_done_message_has_neither_body_nor_headers_and_keeps_its_digest(handles, kind):
+    """So a duplicate of it is a conflict only if its content differs."""
     handler, envelope = a_handler(handles, kind), an_order()
     digest = read(handler, envelope, OPTIONS).row.digest
 
@@ -100,14 +100,19 @@ def test_done_message_has_neither_body_nor_headers_and_keeps_its_digest(handles,
 
     assert kept_of(envelope) == (b"", {})
     assert the_row(message_id=envelope.id).digest == digest
+    for copy in (envelope, envelope._replace(body=json.dumps({"order_id": 2}).encode())):
+        stored_and_run(handler, copy)
+    row = the_row(message_id=envelope.id)
+    assert (row.duplicates, row.conflicts, bytes(row.conflicting_body)) == (2, 1, b'{"order_id": 2}')
 
 
+@pytest.mark.every_database
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("only_failed")
 def test_stored_message_is_emptied_when_it_is_done(handles, kind):
     handler, envelope = a_handler(handles, kind), an_order()
 
-    handed_over(handler, envelope)
+    stored_and_run(handler, envelope)
 
     assert kept_of(envelope) == (b"", {})
 
@@ -155,30 +160,6 @@ def test_done_celery_task_is_emptied_and_still_answers_with_its_result(a_task, s
 
 
 @pytest.mark.usefixtures("only_failed")
-def test_message_that_is_emptied_is_settled_by_as_many_statements_as_one_that_is_not(handles):
-    handler = handles(the_effect)
-    with CaptureQueriesContext(connection) as emptied:
-        deliver(handler)
-    with override_settings(INBOX={"KEEP_BODIES": "all"}), CaptureQueriesContext(connection) as kept:
-        deliver(handler)
-
-    assert len(emptied) == len(kept)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("only_failed")
-def test_duplicate_of_an_emptied_message_is_a_conflict_only_if_its_content_differs(handles, kind):
-    handler, envelope = a_handler(handles, kind), an_order()
-    handle(handler, kind, envelope)
-
-    for copy in (envelope, envelope._replace(body=json.dumps({"order_id": 2}).encode())):
-        handed_over(handler, copy)
-
-    row = the_row(message_id=envelope.id)
-    assert (row.duplicates, row.conflicts, bytes(row.conflicting_body)) == (2, 1, b'{"order_id": 2}')
-
-
-@pytest.mark.usefixtures("only_failed")
 def test_message_that_is_dead_skipped_or_retrying_keeps_its_body_and_its_traceback(handles):
     def fails(message):
         raise (Reject("never") if message.payload["order_id"] == 1 else ValueError("not yet"))
@@ -219,6 +200,7 @@ def test_done_message_is_not_run_again_by_an_operator_and_its_history_is_complet
     deliver(handles(the_effect), envelope)
 
     assert not decisions.retry("default", the_row().pk)
+    assert not decisions.skip("default", the_row().pk, "not wanted")
     assert replace_message("default", the_row().pk, "{}", by="by anna") is None
 
     assert [moment.became for moment in history_of(envelope.id).moments] == ["received", "done"]

@@ -18,16 +18,7 @@ from inbox.models import InboxMessage
 from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
-from tests.support.workers import (
-    CONFIRMED,
-    EXCHANGE,
-    OF_THE_WORKERS,
-    Process,
-    as_environment,
-    broker_options,
-    declare,
-    length_of,
-)
+from tests.support.workers import CONFIRMED, EXCHANGE, OF_THE_WORKERS, broker_options, declare, length_of
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -79,19 +70,12 @@ def nested(depth):
 
 BODIES = {
     "empty": plain(DEAD, b""),
-    "blank": plain(DEAD, b" \n "),
     "cut off": plain(DEAD, b'{"do": "wo'),
-    "two documents": plain(DEAD, b"{} {}"),
-    "single quotes": plain(DEAD, b"{'do': 'work'}"),
-    "with a comment": plain(DEAD, b"{} // work"),
-    "trailing comma": plain(DEAD, b'{"a": 1,}'),
     "invalid UTF-8": plain(DEAD, b'{"a": "\xff\xfe"}'),
     "UTF-8 with a byte order mark": plain(DONE, b"\xef\xbb\xbf{}"),
     "raw NUL": plain(DEAD, b'{"a": "\0"}'),
-    "escaped NUL": plain(DONE, b'{"a": "\\u0000"}'),
     "lone surrogate": plain(DONE, b'{"a": "\\ud800"}'),
     "not a number": plain(DONE, b'{"a": NaN}'),
-    "infinity": plain(DONE, b'{"a": -Infinity}'),
     "a float beyond range": plain(DONE, b'{"a": 1e999}'),
     "a number of 10,000 digits": plain(DEAD, b'{"a": ' + b"9" * 10_000 + b"}"),
     "arrays in arrays": plain(DEAD, b"[" * 100_000 + b"]" * 100_000),
@@ -99,7 +83,6 @@ BODIES = {
     "the same name twice": plain(DONE, b'{"a": 1, "a": 2}'),
     "null": plain(DEAD, b"null"),
     "a list": plain(DEAD, b"[1, 2]"),
-    "a number": plain(DEAD, b"7"),
     "a way that the handler does not know": plain(DEAD, b'{"do": "nothing known"}'),
     "a list where the handler wants text": plain(DEAD, b'{"do": []}'),
     "a megabyte of text": plain(DONE, json.dumps({"a": "x" * 1024 * 1024}).encode()),
@@ -109,7 +92,6 @@ CONTENT = {
     "content type text": plain(DEAD, content_type="text/plain"),
     "content type pickle": plain(DEAD, b"cos\nsystem\n.", content_type="application/x-python-serialize"),
     "content type in capitals": plain(DONE, content_type="APPLICATION/JSON; CHARSET=UTF-8"),
-    "content type without a subtype": plain(DEAD, content_type="/"),
     "content type of 255 characters": plain(DEAD, content_type="x" * 255),
     "content type NUL": plain(DEAD, content_type="application/\0json"),
     "content type not UTF-8": plain(DEAD, content_type=NOT_UTF_8),
@@ -119,7 +101,6 @@ CONTENT = {
     "content encoding gzip, plain body": plain(DONE, content_encoding="gzip"),
     "content encoding NUL": plain(DONE, content_encoding="\0"),
     "compression unknown": plain(DEAD, headers={"compression": "no-such-thing"}),
-    "compression a number": plain(DEAD, headers={"compression": 7}),
     "compression of a plain body": plain(DEAD, headers={"compression": "application/x-gzip"}),
     "compression cut off": plain(DEAD, zlib.compress(b"{}" * 100)[:9], headers={"compression": "application/x-gzip"}),
 }
@@ -156,7 +137,6 @@ HEADERS = {
 ATTRIBUTES = {
     "id a number": binary(DONE, id=7),
     "id a list": binary(DONE, id=[1, 2]),
-    "id a table": binary(DONE, id={"a": 1}),
     "id bytes": binary(DONE, id=b"\xff\0"),
     "id of 5,000 characters": binary(DONE, id="x" * 5000),
     "id NUL": binary(DONE, id="\0"),
@@ -164,11 +144,8 @@ ATTRIBUTES = {
     "type a number": binary(DEAD, type=7),
     "type blank": binary(DONE, type=""),
     "source a table": binary(DONE, source={"a": 1}),
-    "source of 5,000 characters": binary(DONE, source="/" * 5000),
     "specversion unknown": binary(DONE, specversion="99.9"),
-    "specversion a list": binary(DONE, specversion=[1]),
     "time a word": binary(DONE, time="yesterday"),
-    "time that does not exist": binary(DONE, time="2026-02-30T25:61:00Z"),
     "time before the calendar": binary(DONE, time="0001-01-01T00:00:00+14:00"),
     "time after the calendar": binary(DONE, time="9999-12-31T23:59:59-14:00"),
     "time of the year 1": binary(DEAD, time="0001-01-01T00:00:00Z"),
@@ -184,9 +161,7 @@ ATTRIBUTES = {
 }
 EVENTS = {
     "event not JSON": structured(DEAD, b"{"),
-    "event blank": structured(DEAD, b""),
     "event a list": structured(DEAD, b"[]"),
-    "event null": structured(DEAD, b"null"),
     "event without anything": structured(DEAD, b"{}"),
     "event not UTF-8": structured(DEAD, b'{"specversion": "1.0", "id": "\xff"}'),
     "event nested too deep": structured(DEAD, b'{"specversion":"1.0","data":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
@@ -199,10 +174,11 @@ EVENTS = {
     "event data not base64": structured(DEAD, data_base64="%%%"),
     "event data base64 of a number": structured(DEAD, data_base64=7),
     "event data of another type": structured(DEAD, datacontenttype="application/x-python-serialize"),
-    "event data type a list": structured(DEAD, datacontenttype=[1]),
     "event data left out": structured(DEAD, data=None),
 }
 MALFORMED = {**BODIES, **CONTENT, **PROPERTIES, **HEADERS, **ATTRIBUTES, **EVENTS}
+STORED_AS_IT_CAME = {"event without anything", "event a list", "event not UTF-8", "event data not base64"}
+"""Events without data that can be read."""
 NAME_BY_BODY = {case.body: name for name, case in MALFORMED.items()}
 """For those whose headers cannot be read, so that their rows do not have the name of the case."""
 
@@ -224,14 +200,8 @@ def publishing(url):
 
 
 def test_consumer_settles_every_malformed_message_and_handles_the_valid_one_behind_each(
-    process_environment, rabbitmq_server, rabbitmq_url, tmp_path
+    a_process, rabbitmq_server, rabbitmq_url
 ):
-    given = {"EXCHANGE": EXCHANGE, "GROUP": "tests", "RETRY_BASE": SHORT, "RETRY_CAP": SHORT, "MAX_ATTEMPTS": 2}
-    environment = {
-        **process_environment,
-        **as_environment(INBOX={"BROKER_URL": rabbitmq_url, **given}),
-        "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
-    }
     declare(OF_THE_WORKERS, broker_options(rabbitmq_url))
     with publishing(rabbitmq_url) as publish:
         for name, (_, body, headers, properties) in MALFORMED.items():
@@ -240,7 +210,7 @@ def test_consumer_settles_every_malformed_message_and_handles_the_valid_one_behi
             publish(b"{}", {}, content_type="application/json", message_id=f"valid behind {name}")
 
     rows = InboxMessage.objects.filter(state__in=[DONE, DEAD])
-    with Process(environment, tmp_path / "consumer.log", "inbox_consume") as process:
+    with a_process("inbox_consume", RETRY_BASE=SHORT, RETRY_CAP=SHORT, MAX_ATTEMPTS=2) as process:
         process.until(lambda: rows.count() == 2 * len(MALFORMED))
         process.until(lambda: length_of(rabbitmq_server, OF_THE_WORKERS, broker_options(rabbitmq_url)) == 0)
         process.terminate()
@@ -252,6 +222,8 @@ def test_consumer_settles_every_malformed_message_and_handles_the_valid_one_behi
     assert ended.keys() == MALFORMED.keys()
     assert {name: state for name, state in ended.items() if state != MALFORMED[name].ends} == {}
     assert all(row.last_error for row in malformed if row.state == DEAD)
+    bodies = {row.headers["case"]: bytes(row.body) for row in malformed if row.headers.get("case") in STORED_AS_IT_CAME}
+    assert bodies == {name: MALFORMED[name].body for name in STORED_AS_IT_CAME}
     assert Effect.objects.count() == InboxMessage.objects.filter(state=DONE).count()
     assert "Traceback" not in process.said()
     assert len(process.said().splitlines()) <= len(MALFORMED), "it says more than a line for each"

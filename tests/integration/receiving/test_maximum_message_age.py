@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 from datetime import timedelta
+from functools import partial
 
 import pytest
-from django.core.management import CommandError, call_command
+from django.core.management import CommandError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,38 +20,22 @@ from inbox.receiving import reading
 from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
-from tests.support.deliveries import (
-    OPTIONS,
-    an_envelope,
-    deliver,
-    drain,
-    effects,
-    run_to_the_end,
-    the_effect,
-    the_row,
-)
+from tests.support.commands import output_of
+from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, run_to_the_end, the_effect, the_row
 from tests.support.inbox_rows import delete_messages, rename_messages
 from tests.support.servers import binaries
 from tests.support.waiting import wait_until
-from tests.support.workers import OF_THE_WORKERS, Process, as_environment, broker_options, declare, length_of, send
+from tests.support.workers import OF_THE_WORKERS, broker_options, declare, length_of, send
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
-
-every_database = pytest.mark.every_database
 
 DAY = timedelta(days=1)
 HOUR = timedelta(hours=1)
 SKEW = 2 * HOUR
 
 
-def retry(*arguments, **options):
-    out = io.StringIO()
-    call_command("inbox_retry", *arguments, stdout=out, **options)
-    return out.getvalue().strip()
-
-
-def purge():
-    call_command("exactly_once_purge", stdout=io.StringIO())
+retry = partial(output_of, "inbox_retry")
+purge = partial(output_of, "exactly_once_purge")
 
 
 def shift_into_the_past(duration, envelope=None):
@@ -82,7 +66,7 @@ def quarantined_copy(handles):
     return envelope
 
 
-@every_database
+@pytest.mark.every_database
 class TestLateCopy:
     def test_late_copy_after_the_purge_is_quarantined_with_its_reason(self, quarantined_copy):
         row = the_row()
@@ -90,16 +74,6 @@ class TestLateCopy:
         assert (row.state, row.quarantined, effects()) == (State.DEAD, True, 1)
         assert "400 days old" in row.last_error
         assert "override the maximum message age" in row.last_error
-
-    def test_late_copy_of_a_row_not_yet_purged_is_a_duplicate(self, handles):
-        handler, envelope = handles(the_effect), an_envelope()
-        deliver(handler, envelope)
-        envelope = shift_into_the_past(400 * DAY, envelope)
-
-        assert deliver(handler, envelope) is Outcome.DUPLICATE
-
-        row = the_row()
-        assert (row.state, row.quarantined, row.duplicates, effects()) == (State.DONE, False, 1, 1)
 
     def test_second_late_copy_is_a_duplicate_of_the_quarantined_one(self, handles, quarantined_copy):
         handler = handles(the_effect, name="tests.handler0")
@@ -115,60 +89,44 @@ class TestLateCopy:
 
         assert the_row().quarantined
 
-    def test_message_from_the_future_is_quarantined(self, handles):
-        deliver(handles(the_effect), an_envelope(created_at=utcnow() + 2 * DAY))
-
-        assert (the_row().quarantined, effects()) == (True, 0)
-
     def test_late_message_that_is_unreadable_is_an_ordinary_dead_letter(self, handles):
         deliver(handles(the_effect), an_envelope(body=b"not JSON", created_at=utcnow() - 400 * DAY))
 
         assert (the_row().state, the_row().quarantined) == (State.DEAD, False)
 
 
-@every_database
 class TestPlainRetry:
-    def test_plain_retry_of_all_leaves_the_quarantine_and_names_the_override(self, quarantined_copy):
-        said = retry(all=True)
-
-        assert said.startswith("0 messages are due now. In quarantine: 1.")
-        assert "--override-maximum-age" in said
-        run_to_the_end()
-        assert (the_row().state, effects()) == (State.DEAD, 1)
-
     def test_plain_retry_of_a_quarantined_message_fails(self, quarantined_copy):
         with pytest.raises(CommandError, match="Not all of the given messages"):
             retry(quarantined_copy.id)
+        assert not decisions.retry("default", the_row().pk)
+        run_to_the_end()
 
-        assert the_row().state == State.DEAD
+        assert (the_row().state, the_row().quarantined, effects()) == (State.DEAD, True, 1)
 
     def test_plain_retry_of_all_makes_ordinary_dead_letters_due(self, handles, quarantined_copy):
         handler = handles(lambda message: 1 / 0, name="tests.fails")
         deliver(handler)
         run_to_the_end()
 
-        assert retry(all=True).startswith("1 message is due now. In quarantine: 1.")
+        said = retry(all=True)
 
+        assert said.startswith("1 message is due now. In quarantine: 1.")
+        assert "--override-maximum-age" in said
         assert sorted(InboxMessage.objects.values_list("handler", "state")) == [
             ("tests.fails", State.RETRYING),
             ("tests.handler0", State.DEAD),
         ]
 
-    def test_store_refuses_a_plain_retry_of_a_quarantined_message(self, quarantined_copy):
-        assert not decisions.retry("default", the_row().pk)
 
-        assert (the_row().state, the_row().quarantined) == (State.DEAD, True)
-        run_to_the_end()
-        assert effects() == 1
-
-
-@every_database
 class TestOverride:
-    def test_override_runs_a_quarantined_message_exactly_once(self, handles, quarantined_copy):
+    def test_override_runs_a_quarantined_message_exactly_once(self, handles, quarantined_copy, caplog):
         """The message was handled before: the operator is wrong about it, or has reverted the first effect."""
         handler = handles(the_effect, name="tests.handler0")
 
         assert retry(quarantined_copy.id, override_maximum_age=True) == "1 message is due now."
+        assert not decisions.override_maximum_age("default", the_row().pk), "a second time"
+        assert f"overridden for message {quarantined_copy.id} (tests.handler0)" in caplog.text
         assert drain() == 1
 
         row = the_row()
@@ -179,13 +137,6 @@ class TestOverride:
         deliver(handler, quarantined_copy, redelivered=True)
         run_to_the_end()
         assert (the_row().duplicates, effects()) == (2, 2)
-
-    def test_second_override_of_the_same_message_does_nothing(self, quarantined_copy):
-        row = the_row().pk
-
-        assert [decisions.override_maximum_age("default", row) for _ in range(2)] == [True, False]
-
-        assert (drain(), drain(), effects()) == (1, 0, 2)
 
     def test_overridden_message_that_fails_becomes_an_ordinary_dead_letter(self, handles, quarantined_copy):
         def fails(message):
@@ -198,11 +149,6 @@ class TestOverride:
         assert (the_row().state, the_row().quarantined) == (State.DEAD, False)
 
         assert retry(quarantined_copy.id) == "1 message is due now."
-
-    def test_override_is_logged_with_message_id_and_handler(self, quarantined_copy, caplog):
-        retry(quarantined_copy.id, override_maximum_age=True)
-
-        assert f"overridden for message {quarantined_copy.id} (tests.handler0)" in caplog.text
 
     def test_dry_run_of_an_override_counts_and_changes_nothing(self, quarantined_copy):
         assert retry(all=True, dry_run=True).startswith("0 messages would be retried. In quarantine: 1.")
@@ -224,7 +170,6 @@ class TestOverride:
         assert (the_row().state, effects()) == (State.SKIPPED, 1)
 
 
-@every_database
 class TestDeadLetterOnDay400:
     def test_dead_letter_is_never_purged_and_runs_once_by_a_plain_retry_on_day_400(self, handles):
         def fails(message):
@@ -253,19 +198,11 @@ class TestDeadLetterOnDay400:
         assert (the_row().quarantined, effects()) == (True, 0)
 
 
-@every_database
 class TestClockSkew:
     @pytest.fixture
     def clock(self, monkeypatch):
         """Shift this machine's clock: `clock(skew)`."""
         return lambda skew: monkeypatch.setattr(reading, "utcnow", lambda: utcnow() + skew)
-
-    @pytest.mark.parametrize("skew", [-SKEW, SKEW])
-    def test_clock_skew_of_two_hours_changes_nothing_for_a_fresh_message(self, handles, clock, skew):
-        clock(skew)
-
-        assert deliver(handles(the_effect)) is Outcome.HANDLED
-        assert effects() == 1
 
     @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
@@ -309,7 +246,7 @@ class TestConsumerWithSkewedClock:
     """A real process under faketime; the databases and the broker have the right time."""
 
     @pytest.fixture
-    def skewed_by(self, process_environment, rabbitmq_url, tmp_path):
+    def skewed_by(self, a_process, process_environment, rabbitmq_url):
         def start(hours):
             shown = subprocess.run(
                 [str(binaries.faketime()), "-f", f"{hours:+}h", "env"], check=True, capture_output=True, text=True
@@ -317,18 +254,9 @@ class TestConsumerWithSkewedClock:
             clock = dict(
                 line.partition("=")[::2] for line in shown.stdout.splitlines() if line.startswith(("LD_", "DYLD", "FAKE"))
             )
+            process_environment.update(clock, FAKETIME_DONT_FAKE_MONOTONIC="1")
             declare(OF_THE_WORKERS, broker_options(rabbitmq_url))
-            environment = {
-                **process_environment,
-                **as_environment(
-                    INBOX={"BROKER_URL": rabbitmq_url, "EXCHANGE": "outbox", "GROUP": "tests"},
-                    OUTBOX={"BROKER_URL": rabbitmq_url},
-                ),
-                **clock,
-                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-                "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
-            }
-            return Process(environment, tmp_path / "consumer.log", "inbox_consume")
+            return a_process("inbox_consume")
 
         return start
 

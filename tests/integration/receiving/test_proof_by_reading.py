@@ -7,28 +7,23 @@ import time
 import psycopg
 import pytest
 from django.core.management import call_command
-from django.db import DatabaseError, connection, transaction
+from django.db import connection, transaction
 
 from inbox.errors import TransactionEnded
 from inbox.models import InboxMessage, Receipt
 from inbox.outcome import Outcome
 from inbox.receiving.parking import park
 from inbox.receiving.reading import read
-from inbox.receiving.receive import receive
 from inbox.states import State
 from inbox.store import arrivals, duplicates, sentinel
 from inbox.store.rows import ABANDONED
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import OPTIONS, InAThread, an_envelope, drain, make_due, the_effect
+from tests.support.deliveries import OPTIONS, InAThread, an_envelope, deliver, drain, make_due, the_effect
 from tests.support.servers import PostgresServer
+from tests.support.sql import executed, fetched
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
-
-
-def received(handler, envelope=None, *, redelivered=False):
-    arrival = read(handler, envelope or an_envelope(), OPTIONS, redelivered=redelivered)
-    return receive(handler, [arrival], OPTIONS)[0]
 
 
 def commits_by_the_driver(message):
@@ -43,50 +38,24 @@ def prepares_a_transaction(message):
 
 def versions_in(table):
     """How many versions of rows a table has in the partitions that have rows, dead ones included."""
-    with connection.cursor() as cursor:
-        cursor.execute("CREATE EXTENSION IF NOT EXISTS pageinspect")
-        cursor.execute(
-            f"SELECT count(*) FROM (SELECT DISTINCT tableoid::regclass AS name FROM {table}) part, "
-            "generate_series(0, pg_relation_size(part.name) / 8192 - 1) page, "
-            "heap_page_items(get_raw_page(part.name::text, page::int)) WHERE t_ctid IS NOT NULL AND lp_len > 0"
-        )
-        return cursor.fetchone()[0]
+    executed("CREATE EXTENSION IF NOT EXISTS pageinspect")
+    return fetched(
+        f"SELECT count(*) FROM (SELECT DISTINCT tableoid::regclass AS name FROM {table}) part, "
+        "generate_series(0, pg_relation_size(part.name) / 8192 - 1) page, "
+        "heap_page_items(get_raw_page(part.name::text, page::int)) WHERE t_ctid IS NOT NULL AND lp_len > 0"
+    )
 
 
 class TestFreshMessage:
     @pytest.mark.parametrize("kept", ["all", "failed"])
     def test_fresh_message_is_one_version_of_one_row(self, handles, settings, kept):
         settings.INBOX = {"KEEP_BODIES": kept}
-        with connection.cursor() as cursor:
-            cursor.execute("TRUNCATE inbox_receipt, inbox_inboxmessage CASCADE")
-        assert received(handles(the_effect)) is Outcome.HANDLED
+        executed("TRUNCATE inbox_receipt, inbox_inboxmessage CASCADE")
+        assert deliver(handles(the_effect)) is Outcome.HANDLED
         row = InboxMessage.objects.get()
         assert (row.state, row.attempts, row.settled_at is not None, row.next_attempt_at) == (State.DONE, 1, True, None)
         assert (versions_in("inbox_receipt"), versions_in("inbox_inboxmessage")) == (1, 1)
         assert bool(row.body) == (kept == "all")
-
-    def test_lock_timeout_of_the_handler_is_the_session_s_own(self, handles):
-        seen = []
-
-        def look(message):
-            with connection.cursor() as cursor:
-                cursor.execute("SHOW lock_timeout")
-                seen.append(cursor.fetchone()[0])
-
-        with connection.cursor() as cursor:
-            cursor.execute("SHOW lock_timeout")
-            expected = cursor.fetchone()[0]
-        received(handles(look))
-        assert seen == [expected]
-
-    def test_failed_handler_leaves_its_row_in_retrying_with_one_attempt(self, handles):
-        def fails(message):
-            the_effect(message)
-            raise ValueError("no")
-
-        assert received(handles(fails)) is Outcome.STORED
-        row = InboxMessage.objects.get()
-        assert (row.state, row.attempts, Effect.objects.count()) == (State.RETRYING, 1, 0)
 
 
 class TestTransactionThatEnded:
@@ -96,7 +65,7 @@ class TestTransactionThatEnded:
             commits_by_the_driver(message)
             also()
 
-        assert received(handles(handler)) is Outcome.DEAD
+        assert deliver(handles(handler)) is Outcome.DEAD
         row = InboxMessage.objects.get()
         assert (row.state, row.last_error, Effect.objects.count()) == (State.DEAD, ABANDONED, 1)
 
@@ -111,19 +80,13 @@ class TestTransactionThatEnded:
             raise ValueError("half done")
 
         registered = handles(handler)
-        assert received(registered, envelope) is Outcome.DEAD
+        assert deliver(registered, envelope) is Outcome.DEAD
         row = InboxMessage.objects.get()
         assert (row.state, row.last_error, row.duplicates) == (State.DEAD, ABANDONED, 1)
 
-    def test_second_delivery_after_such_a_commit_is_a_duplicate_of_the_dead_letter(self, handles):
-        handler, envelope = handles(commits_by_the_driver), an_envelope()
-        received(handler, envelope)
-        assert received(handler, envelope) is Outcome.DUPLICATE
-        assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.DEAD, 1)
-
     def test_two_phase_commit_by_a_handler_that_the_server_refuses_is_a_failed_attempt(self, handles):
         """As PostgreSQL does by default (max_prepared_transactions = 0)."""
-        assert received(handles(prepares_a_transaction)) is Outcome.STORED
+        assert deliver(handles(prepares_a_transaction)) is Outcome.STORED
         assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.RETRYING, 0)
 
     def test_handler_that_rolls_back_by_the_driver_makes_its_message_a_dead_letter(self, handles):
@@ -131,20 +94,8 @@ class TestTransactionThatEnded:
             the_effect(message)
             connection.connection.rollback()
 
-        assert received(handles(rolls_back)) is Outcome.DEAD
+        assert deliver(handles(rolls_back)) is Outcome.DEAD
         assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.DEAD, 0)
-
-    @pytest.mark.parametrize("option", [{"size": 10}, {"group_commit": 10}], ids=["batch", "group commit"])
-    def test_every_message_of_a_transaction_that_the_handler_committed_is_a_dead_letter(self, handles, option):
-        def commits(given):
-            the_effect(given[0] if isinstance(given, list) else given)
-            connection.connection.commit()
-            raise ValueError("after its commit")
-
-        handler = handles(commits, **option)
-        arrivals_ = [read(handler, an_envelope(biz_id=name), OPTIONS) for name in ("a", "b", "c")]
-        assert receive(handler, arrivals_, OPTIONS) == [Outcome.DEAD] * 3
-        assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DEAD}
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +127,7 @@ class TestTwoPhaseCommit:
             prepares_a_transaction(message)
             two_phase.execute("COMMIT PREPARED 'of_a_handler'")
 
-        assert received(handles(handler), redelivered=redelivered) is Outcome.DEAD
+        assert deliver(handles(handler), redelivered=redelivered) is Outcome.DEAD
         row = InboxMessage.objects.get()
         assert (row.state, row.last_error, Effect.objects.count()) == (State.DEAD, ABANDONED, 1)
 
@@ -190,7 +141,7 @@ class TestTwoPhaseCommit:
 
         handler, envelope = handles(handler), an_envelope()
         began_at = time.monotonic()
-        assert received(handler, envelope) is Outcome.DEFERRED, "not acknowledged"
+        assert deliver(handler, envelope) is Outcome.DEFERRED, "not acknowledged"
         assert time.monotonic() - began_at < 10, "bounded by DUPLICATE_TIMEOUT"
         assert park(handler, read(handler, envelope, OPTIONS), OPTIONS) is Outcome.STORED
         make_due()
@@ -222,14 +173,14 @@ class TestSubtransactions:
             with pytest.raises(ZeroDivisionError), transaction.atomic():
                 1 / 0  # noqa: B018
 
-        assert received(handles(with_savepoints)) is Outcome.HANDLED
+        assert deliver(handles(with_savepoints)) is Outcome.HANDLED
         assert Effect.objects.count() == 1
 
     def test_handler_that_deletes_its_own_row_is_found_by_the_sentinel(self, handles):
         def deletes(message):
             Receipt.objects.all().delete()
 
-        assert received(handles(deletes)) is Outcome.DEAD
+        assert deliver(handles(deletes)) is Outcome.DEAD
         assert InboxMessage.objects.get().last_error.startswith("TransactionEnded")
 
 
@@ -251,13 +202,3 @@ class TestMany:
             Receipt.objects.filter(biz_id="b").delete()
             with pytest.raises(TransactionEnded):
                 sentinel.finish(guard, 1)
-
-
-def test_transaction_that_an_error_has_aborted_refuses_to_be_read(handles):
-    def swallows(message):
-        the_effect(message)
-        with pytest.raises((DatabaseError, psycopg.Error)), connection.cursor() as cursor:
-            cursor.execute("SELECT 1 / 0")
-
-    assert received(handles(swallows)) is Outcome.STORED
-    assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.RETRYING, 0)

@@ -17,18 +17,19 @@ from exactly_once.wire.identity import process_name
 from inbox import Lease, RetryLater
 from inbox.models import InboxMessage, TrailEntry
 from inbox.operators import decisions
-from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import arrivals, claims, leases, rows
 from tests.support.deliveries import (
     OPTIONS,
+    admitted,
     an_envelope,
     deliver,
     drain,
     make_due,
     options,
     run_to_the_end,
+    stored_due,
     the_effect,
     the_row,
 )
@@ -71,18 +72,10 @@ class TestFailedAttempts:
             (State.RETRYING, State.DEAD, BOOM),
         ]
 
-    @pytest.mark.parametrize("redelivered", [False, True])
-    def test_each_failed_attempt_under_a_lease_is_recorded(self, failing, redelivered):
+    @pytest.mark.parametrize("store", ["database", "redis"])
+    def test_each_failed_attempt_under_a_lease_is_recorded(self, failing, store, request):
+        given = options(LEASE_STORE="database" if store == "database" else request.getfixturevalue("redis_url"))
         handler, envelope = failing(lease=Lease(duration=LEASE)), an_envelope()
-
-        deliver(handler, envelope, redelivered=redelivered)
-        make_due()
-        drain()
-
-        assert trail_of(envelope.id) == [(State.RUNNING, State.RETRYING, BOOM)] * 2
-
-    def test_each_failed_attempt_under_a_lease_in_redis_is_recorded(self, failing, redis_url):
-        handler, envelope, given = failing(lease=Lease(duration=LEASE)), an_envelope(), options(LEASE_STORE=redis_url)
 
         deliver(handler, envelope, given=given)
         make_due()
@@ -152,7 +145,7 @@ class TestOtherTransitions:
     def test_shedding_is_recorded_with_its_reason(self, handles):
         handler, envelope = handles(the_effect, name=HANDLER), an_envelope()
 
-        admit(handler, [read(handler, envelope, OPTIONS)], OPTIONS, shed="too many wait")
+        admitted(handler, envelope, shed="too many wait")
 
         assert trail_of(envelope.id) == [("", State.SHED, "too many wait")]
 
@@ -185,7 +178,7 @@ class TestOtherTransitions:
         handler = handles(the_effect, name=HANDLER, ordered=True)
         good, old = an_envelope(key="k"), an_envelope(key="k", created_at=utcnow() - timedelta(days=400))
 
-        admit(handler, [read(handler, envelope, OPTIONS) for envelope in (good, old)], OPTIONS)
+        admitted(handler, good, old)
 
         assert trail_of(good.id) == []
         assert trail_of(old.id) == [("", State.DEAD, the_row(message_id=old.id).last_error)]
@@ -213,24 +206,19 @@ class TestTrailOfEverything:
         with override_settings(INBOX={"TRAIL": "all"}):
             yield
 
-    def test_fresh_delivery_is_recorded_as_done(self, handles):
-        envelope = an_envelope()
-        deliver(handles(the_effect, name=HANDLER), envelope)
-
-        assert trail_of(envelope.id) == [("", State.DONE, "")]
-
     def test_stored_message_is_recorded_as_received_and_then_done(self, handles):
-        envelope = an_envelope()
-        deliver(handles(the_effect, name=HANDLER), envelope, redelivered=True)
-        drain()
+        handler, fresh, stored = handles(the_effect, name=HANDLER), an_envelope(), an_envelope()
+        deliver(handler, fresh)
+        deliver(handler, stored, redelivered=True)
 
-        assert trail_of(envelope.id) == [("", State.RECEIVED, ""), (State.RECEIVED, State.DONE, "")]
+        assert trail_of(fresh.id) == [("", State.DONE, "")]
+        assert trail_of(stored.id) == [("", State.RECEIVED, ""), (State.RECEIVED, State.DONE, "")]
 
     @pytest.mark.parametrize("stored", [False, True])
     def test_leased_message_is_recorded_as_running_and_then_done(self, handles, stored):
         handler, envelope = handles(the_effect, name=HANDLER, lease=Lease(duration=LEASE)), an_envelope()
         if stored:
-            arrivals.store_due("default", read(handler, envelope, OPTIONS).row, LEASE)
+            stored_due(handler, envelope)
             drain()
         else:
             deliver(handler, envelope)
@@ -241,7 +229,7 @@ class TestTrailOfEverything:
     def test_ordered_message_is_recorded_as_waiting_for_its_predecessor(self, handles):
         handler = handles(the_effect, name=HANDLER, ordered=True)
         first, second = an_envelope(key="k"), an_envelope(key="k")
-        admit(handler, [read(handler, envelope, OPTIONS) for envelope in (first, second)], OPTIONS)
+        admitted(handler, first, second)
         drain()
 
         assert trail_of(first.id) == [("", State.RECEIVED, ""), (State.RECEIVED, State.DONE, "")]
