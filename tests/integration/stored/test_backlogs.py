@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-import psycopg
 import pytest
-from django.db import OperationalError, connection, transaction
+from django.db import OperationalError, connection
 
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.faults import SERIALIZATION_FAILURE
 from inbox.consumer.runner import Runner
 from inbox.models import InboxMessage
-from inbox.receiving.admit import hand_over
-from inbox.receiving.reading import read
-from inbox.states import State
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import OPTIONS, InAThread, an_envelope, at_once, drain, effects, make_due, the_effect
+from tests.support.deliveries import OPTIONS, InAThread, an_envelope, drain, effects, handed_over, the_effect
 from tests.support.inbox_rows import NEXT_ID, RECEIPTS
 from tests.support.refused_rows import cleared, refused
+from tests.support.sql import another_session, executed
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -61,16 +58,14 @@ BESIDE = {
 
 
 def insert(name, handler, state, due, count):
-    with connection.cursor() as cursor:
-        cursor.execute(INSERT, {"name": name, "handler": handler, "state": state, "due": due, "count": count})
-        cursor.execute(RECEIPTS)
+    executed(INSERT, {"name": name, "handler": handler, "state": state, "due": due, "count": count})
+    executed(RECEIPTS)
 
 
 @pytest.fixture
 def operator():
     """A session that has changed many messages and not committed that."""
-    params = connection.get_connection_params()
-    with psycopg.connect(**{name: params[name] for name in ("dbname", "user", "host", "port")}) as session:
+    with another_session() as session:
         yield session
         session.rollback()
 
@@ -89,23 +84,17 @@ def insert_beside(*kinds):
 @pytest.fixture
 def table():
     """The inbox's table, which no autovacuum reads or analyses meanwhile."""
-    execute("ALTER TABLE inbox_inboxmessage_live SET (autovacuum_enabled = off)")
+    executed("ALTER TABLE inbox_inboxmessage_live SET (autovacuum_enabled = off)")
     yield
-    execute("ALTER TABLE inbox_inboxmessage_live RESET (autovacuum_enabled)")
-
-
-def execute(sql):
-    with connection.cursor() as cursor:
-        cursor.execute(sql)
-        return cursor.fetchall() if cursor.description else None
+    executed("ALTER TABLE inbox_inboxmessage_live RESET (autovacuum_enabled)")
 
 
 def pages_read():
     """How many pages of the inbox's partitions and their indexes all sessions have read, cached or not."""
     # A session reports what it has counted before it leaves this list.
-    wait_until(lambda: not execute(OTHER_SESSIONS))
-    execute("SELECT pg_stat_force_next_flush()")
-    ((pages,),) = execute(
+    wait_until(lambda: not executed(OTHER_SESSIONS))
+    executed("SELECT pg_stat_force_next_flush()")
+    ((pages,),) = executed(
         "SELECT sum(heap_blks_read + heap_blks_hit + idx_blks_read + idx_blks_hit) FROM pg_statio_user_tables "
         "WHERE relname LIKE 'inbox_inboxmessage%'"
     )
@@ -131,7 +120,7 @@ def test_running_a_message_reads_few_pages_beside(beside, statistics, handles, t
     insert_beside(beside)
     insert("ours", "tests.free", "received", "-1 minute", count=FEW)
     if statistics == "analysed":
-        execute("ANALYZE inbox_inboxmessage")
+        executed("ANALYZE inbox_inboxmessage")
     lock_some_of_it(operator)
     before = pages_read()
 
@@ -147,7 +136,7 @@ def test_polls_that_find_nothing_read_few_pages_beside_all_of_it(handles, table,
     handles(the_effect, name="tests.another")
     handles(the_effect, name="tests.limited", rate_limit="1/h")
     insert_beside(*BESIDE)
-    execute("ANALYZE inbox_inboxmessage")
+    executed("ANALYZE inbox_inboxmessage")
     lock_some_of_it(operator)
     runner = Runner(OPTIONS)
     while runner.turn():
@@ -182,39 +171,15 @@ def test_backlog_of_one_handler_does_not_delay_the_messages_of_another(handles):
         handles(lambda message: ran.append(message.biz_id), name=f"tests.{topic}", topic=topic)
         for topic in ("backlogged", "other")
     )
-    for n in range(100):
-        store(backlogged, f"old {n}")
-    for n in range(3):
-        store(other, f"new {n}")
+    for handler, age, count in ((backlogged, "old", 100), (other, "new", 3)):
+        for n in range(count):
+            handed_over(handler, an_envelope(topic=handler.topics[0], biz_id=f"{age} {n}"))
 
     drain()
 
     assert len(ran) == 103
     assert [name for name in ran[:8] if name.startswith("new")] == ["new 0", "new 1", "new 2"]
     assert [name for name in ran if name.startswith("old")] == [f"old {n}" for n in range(100)]
-
-
-@pytest.mark.every_database
-def test_concurrent_runners_run_the_messages_of_many_handlers_exactly_once(handles):
-    handlers = [handles(the_effect, name=f"tests.{n}", topic=f"topic.{n}") for n in range(5)]
-    names = [store(handler, f"{handler.name} {n}").biz_id for handler in handlers for n in range(10)]
-
-    ran = at_once([drain] * 6)
-    # On SQLite a runner that meets a lock may end before the others.
-    while make_due():
-        ran.append(drain())
-
-    assert sum(ran) == len(names)
-    assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(names)
-    assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}
-
-
-def store(handler, biz_id):
-    """As local:// does: a message that is due."""
-    arrival = read(handler, an_envelope(topic=handler.topics[0], biz_id=biz_id), OPTIONS)
-    with transaction.atomic():
-        hand_over(handler, arrival)
-    return arrival.row
 
 
 def test_claim_that_collides_with_another_transaction_is_repeated_and_not_taken_for_nothing_due(handles):

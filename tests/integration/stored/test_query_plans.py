@@ -19,8 +19,9 @@ from inbox.receiving.receive import claim_next, run_stored
 from inbox.store import arrivals, claims, ordering, sentinel
 from inbox.store.rows import Successor
 from inbox.testing import deliver, make_message
-from tests.support.deliveries import OPTIONS, an_envelope, the_effect
+from tests.support.deliveries import OPTIONS, an_envelope, stored_due, the_effect
 from tests.support.inbox_rows import NEXT_ID, RECEIPTS
+from tests.support.sql import executed
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -75,9 +76,7 @@ def store_beside_a_vacuum(handler):
 
 
 def explained(sql, parameters=()):
-    with connection.cursor() as cursor:
-        cursor.execute(f"EXPLAIN {sql}", parameters or None)
-        return "\n".join(line for (line,) in cursor.fetchall())
+    return "\n".join(line for (line,) in executed(f"EXPLAIN {sql}", parameters or None))
 
 
 def finish_of_a_fresh_row(row):
@@ -133,15 +132,15 @@ CLAIMS = {
 
 def claim_by_each(handler):
     """Prepare and plan each statement that claims."""
-    arrivals.store_due("default", read(handler, an_envelope(), OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
+    stored_due(handler)
     successor = Successor(timedelta(seconds=10), lambda: [handler.name])
     assert run_stored(*claim_next([handler], "default", OPTIONS), OPTIONS, successor) is Outcome.HANDLED
     assert claims.claim_due("default", [handler.name], timedelta(seconds=10), quarantined=False) is None
 
 
 def plan_that_is_kept(statement):
-    with transaction.atomic(), connection.cursor() as cursor:
-        cursor.execute(f"SELECT {KEEP_PLANS}")
+    with transaction.atomic():
+        executed(f"SELECT {KEEP_PLANS}")
         return explained(CLAIMS[statement])
 
 
@@ -164,14 +163,11 @@ def test_claim_uses_the_indexes_of_due_messages_and_of_the_order(handler, statem
 @pytest.mark.parametrize("statement", CLAIMS)
 def test_claim_that_was_planned_while_one_message_was_stored_uses_the_same_indexes(handles, statement):
     handler = handles(the_effect)
-    arrivals.store_due(
-        "default", read(handler, an_envelope(), OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT, after=timedelta(hours=1)
-    )
-    with connection.cursor() as cursor:
-        cursor.execute("VACUUM ANALYZE inbox_inboxmessage")
+    row = read(handler, an_envelope(), OPTIONS).row
+    arrivals.store_due("default", row, OPTIONS.DUPLICATE_TIMEOUT, after=timedelta(hours=1))
+    executed("VACUUM ANALYZE inbox_inboxmessage")
     claim_by_each(handler)
-    with connection.cursor() as cursor:
-        cursor.execute(HISTORY, [handler.name])
+    executed(HISTORY, [handler.name])
 
     refuse_wrong_indexes(statement)
 

@@ -2,52 +2,45 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-from django.db import OperationalError, connections, transaction
+from django.db import OperationalError, connections
 
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.loop import StopRequest
-from inbox import signals
 from inbox.consumer.runner import Runner
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.operators import decisions, housekeeping
 from inbox.outcome import Outcome
-from inbox.receiving.admit import hand_over
-from inbox.receiving.reading import read
 from inbox.states import SETTLED, State
-from inbox.store import arrivals, claims, due, rows
+from inbox.store import claims, due, rows
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
     A_WHILE,
     OPTIONS,
     InAThread,
+    Slow,
     an_envelope,
     at_once,
     deliver,
     drain,
     effects,
+    handed_over,
     make_due,
     options,
     run_to_the_end,
+    stored_due,
     the_effect,
     the_row,
 )
 from tests.support.inbox_rows import settle
+from tests.support.signals import recorded_signals
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
-
-
-def stored(handler, **attributes):
-    """Store a message of `handler` that is due, as local:// and the careful path do."""
-    arrival = read(handler, an_envelope(**attributes), OPTIONS)
-    assert arrivals.store_due(handler.using, arrival.row, OPTIONS.DUPLICATE_TIMEOUT)
-    return arrival.row
 
 
 def fails(message):
@@ -59,7 +52,7 @@ def test_due_messages_are_run_oldest_first(handles):
     seen = []
     handler = handles(lambda message: seen.append(message.biz_id))
     for name in "abc":
-        stored(handler, biz_id=name)
+        stored_due(handler, an_envelope(biz_id=name))
 
     assert drain() == 3
 
@@ -69,7 +62,7 @@ def test_due_messages_are_run_oldest_first(handles):
 
 def test_message_of_an_unregistered_handler_stays_unchanged(handles):
     """It belongs to a worker of another deployment, and must not lose attempts meanwhile."""
-    stored(handles(the_effect, name="tests.elsewhere"))
+    stored_due(handles(the_effect, name="tests.elsewhere"))
     registry.remove("tests.elsewhere")
     handles(the_effect, name="tests.known")
 
@@ -81,20 +74,10 @@ def test_message_of_an_unregistered_handler_stays_unchanged(handles):
     assert effects() == 1
 
 
-def test_failing_message_delays_no_other(handles):
-    bad, good = handles(fails, name="tests.bad"), handles(the_effect, name="tests.good", topic="other")
-    stored(bad)
-    stored(good, topic="other")
-
-    assert drain() == 2
-
-    states = dict(InboxMessage.objects.values_list("handler", "state"))
-    assert states == {"tests.bad": State.RETRYING, "tests.good": State.DONE}
-
-
-def test_six_concurrent_runners_run_every_message_exactly_once(handles):
-    handler = handles(the_effect)
-    names = {stored(handler).biz_id for _ in range(40)}
+@pytest.mark.parametrize("number", [1, 5], ids=["of one handler", "of many handlers"])
+def test_six_concurrent_runners_run_every_message_exactly_once(handles, number):
+    handlers = [handles(the_effect, topic=f"topic.{one}") for one in range(number)]
+    names = {stored_due(handler).biz_id for handler in handlers for _ in range(40 // number)}
 
     ran = at_once([drain] * 6)
     # On SQLite a runner that meets a lock may end before the others.
@@ -107,18 +90,10 @@ def test_six_concurrent_runners_run_every_message_exactly_once(handles):
 
 
 def test_runner_asked_to_stop_finishes_the_running_handler(handles):
-    begun, go_on, stop = threading.Event(), threading.Event(), StopRequest()
-
-    def handle(message):
-        begun.set()
-        assert go_on.wait(A_WHILE)
-        the_effect(message)
-
-    stored(handles(handle))
-    with InAThread(lambda: Runner(OPTIONS).run(stop)):
-        assert begun.wait(A_WHILE)
+    slow, stop = Slow(), StopRequest()
+    stored_due(handles(slow))
+    with slow.inside(lambda: Runner(OPTIONS).run(stop)):
         stop.set()
-        go_on.set()
 
     assert (the_row().state, effects()) == (State.DONE, 1)
 
@@ -128,7 +103,7 @@ def test_running_runner_picks_up_messages_that_become_due(handles):
     with InAThread(lambda: Runner(options(POLL_INTERVAL=timedelta(milliseconds=20))).run(stop)):
         try:
             for name in ("first", "second"):
-                stored(handler, biz_id=name)
+                stored_due(handler, an_envelope(biz_id=name))
                 wait_until(lambda name=name: effects(name) == 1)
         finally:
             stop.set()
@@ -138,8 +113,8 @@ def test_runner_runs_each_handler_on_its_own_database(handles):
     def handle(message):
         Effect.objects.using("other").create(name=message.biz_id)
 
-    stored(handles(the_effect, name="tests.here"), biz_id="here")
-    stored(handles(handle, name="tests.there", using="other", topic="there"), biz_id="there", topic="there")
+    stored_due(handles(the_effect, name="tests.here"), an_envelope(biz_id="here"))
+    stored_due(handles(handle, name="tests.there", using="other", topic="there"), an_envelope(biz_id="there", topic="there"))
 
     assert drain() == 2
 
@@ -151,24 +126,17 @@ def test_abandoned_message_without_a_due_time_is_dead_lettered_on_every_database
     """Such a row has no due time: without the sweep it would stay unnoticed for ever."""
     for using in ("default", "other"):
         handler = handles(the_effect, using=using, name=f"tests.{using}")
-        stored(handler)
+        stored_due(handler)
     InboxMessage.objects.using(alias).update(next_attempt_at=None)
     InboxMessage.objects.using("other" if alias == "default" else "default").all().delete()
-    announced = []
-
-    def listen(sender, handler, message_id, error, **extra):
-        announced.append((handler, message_id, error))
-
-    signals.message_dead.connect(listen)
-    try:
+    with recorded_signals("message_dead") as announced:
         drain()
-    finally:
-        signals.message_dead.disconnect(listen)
 
     row = InboxMessage.objects.using(alias).get()
     assert (row.state, row.last_error) == (State.DEAD, rows.ABANDONED)
     assert row.settled_at is not None
-    assert announced == [(f"tests.{alias}", row.message_id, rows.ABANDONED)]
+    said = {"handler": f"tests.{alias}", "message_id": row.message_id, "error": rows.ABANDONED}
+    assert announced == [("message_dead", said)]
 
 
 @contextmanager
@@ -184,7 +152,7 @@ def default_database_unavailable(monkeypatch):
 
 def test_unavailable_database_does_not_starve_the_other(handles, monkeypatch):
     handler = handles(lambda message: Effect.objects.using("other").create(name="there"), using="other")
-    stored(handler)
+    stored_due(handler)
     handles(the_effect, topic="here")
     stop = StopRequest()
     with default_database_unavailable(monkeypatch), InAThread(lambda: Runner(OPTIONS).run(stop)):
@@ -218,8 +186,8 @@ def test_purge_deletes_only_old_settled_messages(handles):
     handler = handles(the_effect)
     old = OPTIONS.KEEP_HISTORY + timedelta(days=1)
     for state in State:
-        stored(handler, biz_id=f"old {state}")
-        stored(handler, biz_id=f"new {state}")
+        stored_due(handler, an_envelope(biz_id=f"old {state}"))
+        stored_due(handler, an_envelope(biz_id=f"new {state}"))
     for row in InboxMessage.objects.all():
         age, state = row.biz_id.split()
         rows = InboxMessage.objects.filter(pk=row.pk)
@@ -264,28 +232,6 @@ def test_skipped_message_is_never_run(handles):
     assert deliver(handler, envelope, redelivered=True) is Outcome.DUPLICATE
 
 
-def test_done_message_can_neither_be_retried_nor_skipped(handles):
-    deliver(handles(the_effect))
-
-    assert not decisions.retry("default", the_row().pk)
-    assert not decisions.skip("default", the_row().pk, "no")
-    run_to_the_end()
-
-    assert (the_row().state, effects()) == (State.DONE, 1)
-
-
-def test_stored_messages_of_an_unknown_handler_are_logged(handles, caplog):
-    old = handles(the_effect, name="tests.old_name")
-    stored(old)
-    stored(old)
-    registry.remove("tests.old_name")
-    handles(the_effect, name="tests.new_name")
-
-    assert Runner(OPTIONS).drain(StopRequest()) == 0
-
-    assert "2 stored messages wait for the handler 'tests.old_name'" in caplog.text
-
-
 def test_runner_asked_to_stop_gives_back_the_next_message_of_its_key(handles):
     stop = StopRequest()
 
@@ -295,8 +241,7 @@ def test_runner_asked_to_stop_gives_back_the_next_message_of_its_key(handles):
 
     handler = handles(handle, ordered=True)
     for name in "ab":
-        with transaction.atomic():
-            hand_over(handler, read(handler, an_envelope(biz_id=name, key="key"), OPTIONS))
+        handed_over(handler, an_envelope(biz_id=name, key="key"))
 
     assert Runner(OPTIONS).drain(stop) == 1
 
@@ -307,7 +252,7 @@ def test_runner_asked_to_stop_gives_back_the_next_message_of_its_key(handles):
 
 
 def test_unexpected_error_ends_a_drain_and_is_not_taken_for_nothing_due(handles, monkeypatch):
-    stored(handles(the_effect))
+    stored_due(handles(the_effect))
 
     def fail(*arguments, **options):
         raise ZeroDivisionError
@@ -319,7 +264,7 @@ def test_unexpected_error_ends_a_drain_and_is_not_taken_for_nothing_due(handles,
 
 
 def test_messages_of_an_unknown_handler_are_logged_once_the_database_is_available(handles, caplog, monkeypatch):
-    stored(handles(the_effect, name="tests.old_name"))
+    stored_due(handles(the_effect, name="tests.old_name"))
     registry.remove("tests.old_name")
     handles(the_effect, name="tests.new_name")
     ask, failures = due.orphans, [OperationalError("connection refused")]

@@ -12,20 +12,19 @@ from exactly_once.sql.now import DatabaseTime
 from inbox import pause_handler, resume_handler
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving.admit import admit
-from inbox.receiving.reading import read
 from inbox.receiving.receive import claim_next, run_stored
 from inbox.states import State
 from inbox.store.rows import Successor
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import OPTIONS, an_envelope, drain, effects, the_effect
+from tests.support.deliveries import OPTIONS, admitted, an_envelope, drain, effects, the_effect
+from tests.support.sql import executed
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
 
 def store(handler, *names, key=""):
-    load = [read(handler, an_envelope(biz_id=name, key=key), OPTIONS) for name in names]
-    assert admit(handler, load, OPTIONS) == [Outcome.STORED] * len(names)
+    load = [an_envelope(biz_id=name, key=key) for name in names]
+    assert admitted(handler, *load) == [Outcome.STORED] * len(names)
     for seconds, name in enumerate(reversed(names)):
         due = InboxMessage.objects.filter(biz_id=name, next_attempt_at__isnull=False)
         due.update(next_attempt_at=DatabaseTime(timedelta(seconds=-seconds)))
@@ -62,8 +61,7 @@ def test_successor_is_read_whatever_the_handler_has_set(handles, setting, ordere
     def setting_it(message):
         the_effect(message)
         transaction.on_commit(lambda: hooks.append(message.biz_id))
-        with connection.cursor() as cursor:
-            cursor.execute(f"SET LOCAL {setting}")
+        executed(f"SET LOCAL {setting}")
 
     handler = handles(setting_it, ordered=ordered)
     store(handler, "a", "b", key="k")
@@ -122,23 +120,13 @@ def test_nothing_follows_while_another_handler_has_a_due_message(handles):
 @pytest.mark.parametrize("ordered", [True, False])
 def test_nothing_follows_once_the_handler_is_paused(handles, ordered):
     handler = handles(lambda message: pause_handler(message.headers["handler"]), ordered=ordered)
-    load = [read(handler, an_envelope(biz_id=name, key="k", headers={"handler": handler.name}), OPTIONS) for name in "ab"]
-    admit(handler, load, OPTIONS)
+    admitted(handler, *(an_envelope(biz_id=name, key="k", headers={"handler": handler.name}) for name in "ab"))
 
     assert run_first(handler) is None
 
     assert [*InboxMessage.objects.values_list("state", "attempts").order_by("id")] == [(State.DONE, 1), (State.RECEIVED, 0)]
     assert not drain()
-
-
-def test_next_message_of_a_key_is_due_once_its_handler_is_resumed(handles):
-    handler = handles(lambda message: pause_handler(message.headers["handler"]), ordered=True)
-    load = [read(handler, an_envelope(biz_id=name, key="k", headers={"handler": handler.name}), OPTIONS) for name in "ab"]
-    admit(handler, load, OPTIONS)
-    drain()
-
     resume_handler(handler.name)
-
     assert drain() == 1
     assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
 
@@ -169,13 +157,11 @@ def test_failed_message_follows_when_it_is_due(handles):
 def test_transaction_that_does_not_see_every_commit_claims_none(handles, isolation, ordered):
     handler = handles(the_effect, ordered=ordered)
     store(handler, "a", "b", key="k")
-    with connection.cursor() as cursor:
-        cursor.execute(f"SET default_transaction_isolation = '{isolation}'")
+    executed(f"SET default_transaction_isolation = '{isolation}'")
     try:
         assert run_first(handler) is None
     finally:
-        with connection.cursor() as cursor:
-            cursor.execute("RESET default_transaction_isolation")
+        executed("RESET default_transaction_isolation")
 
     assert InboxMessage.objects.get(biz_id="b").state == State.RECEIVED
     drain()
@@ -185,12 +171,10 @@ def test_transaction_that_does_not_see_every_commit_claims_none(handles, isolati
 def test_successor_is_due_again_if_the_commit_fails(handles):
     def impossible(message):
         the_effect(message)
-        with connection.cursor() as cursor:
-            cursor.execute("INSERT INTO child VALUES (1)")
+        executed("INSERT INTO child VALUES (1)")
 
-    with connection.cursor() as cursor:
-        cursor.execute("CREATE TABLE parent (id int PRIMARY KEY)")
-        cursor.execute("CREATE TABLE child (id int REFERENCES parent DEFERRABLE INITIALLY DEFERRED)")
+    executed("CREATE TABLE parent (id int PRIMARY KEY)")
+    executed("CREATE TABLE child (id int REFERENCES parent DEFERRABLE INITIALLY DEFERRED)")
     try:
         handler = handles(impossible)
         store(handler, "a", "b")
@@ -198,8 +182,7 @@ def test_successor_is_due_again_if_the_commit_fails(handles):
 
         assert run_stored(*claim_next([handler], "default", OPTIONS), OPTIONS, successor) is Outcome.STORED
     finally:
-        with connection.cursor() as cursor:
-            cursor.execute("DROP TABLE child, parent")
+        executed("DROP TABLE child, parent")
 
     assert successor.message is None
     assert [*InboxMessage.objects.order_by("biz_id").values_list("biz_id", "state", "attempts")] == [
