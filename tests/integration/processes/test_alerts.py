@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import socket
 import threading
@@ -12,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from django.core import mail
-from django.core.management import CommandError, call_command
+from django.core.management import CommandError
 
 from exactly_once.models import Alert, AuditEntry, Lease
 from exactly_once.operators import alerts as module
@@ -30,11 +29,13 @@ from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import State
 from outbox.store.heartbeats import relays
 from tests.support.admin_pages import a_message
+from tests.support.commands import output_of
 from tests.support.deliveries import deliver, make_due, the_effect
-from tests.support.heartbeats import a_consumer, a_relay
+from tests.support.heartbeats import a_consumer, a_relay, fall_silent
+from tests.support.signals import listening
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 HOUR = timedelta(hours=1)
 
@@ -60,6 +61,7 @@ def evaluated(app="outbox", alias="default", times=1):
     return {(row.condition, row.object) for row in raised}
 
 
+@pytest.mark.every_database
 class TestConditions:
     @pytest.fixture(autouse=True)
     def options(self, alerts):
@@ -68,21 +70,18 @@ class TestConditions:
     def test_nothing_is_raised_in_an_empty_database(self):
         assert evaluated() == evaluated("inbox") == set()
 
-    def test_waiting_message_without_a_relay_is_raised(self):
-        a_message(State.READY)
+    def test_waiting_message_without_a_relay_and_silent_relay_without_messages_are_raised(self):
+        message = a_message(State.READY)
         assert evaluated() == {("no_relay", "")}
 
-        a_relay()
+        relay = a_relay()
         assert evaluated() == set()
 
-    def test_silent_relay_is_raised_also_without_messages(self):
-        a_relay(silent_for=2 * SILENT_AFTER)
-
+        OutboxMessage.objects.filter(pk=message.pk).delete()
+        fall_silent(2 * SILENT_AFTER)
         assert evaluated() == {("no_relay", "")}
 
-    def test_stopped_relay_without_messages_is_not_raised(self):
-        relays.mark_stopped("default", a_relay().id)
-
+        relays.mark_stopped("default", relay.id)
         assert evaluated() == set()
 
     @pytest.mark.parametrize("priority", [0, 5])
@@ -178,6 +177,10 @@ class TestHysteresis:
         assert [evaluated() for _ in range(2)] == [{("no_relay", "")}, set()]
         assert Alert.objects.get().state == "cleared"
 
+        a_message(State.READY)
+        assert [evaluated() for _ in range(3)] == [set(), set(), {("no_relay", "")}]
+        assert sorted(Alert.objects.values_list("state", flat=True)) == ["cleared", "raised"], "another alert"
+
     def test_condition_that_is_met_only_now_and_then_is_never_raised(self, alerts):
         alerts(RAISE_AFTER=2)
         for _ in range(4):
@@ -200,17 +203,8 @@ class TestHysteresis:
         row = Alert.objects.get()
         assert (row.state, row.unmet) == ("raised", 0)
 
-    def test_cleared_alert_that_is_met_again_is_a_new_one(self, alerts):
-        message = a_message(State.READY)
-        evaluated()
-        OutboxMessage.objects.filter(pk=message.pk).delete()
-        evaluated()
-        a_message(State.READY)
-        evaluated()
 
-        assert sorted(Alert.objects.values_list("state", flat=True)) == ["cleared", "raised"]
-
-
+@pytest.mark.every_database
 class TestLease:
     def test_one_process_evaluates_at_a_time(self, alerts):
         first, second = Evaluator("outbox", "default"), Evaluator("outbox", "default")
@@ -222,11 +216,8 @@ class TestLease:
         first.release()
         assert second.round() is not None
 
-    def test_lease_of_a_killed_process_ends(self, alerts):
-        assert Evaluator("outbox", "default").round() is not None
-        Lease.objects.update(expires_at=DatabaseTime())
-
-        assert Evaluator("outbox", "default").round() is not None
+        Lease.objects.update(expires_at=DatabaseTime())  # as after a kill
+        assert first.round() is not None
 
     def test_alerts_that_are_off_are_not_evaluated(self, alerts):
         alerts(ENABLED=False)
@@ -267,16 +258,12 @@ class TestDelivery:
         def hear(sender, event, app, database, alert, **kwargs):
             heard.append((sender, event, app, database, alert.condition))
 
-        alert_changed.connect(hear)
-        try:
-            with a_receiver() as (url, posted):
-                alerts(MAIL_TO=["ops@example.org"], WEBHOOK_URL=url)
-                message = a_message(State.READY)
-                evaluated()
-                OutboxMessage.objects.filter(pk=message.pk).delete()
-                evaluated()
-        finally:
-            alert_changed.disconnect(hear)
+        with listening(alert_changed, hear), a_receiver() as (url, posted):
+            alerts(MAIL_TO=["ops@example.org"], WEBHOOK_URL=url)
+            message = a_message(State.READY)
+            evaluated()
+            OutboxMessage.objects.filter(pk=message.pk).delete()
+            evaluated()
 
         assert heard == [(Alert, event, "outbox", "default", "no_relay") for event in ("raised", "cleared")]
         assert [sent.subject for sent in mail.outbox] == ["[outbox] raised: no_relay", "[outbox] cleared: no_relay"]
@@ -308,17 +295,8 @@ class TestDelivery:
 
         assert (Alert.objects.get().unsent, len(posted), len(mail.outbox)) == ([], 2, 1)
 
-    def test_redirect_of_a_webhook_is_a_failure(self, alerts):
+    def test_delivery_is_given_up_after_its_last_try_and_a_redirect_is_a_failure(self, alerts):
         with a_receiver([302]) as (url, posted):
-            alerts(WEBHOOK_URL=url)
-            a_message(State.READY)
-            evaluated()
-
-        assert len(posted) == 1
-        assert "302" in Alert.objects.get().send_error
-
-    def test_delivery_is_given_up_after_its_last_try(self, alerts):
-        with a_receiver([500]) as (url, _):
             alerts(WEBHOOK_URL=url, GIVE_UP_AFTER=2)
             a_message(State.READY)
             evaluated()
@@ -326,7 +304,8 @@ class TestDelivery:
             evaluated()
 
         row = Alert.objects.get()
-        assert (row.send_at, row.unsent) == (None, [["raised", "webhook"]])
+        assert (row.send_at, row.unsent, len(posted)) == (None, [["raised", "webhook"]], 2)
+        assert "302" in row.send_error
 
 
 class TestProcesses:
@@ -367,39 +346,28 @@ def alerting_service(service, broker, **options):
     return made
 
 
-def run(command, *arguments, **options):
-    out = io.StringIO()
-    call_command(command, *arguments, stdout=out, **options)
-    return out.getvalue().strip()
-
-
 class TestCommands:
     def test_once_evaluates_lists_and_acknowledges(self, alerts):
         a_message(State.READY)
 
-        assert "raised: no_relay" in run("exactly_once_alerts", once=True)
+        assert "raised: no_relay" in output_of("exactly_once_alerts", once=True)
         alert = Alert.objects.get()
-        assert "No relay is running" in run("exactly_once_alerts", acknowledge=alert.pk)
+        assert "No relay is running" in output_of("exactly_once_alerts", acknowledge=alert.pk)
 
         alert.refresh_from_db()
         assert alert.acknowledged_by.endswith("with exactly_once_alerts")
         assert (AuditEntry.objects.get().action, AuditEntry.objects.get().kind) == ("acknowledge", "alert")
         with pytest.raises(CommandError, match="acknowledged already"):
-            run("exactly_once_alerts", acknowledge=alert.pk)
+            output_of("exactly_once_alerts", acknowledge=alert.pk)
 
     def test_once_leaves_the_evaluation_to_a_running_process(self, alerts):
         a_message(State.READY)
         Evaluator("outbox", "default").round()
 
-        assert "not evaluated: a running process evaluates the alerts" in run("exactly_once_alerts", once=True)
-
-    def test_once_of_the_inbox(self, alerts, handles):
-        deliver(handles(fails, name="tests.h"))
-
-        assert "raised: no_consumer tests.h" in run("exactly_once_alerts", once=True)
+        assert "not evaluated: a running process evaluates the alerts" in output_of("exactly_once_alerts", once=True)
 
     def test_list_without_alerts_says_so(self):
-        assert run("exactly_once_alerts") == "No alert is raised."
+        assert output_of("exactly_once_alerts") == "No alert is raised."
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,10 @@ from django.core.management import CommandError, call_command
 from inbox.handlers.registry import registry
 from inbox.joins import joined_handler
 from inbox.models import InboxMessage
-from inbox.receiving.admit import admit
-from inbox.receiving.reading import read
 from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB, NAMED
-from tests.support.deliveries import OPTIONS, an_envelope, effects, the_effect
+from tests.support.deliveries import admitted, an_envelope, effects, the_effect
 from tests.support.waiting import wait_until
 from tests.support.workers import NAMED_OF_THE_WORKERS, OF_THE_WORKERS, broker_options, declare, send
 
@@ -27,7 +25,7 @@ WORK, NAMED_WORK = "testworker.work", "testworker.named"
 
 def store(handler, biz_id):
     """A message that is due for any process with this handler."""
-    admit(handler, [read(handler, an_envelope(topic=handler.topics[0], biz_id=biz_id), OPTIONS)], OPTIONS)
+    admitted(handler, an_envelope(topic=handler.topics[0], biz_id=biz_id))
 
 
 def test_processes_share_the_handlers_and_health_knows_which_have_no_process(service, rabbitmq_url):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-from django.db import connection, transaction
+from django.db import transaction
 
 from outbox import publish
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import effects
+from tests.support.sql import fetched
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -16,14 +19,9 @@ TO_THE_DATABASE = (
     "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND backend_type = 'client backend' "
     "AND pid <> pg_backend_pid()"
 )
+sessions = partial(fetched, TO_THE_DATABASE)
 ALERTS = 1
 """Connected for a moment each minute."""
-
-
-def sessions():
-    with connection.cursor() as cursor:
-        cursor.execute(TO_THE_DATABASE)
-        return cursor.fetchone()[0]
 
 
 def publish_jobs(count):

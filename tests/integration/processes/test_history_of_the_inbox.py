@@ -18,9 +18,10 @@ from inbox.outcome import Outcome
 from inbox.receiving.reading import read
 from inbox.store import receipts
 from inbox.store.duplicates import count_duplicate
-from tests.support.deliveries import OPTIONS, InAThread, an_envelope, deliver, the_effect
+from tests.support.deliveries import OPTIONS, InAThread, Slow, an_envelope, deliver, the_effect
 from tests.support.heartbeats import a_consumer
 from tests.support.inbox_rows import make_older
+from tests.support.sql import executed, fetched
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
@@ -48,9 +49,7 @@ def long_ago(days, *names, weeks=2):
 
 
 def waits_for_the_default():
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT 1 FROM pg_locks WHERE relation = %s::regclass AND NOT granted", [HISTORY.days.default])
-        return cursor.fetchone()
+    return executed("SELECT 1 FROM pg_locks WHERE relation = %s::regclass AND NOT granted", [HISTORY.days.default])
 
 
 class TestDays:
@@ -63,9 +62,7 @@ class TestDays:
         assert days.existing("default") == [today, today + 1, today + 2, today + 3]
         assert (InboxMessage.objects.count(), old < today) == (0, True)
         deliver(handles(the_effect, name="tests.new"))
-        with connection.cursor() as cursor:
-            cursor.execute(f"SELECT count(*) FROM {days.name(today)}")
-            assert cursor.fetchone() == (1,)
+        assert fetched(f"SELECT count(*) FROM {days.name(today)}") == 1
 
     def test_day_with_messages_of_another_service_stays_and_ours_of_that_day_are_deleted(self, handles, days):
         for name in ("tests.done", "tests.elsewhere"):
@@ -82,21 +79,12 @@ class TestDays:
     def test_messages_of_a_day_that_cannot_be_dropped_for_long_are_deleted(self, handles, days):
         """A handler's transaction holds a lock of history, and there may be one at every moment."""
         deliver(handles(the_effect, name="tests.done"))
-        old, begun, ended = long_ago(days, "tests.done"), Event(), Event()
-
-        def slow(message):
-            begun.set()
-            ended.wait(60)
-
+        old, slow = long_ago(days, "tests.done"), Slow()
         handler = handles(slow, name="tests.slow")
-        with InAThread(lambda: deliver(handler)):
-            try:
-                assert begun.wait(60)
-                Housekeeper("default").drain(StopRequest())
-                assert old in days.existing("default")
-                assert not InboxMessage.objects.filter(handler="tests.done").exists()
-            finally:
-                ended.set()
+        with slow.inside(lambda: deliver(handler)):
+            Housekeeper("default").drain(StopRequest())
+            assert old in days.existing("default")
+            assert not InboxMessage.objects.filter(handler="tests.done").exists()
 
         Housekeeper("default").drain(StopRequest())
         assert old not in days.existing("default")

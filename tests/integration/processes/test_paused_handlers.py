@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
-from django.core.management import CommandError, call_command
+from django.core.management import CommandError
 from django.db import transaction
 
 from exactly_once.models import AuditEntry
@@ -21,12 +20,13 @@ from inbox.operators import pausing
 from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB, NAMED
+from tests.support.commands import output_of
 from tests.support.deliveries import deliver, drain, effects, make_due, the_effect, the_row
 from tests.support.inbox_rows import rename_messages
 from tests.support.waiting import wait_until
 from tests.support.workers import OF_THE_WORKERS, broker_options, consuming, declare, length_of, send
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 WORK = "testworker.work"
 
@@ -43,29 +43,22 @@ def fails_once(message):
         raise ValueError("not yet")
 
 
+@pytest.mark.every_database
 class TestStored:
-    def test_due_message_of_a_paused_handler_is_not_run_until_it_is_resumed(self, handles):
-        handler = handles(fails_once, name="tests.paused")
-        deliver(handler)
+    @pytest.mark.parametrize("rate", [None, "100/s"])
+    def test_due_message_of_a_paused_handler_is_not_run_until_it_is_resumed(self, handles, rate):
+        paused, other = handles(fails_once, name="tests.paused", rate_limit=rate), handles(fails_once, name="tests.other")
+        deliver(paused)
+        deliver(other)
         pause_handler("tests.paused", reason="defect", by="ada")
         make_due()
 
-        assert drain() == 0
-        assert (the_row().state, the_row().attempts) == (State.RETRYING, 1)
+        assert drain() == 1
+        assert dict(InboxMessage.objects.values_list("handler", "attempts")) == {"tests.paused": 1, "tests.other": 2}
 
         assert resume_handler("tests.paused")
         assert drain() == 1
-        assert (the_row().state, effects()) == (State.DONE, 1)
-
-    def test_other_handlers_are_run_meanwhile(self, handles):
-        paused, other = handles(fails_once, name="tests.a"), handles(fails_once, name="tests.b")
-        deliver(paused)
-        deliver(other)
-        pause_handler("tests.a")
-        make_due()
-
-        assert drain() == 1
-        assert InboxMessage.objects.get(handler="tests.b").state == State.DONE
+        assert (the_row(handler="tests.paused").state, effects()) == (State.DONE, 2)
 
     def test_pause_that_is_rolled_back_pauses_nothing(self, handles):
         handler = handles(fails_once, name="tests.paused")
@@ -76,13 +69,6 @@ class TestStored:
             transaction.set_rollback(True)
 
         assert drain() == 1
-
-    def test_limited_handler_that_is_paused_is_not_run(self, handles):
-        deliver(handles(fails_once, name="tests.paused", rate_limit="100/s"))
-        pause_handler("tests.paused")
-        make_due()
-
-        assert drain() == 0
 
 
 class TestFunctions:
@@ -96,15 +82,6 @@ class TestFunctions:
         second = PausedHandler.objects.get()
         assert (second.reason, second.paused_by, second.paused_at) == ("two", "bob", first.paused_at)
 
-    def test_resuming_a_handler_that_is_not_paused_says_so(self, handles):
-        handles(the_effect, name="tests.h")
-
-        assert not resume_handler("tests.h")
-
-    def test_handler_that_nothing_knows_is_refused(self):
-        with pytest.raises(UnknownHandler, match=r"No handler is called 'tests\.missing'"):
-            pause_handler("tests.missing")
-
     def test_handler_is_paused_in_its_own_database(self, handles):
         handles(the_effect, name="tests.there", using="other")
         pause_handler("tests.there")
@@ -117,6 +94,8 @@ class TestFunctions:
         rename_messages(handler="tests.removed")
 
         assert pause_handler("tests.removed")
+        with pytest.raises(UnknownHandler, match=r"No handler is called 'tests\.missing'"):
+            pause_handler("tests.missing")
 
 
 class TestConsuming:
@@ -196,19 +175,13 @@ def _pause(name):
         pausing.pause("default", name, "ada", "defect")
 
 
-def run(command, *arguments, **options):
-    out = io.StringIO()
-    call_command(command, *arguments, stdout=out, **options)
-    return out.getvalue().strip()
-
-
 class TestCommands:
     def test_pause_and_resume_are_written_into_the_audit_log(self, handles):
         handles(the_effect, name="tests.h")
 
-        assert run("inbox_pause", "tests.h", reason="defect") == "Handler tests.h is paused."
-        assert "It was paused already" in run("inbox_pause", "tests.h", reason="another")
-        assert run("inbox_resume", "tests.h") == "Handler tests.h is resumed."
+        assert output_of("inbox_pause", "tests.h", reason="defect") == "Handler tests.h is paused."
+        assert "It was paused already" in output_of("inbox_pause", "tests.h", reason="another")
+        assert output_of("inbox_resume", "tests.h") == "Handler tests.h is resumed."
 
         entries = AuditEntry.objects.order_by("id").values_list("action", "kind", "object_id", "place", "parameters")
         assert list(entries) == [
@@ -219,19 +192,19 @@ class TestCommands:
 
     def test_status_shows_paused_handlers(self, handles):
         deliver(handles(fails_once, name="tests.h"))
-        run("inbox_pause", "tests.h", reason="defect")
+        output_of("inbox_pause", "tests.h", reason="defect")
 
-        [shown] = json.loads(run("exactly_once_status", json=True))["inbox"]["paused_handlers"]
+        [shown] = json.loads(output_of("exactly_once_status", json=True))["inbox"]["paused_handlers"]
         assert (shown["handler"], shown["messages"], shown["reason"]) == ("tests.h", 1, "defect")
-        assert "defect" in run("exactly_once_status")
+        assert "defect" in output_of("exactly_once_status")
 
     @pytest.mark.parametrize("command", ["inbox_pause", "inbox_resume"])
     def test_unknown_handler_fails(self, command):
         with pytest.raises(CommandError, match="No handler is called"):
-            run(command, "tests.missing")
+            output_of(command, "tests.missing")
 
     def test_resuming_a_handler_that_is_not_paused_fails(self, handles):
         handles(the_effect, name="tests.h")
         with pytest.raises(CommandError, match="is not paused"):
-            run("inbox_resume", "tests.h")
+            output_of("inbox_resume", "tests.h")
         assert not AuditEntry.objects.exists()

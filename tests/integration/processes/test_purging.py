@@ -64,13 +64,6 @@ def test_settled_messages_and_the_trail_past_their_retention_are_deleted_by_a_ru
     assert not AuditEntry.objects.exists(), "no operator has done it"
 
 
-def test_drained_consumer_deletes_settled_messages_past_their_retention_once(old, settings):
-    settings.OUTBOX = {"BROKER_URL": "local://"}
-    call_command("inbox_consume", drain=True)
-
-    assert states() == {State.RETRYING}
-
-
 def test_messages_within_their_retention_stay(handles, settings):
     settings.OUTBOX = {"BROKER_URL": "local://"}
     deliver(handles(the_effect))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from contextlib import ExitStack
 
 import pytest
-from django.core.management import CommandError, call_command
+from django.core.management import CommandError
 
 from exactly_once.models import AuditEntry
 from exactly_once.models import Process as ProcessRow
@@ -17,11 +16,12 @@ from outbox.states import State
 from outbox.store.heartbeats import relays
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
+from tests.support.commands import output_of
 from tests.support.heartbeats import a_consumer, a_relay
 from tests.support.relaying import published
 from tests.support.workers import OF_THE_WORKERS, send
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 
 def states():
@@ -70,17 +70,26 @@ class TestRelay:
         assert row.stopped_at is not None
         assert "an operator requested: drain; this process is draining" in relay.said()
 
-    def test_stopped_relay_ends_in_an_orderly_way_and_is_shown_as_stopped(self, service, running, relay_rows, rabbitmq_url):
-        relay = running(service(rabbitmq_url).runs("outbox_relay"))
-        relay.until(lambda: relay_rows.only)
+    @pytest.mark.parametrize("command", ["outbox_relay", "inbox_consume"])
+    def test_heartbeat_has_memory_and_round_trips_until_the_process_is_stopped_in_an_orderly_way(
+        self, service, running, relay_rows, consumer_rows, rabbitmq_url, command
+    ):
+        relay = running(service(rabbitmq_url).runs(command))
+        rows = relay_rows if command == "outbox_relay" else consumer_rows
+        relay.until(lambda: rows.only and rows.only.database_ms and rows.only.broker_ms)
+        assert rows.only.memory_bytes > 10_000_000
+        assert 0 < rows.only.database_ms < 10_000
+        assert 0 < rows.only.broker_ms < 10_000
+        if command == "outbox_relay":
+            relay.until(lambda: rows.only.facts["shards"] == 64)
 
-        relay_rows.request(Request.STOP)
+        rows.request(Request.STOP)
 
         assert relay.ends() == 0, relay.said()
-        [row] = relay_rows.all()
+        [row] = rows.all()
         assert row.stopped_at is not None
         assert row.acknowledged_at is not None
-        assert relay_rows.only is None
+        assert rows.only is None
 
     def test_paused_relay_of_local_runs_no_handler_until_it_is_resumed(self, service, running, relay_rows, consumer_rows):
         relay = running(service("local://").runs("outbox_relay"))
@@ -94,16 +103,6 @@ class TestRelay:
 
         relay_rows.request(Request.RESUME)
         relay.until(Effect.objects.exists)
-
-    def test_heartbeat_of_a_relay_has_memory_round_trips_and_shards(self, service, running, relay_rows, rabbitmq_url):
-        relay = running(service(rabbitmq_url).runs("outbox_relay"))
-        relay.until(lambda: relay_rows.only and relay_rows.only.database_ms and relay_rows.only.broker_ms)
-
-        row = relay_rows.only
-        assert row.memory_bytes > 10_000_000
-        assert 0 < row.database_ms < 10_000
-        assert 0 < row.broker_ms < 10_000
-        relay.until(lambda: relay_rows.only.facts["shards"] == 64)
 
 
 class TestConsumer:
@@ -140,23 +139,8 @@ class TestConsumer:
         assert Effect.objects.count() == 20
         assert [row.stopped_at is None for row in consumer_rows.all()] == [False]
 
-    def test_stopped_consumer_ends_in_an_orderly_way(self, service, running, consumer_rows, rabbitmq_url):
-        consumer = running(service(rabbitmq_url).runs("inbox_consume"))
-        consumer.until(lambda: consumer_rows.only)
 
-        consumer_rows.request(Request.STOP)
-
-        assert consumer.ends() == 0, consumer.said()
-        assert [row.stopped_at is None for row in consumer_rows.all()] == [False]
-
-    def test_heartbeat_of_a_consumer_has_memory_and_round_trips(self, service, running, consumer_rows, rabbitmq_url):
-        consumer = running(service(rabbitmq_url).runs("inbox_consume"))
-        consumer.until(lambda: consumer_rows.only and consumer_rows.only.database_ms and consumer_rows.only.broker_ms)
-
-        assert consumer_rows.only.memory_bytes > 10_000_000
-        assert 0 < consumer_rows.only.broker_ms < 10_000
-
-
+@pytest.mark.every_database
 class TestTable:
     def test_request_without_effect_in_the_mode_of_the_process_is_refused(self):
         relay = a_relay()
@@ -167,10 +151,7 @@ class TestTable:
         ProcessRow.objects.update(mode=Mode.STOPPING)
         assert not relays.request("default", relay.id, Request.DRAIN, "ada")
 
-    def test_stopped_process_takes_no_request(self):
-        relay = a_relay()
         relays.mark_stopped("default", relay.id)
-
         assert not relays.request("default", relay.id, Request.STOP, "ada")
 
     def test_later_request_replaces_one_that_was_not_read(self):
@@ -190,19 +171,13 @@ class TestTable:
         assert (row.requested, row.requested_by, row.acknowledged_at) == ("pause", "ada", None)
 
 
-def run(command, *arguments, **options):
-    out = io.StringIO()
-    call_command(command, *arguments, stdout=out, **options)
-    return out.getvalue().strip()
-
-
 class TestCommands:
     def test_list_shows_state_memory_and_round_trips_of_every_process(self):
         a_relay(host="one", memory_bytes=64 * 2**20, database_ms=1.25, broker_ms=2.5)
         stopped = a_relay(host="two")
         relays.mark_stopped("default", stopped.id)
 
-        listed = run("exactly_once_processes")
+        listed = output_of("exactly_once_processes")
 
         one, two = (line for line in listed.splitlines() if line.startswith(("one", "two")))
         assert all(words in one for words in ("64 MB", "1.2 ms", "2.5 ms", "812.5", "running"))
@@ -211,25 +186,21 @@ class TestCommands:
     def test_request_by_host_and_pid_and_by_the_beginning_of_the_id(self):
         relay, consumer = a_relay(), a_consumer()
 
-        assert "is asked to pause" in run("exactly_once_processes", "pause", "relay-1:4711")
-        assert "is asked to stop" in run("exactly_once_processes", "stop", str(consumer.id)[:8])
+        assert "is asked to pause" in output_of("exactly_once_processes", "pause", "relay-1:4711")
+        assert "is asked to stop" in output_of("exactly_once_processes", "stop", str(consumer.id)[:8])
 
         assert relays.pending("default", relay.id) is Request.PAUSE
         assert consumers.pending("default", consumer.id) is Request.STOP
         entry = AuditEntry.objects.get(app="outbox")
-        assert (entry.action, entry.kind, entry.object_id, entry.place) == (
-            "pause",
-            "process",
-            str(relay.id),
-            "exactly_once_processes",
-        )
+        assert (entry.action, entry.kind, entry.object_id) == ("pause", "process", str(relay.id))
+        assert entry.place == "exactly_once_processes"
         assert AuditEntry.objects.get(app="inbox").action == "stop"
 
     def test_all_requests_something_of_every_process_that_runs(self):
         relay, stopped = a_relay(), a_relay(host="stopped")
         relays.mark_stopped("default", stopped.id)
 
-        run("exactly_once_processes", "drain", "--all")
+        output_of("exactly_once_processes", "drain", "--all")
 
         assert relays.pending("default", relay.id) is Request.DRAIN
         assert relays.pending("default", stopped.id) is None
@@ -247,5 +218,5 @@ class TestCommands:
         a_relay()
 
         with pytest.raises(CommandError, match=reason):
-            run("exactly_once_processes", *arguments)
+            output_of("exactly_once_processes", *arguments)
         assert not AuditEntry.objects.exists()

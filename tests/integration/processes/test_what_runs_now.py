@@ -1,6 +1,5 @@
 """What runs now: each process says so with its heartbeats, and a page of the admin shows it."""
 
-import threading
 from datetime import timedelta
 
 import pytest
@@ -14,11 +13,11 @@ from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.operators.processes import consumers
 from inbox.states import State
 from tests.support.admin_pages import NASTY, Page, staff_client
-from tests.support.deliveries import the_effect
+from tests.support.deliveries import Slow
 from tests.support.heartbeats import a_consumer, a_relay
 from tests.support.inbox_rows import delete_messages
 from tests.support.shop_day import CHARGE, a_handled
-from tests.support.waiting import A_WHILE, wait_until
+from tests.support.waiting import wait_until
 from tests.support.workers import broker_options, consuming, declare, send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -44,12 +43,7 @@ def said():
 
 @pytest.mark.parametrize("lease", [None, Lease(duration=timedelta(minutes=5))], ids=["transactional", "leased"])
 def test_handler_that_runs_is_shown_with_its_message_thread_and_process_until_it_has_ended(handles, rabbitmq_url, lease):
-    goes_on = threading.Event()
-
-    def slow(message):
-        assert goes_on.wait(A_WHILE)
-        the_effect(message)
-
+    slow = Slow()
     handler = handles(slow, name="tests.slow", lease=lease)
     options = broker_options(rabbitmq_url)
     declare(handler, options)
@@ -65,12 +59,11 @@ def test_handler_that_runs_is_shown_with_its_message_thread_and_process_until_it
             assert run["thread"] in text
             assert "Further runs under leases" not in text
         finally:
-            goes_on.set()
+            slow.go_on.set()
         wait_until(lambda: not said())
         assert "nothing" in words()
 
 
-@pytest.mark.every_database
 def test_page_says_how_old_a_statement_is_and_since_when_the_work_goes_on():
     runs = [{**RUN, "began": 4 * 3600.0}, {**RUN, "messages": 3, "message": "m-2"}]
     a_consumer(running_for=timedelta(hours=5), silent_for=timedelta(minutes=4), running=runs)
@@ -83,7 +76,6 @@ def test_page_says_how_old_a_statement_is_and_since_when_the_work_goes_on():
     assert "Relay pass - 4 h ago lane-1" in text
 
 
-@pytest.mark.every_database
 def test_process_that_works_for_two_databases_is_shown_with_what_it_runs_for_each():
     first = a_consumer(running=[RUN])
     consumers.write(
@@ -96,7 +88,6 @@ def test_process_that_works_for_two_databases_is_shown_with_what_it_runs_for_eac
     assert "elsewhere.handle" in text
 
 
-@pytest.mark.every_database
 def test_leased_run_that_no_process_has_named_is_listed_with_the_end_of_its_lease():
     ends_at = utcnow() + timedelta(minutes=9, seconds=30)
     for name in ("m-1", "m-2"):
@@ -112,7 +103,6 @@ def test_leased_run_that_no_process_has_named_is_listed_with_the_end_of_its_leas
     assert "Further runs" not in words()
 
 
-@pytest.mark.every_database
 def test_message_leads_to_its_flow_if_the_user_may_view_that():
     a_consumer(running=[RUN])
 
@@ -120,7 +110,6 @@ def test_message_leads_to_its_flow_if_the_user_may_view_that():
     assert not page().all("a", href=f"{reverse(FLOW)}?id=m-1")
 
 
-@pytest.mark.every_database
 def test_page_is_refused_without_its_permission_and_shows_no_app_whose_messages_the_user_may_not_view():
     a_consumer(host="consumer-9", running=[RUN])
     a_relay(host="relay-9")
@@ -130,7 +119,6 @@ def test_page_is_refused_without_its_permission_and_shows_no_app_whose_messages_
     assert "consumer-9" not in words(*VIEW[:2])
 
 
-@pytest.mark.every_database
 def test_hostile_names_add_no_element():
     shapes = []
     for text in ("harm/less", NASTY):  # as often broken into lines
@@ -145,7 +133,6 @@ def test_hostile_names_add_no_element():
     assert shapes[0] == shapes[1]
 
 
-@pytest.mark.every_database
 def test_thread_is_named_with_what_it_runs_inside_of_other_work_and_without_it_at_the_end():
     started_at = monotonic()
     before = work.begin("outbox", "default", "")
