@@ -7,18 +7,14 @@ from decimal import Decimal
 
 import pytest
 from django.db import transaction
-from django.test import TestCase, TransactionTestCase
 
-from inbox import Lease, Reject, RetryLater, idempotent_handler
-from inbox.handlers.registry import registry
-from inbox.testing import assert_handled, deliver, make_message
+from inbox import Lease, Reject
+from inbox.testing import make_message
 from inbox.testing.observing import HandlerFailed
 from outbox import publish
 from tests.support.apps.effects.models import Effect
 
 TOPIC = "tests.deliver"
-
-pytestmark = pytest.mark.every_database
 
 
 def a_message(name="a", **attributes):
@@ -31,25 +27,6 @@ def the_effect(message):
 
 def effects():
     return list(Effect.objects.order_by("pk").values_list("name", flat=True))
-
-
-class WhatEveryTestCaseCanDo:
-    def test_duplicate_has_no_effect(self):
-        idempotent_handler(TOPIC, name=TOPIC)(the_effect)
-        self.addCleanup(registry.remove, TOPIC)
-
-        deliver(a_message(), times=2)
-
-        assert effects() == ["a"]
-        assert_handled(TOPIC, duplicates=1)
-
-
-class TestInATestCase(WhatEveryTestCaseCanDo, TestCase):
-    pass
-
-
-class TestInATransactionTestCase(WhatEveryTestCaseCanDo, TransactionTestCase):
-    pass
 
 
 @pytest.mark.usefixtures("transaction_of_the_test")
@@ -79,14 +56,6 @@ class TestDeliver:
 
         assert arrived == [message]
 
-    def test_business_that_repeats_itself_is_a_duplicate(self, handles, inbox_deliver, inbox_assert_duplicate):
-        handles(the_effect, topic=TOPIC)
-        inbox_deliver(a_message(biz_id="order-1"))
-        inbox_deliver(a_message(biz_id="order-1"))
-
-        assert effects() == ["a"]
-        inbox_assert_duplicate(TOPIC, biz_id="order-1")
-
     def test_other_content_under_the_same_biz_id_is_a_conflict(self, handles, inbox_deliver, inbox_assert_duplicate):
         handles(the_effect, topic=TOPIC)
         inbox_deliver(a_message("a", biz_id="order-1"))
@@ -95,18 +64,20 @@ class TestDeliver:
         assert inbox_assert_duplicate(TOPIC).conflicts == 1
         assert effects() == ["a"]
 
-    def test_error_of_the_handler_reaches_the_test_and_leaves_no_effect(self, handles, inbox_deliver):
+    @pytest.mark.parametrize("error", [ValueError, Reject])
+    def test_error_of_the_handler_reaches_the_test_and_leaves_no_effect(self, handles, inbox_deliver, inbox_dead, error):
         def fail(message):
             the_effect(message)
-            raise ValueError("no")
+            raise error("no")
 
         handles(fail, topic=TOPIC)
 
-        with pytest.raises(ValueError, match="no") as raised:
+        with pytest.raises(error, match="no") as raised:
             inbox_deliver(a_message())
 
         assert raised.traceback[-1].name == "fail"
         assert effects() == []
+        assert [letter.last_error for letter in inbox_dead(TOPIC)] == (["rejected: no"] if error is Reject else [])
 
     def test_error_of_one_handler_keeps_no_other_from_running(self, handles, inbox_deliver, inbox_assert_handled):
         def fail(message):
@@ -128,18 +99,6 @@ class TestDeliver:
 
         with pytest.raises(HandlerFailed, match="TransactionBroken"):
             inbox_deliver(a_message())
-
-    def test_rejected_message_is_dead_and_reaches_the_test(self, handles, inbox_deliver, inbox_dead):
-        def refuse(message):
-            raise Reject("no such order")
-
-        handles(refuse, topic=TOPIC)
-
-        with pytest.raises(Reject, match="no such order"):
-            inbox_deliver(a_message())
-
-        (letter,) = inbox_dead(TOPIC)
-        assert "no such order" in letter.last_error
 
     def test_message_that_is_too_old_is_refused(self, handles, inbox_deliver, inbox_dead):
         handles(the_effect, topic=TOPIC)
@@ -194,6 +153,7 @@ class TestDeliver:
                 inbox_drain()
 
 
+@pytest.mark.every_database
 @pytest.mark.usefixtures("transaction_of_the_test")
 class TestRedeliver:
     def test_redelivery_of_a_handled_message_is_a_duplicate(
@@ -217,6 +177,7 @@ class TestRedeliver:
         inbox_assert_handled(TOPIC, attempts=1)
 
 
+@pytest.mark.every_database
 @pytest.mark.usefixtures("transaction_of_the_test")
 class TestDrain:
     def test_retry_runs_when_it_is_due_and_not_before(self, handles, inbox_deliver, inbox_drain, outbox_travel):
@@ -251,16 +212,6 @@ class TestDrain:
 
         assert len(inbox_dead(TOPIC, attempts=2)) == 1
         assert inbox_drain() == 0
-
-    def test_deferred_message_is_not_a_failure(self, handles, inbox_deliver, inbox_drain, outbox_travel):
-        def later(message):
-            raise RetryLater(timedelta(minutes=5))
-
-        handles(later, topic=TOPIC)
-        inbox_deliver(a_message())
-        outbox_travel(timedelta(minutes=5))
-
-        assert inbox_drain() == 1
 
     def test_what_handlers_publish_stays_in_the_outbox(self, handles, inbox_deliver, outbox_assert_published, outbox_run_relay):
         handles(lambda message: publish("tests.second", message.payload), topic=TOPIC)

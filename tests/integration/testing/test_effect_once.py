@@ -26,6 +26,7 @@ from outbox import publish
 from outbox.testing import published
 from tests.support import ROOT
 from tests.support.apps.effects.models import Effect
+from tests.support.signals import listening
 
 TOPIC = "tests.effect_once"
 STEPS = len(_Step)
@@ -222,12 +223,8 @@ class TestAWrongInbox:
 def test_connections_of_the_test_work_on(handles):
     handles(the_effect, topic=TOPIC)
     called = []
-    receiver = lambda **named: called.append(named["instance"].name)  # noqa: E731
-    post_save.connect(receiver, sender=Effect)
-    try:
+    with listening(post_save, lambda **named: called.append(named["instance"])):
         assert_effect_once(the_effect, a_message(), effect=count)
-    finally:
-        post_save.disconnect(receiver, sender=Effect)
     with transaction.atomic():
         Effect.objects.create(name="b")
 

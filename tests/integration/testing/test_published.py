@@ -13,7 +13,7 @@ from django.db import transaction
 from outbox import cancel, publish
 from outbox.testing import assert_nothing_published, assert_published, published
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 TOPIC = "shop.order.placed"
 
@@ -98,15 +98,14 @@ class TestPublished:
 
 
 class TestAssertPublished:
-    def test_message_is_returned(self):
-        place("1")
-
-        assert assert_published(TOPIC, payload__order="1", biz_id="order-1", count=1).payload["order"] == "1"
-
-    def test_two_messages_are_not_one(self):
+    def test_two_messages_are_not_one_and_none_are_none(self):
+        assert failure_of(lambda: assert_published(TOPIC)).endswith("1 expected.\nThe outbox is empty.")
         place("1")
         place("2")
 
+        assert assert_published(TOPIC, payload__order="1", biz_id="order-1", count=1).payload["order"] == "1"
+        assert_nothing_published("shop.order.paid")
+        assert_nothing_published(TOPIC, payload__order="3")
         assert_published(TOPIC, count=2)
         said = failure_of(lambda: assert_published(TOPIC))
         assert said.startswith("2 messages were published on the topic 'shop.order.placed' on 'default', 1 expected.\n")
@@ -129,9 +128,6 @@ class TestAssertPublished:
             "  shop.order.paid ready payload={'order': '1'}"
         )
 
-    def test_failure_says_that_the_outbox_is_empty(self):
-        assert failure_of(lambda: assert_published(TOPIC)).endswith("1 expected.\nThe outbox is empty.")
-
     def test_failure_is_not_longer_than_can_be_read(self):
         for order in range(30):
             place(str(order))
@@ -149,12 +145,6 @@ class TestAssertPublished:
 
 
 class TestAssertNothingPublished:
-    def test_other_topics_and_values_do_not_count(self):
-        place("1")
-
-        assert_nothing_published("shop.order.paid")
-        assert_nothing_published(TOPIC, payload__order="2")
-
     def test_failure_shows_what_was_published(self):
         place("1")
 

@@ -7,7 +7,6 @@ from datetime import timedelta
 import pytest
 from django.db import models, transaction
 
-import inbox.testing
 from inbox import RetryLater
 from inbox.models import InboxMessage
 from outbox import Answer, checker, prepare, publish
@@ -39,15 +38,6 @@ def test_delayed_message_goes_out_when_its_time_has_come_and_not_before(amqp):
 
     travel(timedelta(hours=1))
     assert len(run_relay()) == 1
-
-
-def test_message_that_is_late_expires(amqp):
-    say(expires_in=timedelta(minutes=5))
-
-    travel(timedelta(minutes=6))
-
-    assert run_relay() == []
-    assert state() == "expired"
 
 
 def test_unroutable_message_is_tried_again(handles):
@@ -83,25 +73,6 @@ def test_handler_that_asks_for_later_is_called_again_then(handles):
 
     assert len(calls) == 2
     assert InboxMessage.objects.get().state == "done"
-
-
-def test_failing_handler_runs_out_of_attempts(handles, settings):
-    settings.INBOX = {"MAX_ATTEMPTS": 3}
-    attempts = []
-
-    def fail(message):
-        attempts.append(message.attempt)
-        raise ValueError("no")
-
-    handles(fail, topic=TOPIC)
-    say()
-    run_relay(raise_errors=False)
-    for _ in range(5):
-        travel(timedelta(hours=3))
-        run_relay(raise_errors=False)
-
-    assert attempts == [1, 2, 3]
-    assert InboxMessage.objects.get().state == "dead"
 
 
 def test_checker_of_a_prepared_message_is_asked_when_it_is_due(amqp):
@@ -148,10 +119,6 @@ def test_rows_of_other_apps_stay_as_they_are():
     travel(timedelta(days=1))
 
     assert list(Effect.objects.values()) == before
-
-
-def test_either_app_has_the_same_travel():
-    assert inbox.testing.travel is travel
 
 
 @pytest.mark.parametrize("time", [timedelta(), timedelta(seconds=-1)])
