@@ -9,31 +9,30 @@ from functools import partial
 import pytest
 from django.core.management import CommandError, call_command
 from django.db import transaction
-from django.test import override_settings
 
 from exactly_once.operators.trail import history_of
 from exactly_once.process.clock import utcnow
 from inbox import Lease, Ordered, Reject
+from inbox.conf import inbox_options
 from inbox.errors import NotEditable
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Step, TrailEntry
 from inbox.operators import accounting, decisions, housekeeping
 from inbox.operators.editing import correct, editable, replace_message
 from inbox.outcome import Outcome
-from inbox.receiving.admit import admit, hand_over
-from inbox.receiving.reading import read
 from inbox.states import State
-from inbox.store import receipts
 from inbox.store.ordering import release_stuck
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
     OPTIONS,
     TOPIC,
+    admitted,
     an_envelope,
     at_once,
     deliver,
     drain,
     effects,
+    handed_over,
     make_due,
     options,
     the_effect,
@@ -42,7 +41,7 @@ from tests.support.deliveries import (
 from tests.support.inbox_rows import copy_of, make_older
 from tests.support.loads import receive_together
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
 BY = "by anna in the admin"
 GOOD, BAD = {"order_id": 7, "amount": 5}, {"order_id": 7, "amount": "five"}
@@ -77,18 +76,13 @@ def dead(handler, payload=BAD, **attributes):
     """Deliver a message that the handler rejects: its envelope and its row."""
     envelope = an_envelope(payload, **{"biz_id": "order-7", **attributes})
     if handler.ordered or handler.lease:
-        return envelope, dead_later(handler, envelope)
-    assert deliver(handler, envelope) is Outcome.DEAD
-    return envelope, the_row(message_id=envelope.id)
-
-
-def dead_later(handler, envelope):
-    with transaction.atomic():
-        hand_over(handler, read(handler, envelope, OPTIONS))
-    drain()
+        handed_over(handler, envelope)
+        drain()
+    else:
+        deliver(handler, envelope)
     row = the_row(message_id=envelope.id)
     assert row.state == State.DEAD
-    return row
+    return envelope, row
 
 
 def corrected(row, text=RIGHT):
@@ -106,6 +100,7 @@ def refusal(row, text=RIGHT):
     return str(refused.value)
 
 
+@pytest.mark.every_database
 class TestCorrectedMessage:
     def test_corrected_message_is_another_row_that_is_run_once_with_the_new_payload(self, handler):
         envelope, row = dead(handler)
@@ -114,23 +109,12 @@ class TestCorrectedMessage:
         drain()
         drain()
 
+        assert list(row.replacements.all()) == [new]
         assert (the_row(pk=new.pk).state, effects()) == (State.DONE, 1)
         message = seen[-1]
         assert message.payload == GOOD
         assert (message.id, message.biz_id, message.topic, message.attempt) == (envelope.id, "order-7", TOPIC, 1)
         assert bytes(the_row(pk=row.pk).body) == envelope.body
-
-    def test_both_rows_are_linked_and_the_first_says_by_which_row_and_by_whom_it_was_replaced(self, handler):
-        _, row = dead(handler)
-
-        new = corrected(row)
-
-        row.refresh_from_db()
-        assert new.biz_id == f"edited:{row.pk}:order-7"
-        assert new.replaces == row
-        assert list(row.replacements.all()) == [new]
-        assert row.state == State.SKIPPED
-        assert row.last_error == f"skipped: replaced by row {new.pk} (biz-id {new.biz_id}); {BY}"
 
     def test_both_rows_have_an_entry_in_the_trail_and_the_message_has_one_history(self, handler):
         envelope, row = dead(handler)
@@ -143,6 +127,7 @@ class TestCorrectedMessage:
             ("dead", "skipped", f"replaced by row {new.pk} (biz-id {new.biz_id}); {BY}"),
             ("", "received", f"replaces row {row.pk} (biz-id order-7) with another payload; {BY}"),
         ]
+        assert the_row(pk=row.pk).last_error == f"skipped: replaced by row {new.pk} (biz-id {new.biz_id}); {BY}"
         life = history_of(envelope.id)
         assert [(moment.was, moment.became) for moment in life.moments] == [
             ("", "dead"),
@@ -255,15 +240,9 @@ class TestFurtherDeliveries:
         assert received == [Outcome.DUPLICATE] * 2
         assert (row.duplicates, row.redeliveries, row.conflicts, effects()) == (2, 1, 0, 1)
 
-    def test_correction_published_under_the_same_biz_id_is_a_conflict_and_has_no_second_effect(self, handler):
-        _, row = dead(handler)
-        corrected(row)
-        drain()
-
         assert deliver(handler, an_envelope(GOOD, biz_id="order-7")) is Outcome.DUPLICATE
-
         row.refresh_from_db()
-        assert (row.conflicts, effects()) == (1, 1)
+        assert (row.conflicts, effects()) == (1, 1), "the correction, published under the same biz-id, is a conflict"
 
     def test_published_biz_id_that_looks_like_that_of_a_correction_is_another_fact(self, handler):
         _, row = dead(handler)
@@ -350,6 +329,10 @@ class TestBizIdOfTheCorrection:
         assert (row.biz_id, new.biz_id, seen[-1].biz_id) == ("order-7/7", f"edited:{row.pk}:order-7/7", "order-7/7")
 
 
+def take_step(row):
+    Step.objects.create(message=row, name="charge", result=None, taken_at=utcnow())
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("text", "reason"),
@@ -361,9 +344,11 @@ class TestRefusals:
             ('{"amount":"five",  "order_id": 7}', None),
             (json.dumps(BAD, indent=9), "The payload is unchanged. Retry the message instead."),
             ("[" * 100_000, "is not JSON"),
+            (json.dumps({"amount": 5, "note": "x" * 5000}), "more than 4096"),
         ],
     )
-    def test_text_that_cannot_be_stored_is_refused_with_its_place(self, handler, text, reason):
+    def test_text_that_cannot_be_stored_is_refused_with_its_place(self, handler, settings, text, reason):
+        settings.INBOX = {"BODY_LIMIT_BYTES": 4096 if "4096" in str(reason) else inbox_options().BODY_LIMIT_BYTES}
         _, row = dead(handler)
 
         if reason is None:  # another order of the fields is another payload
@@ -371,30 +356,21 @@ class TestRefusals:
         else:
             assert reason in refusal(row, text)
 
-    @override_settings(INBOX={"BODY_LIMIT_BYTES": 4096})
-    def test_text_beyond_the_body_limit_is_refused(self, handler):
-        _, row = dead(handler)
+    @pytest.mark.parametrize(
+        ("biz_id", "happens", "reason"),
+        [
+            ("order-7", lambda row: InboxMessage.objects.update(quarantined=True), "It is in quarantine"),
+            ("order-7", lambda row: registry.remove(row.handler), "has no handler 'tests.handler0'"),
+            ("order-7", take_step, "Its steps (charge) were taken with the present payload"),
+            ("x" * 255, lambda row: None, "and the limit is 255"),
+        ],
+        ids=["in quarantine", "unknown handler", "with steps", "biz-id without room for the name of a correction"],
+    )
+    def test_message_that_must_not_be_corrected_is_refused_with_the_reason(self, handler, biz_id, happens, reason):
+        _, row = dead(handler, biz_id=biz_id)
+        happens(row)
 
-        assert "more than 4096" in refusal(row, json.dumps({"amount": 5, "note": "x" * 5000}))
-
-    def test_row_locked_by_another_transaction_is_refused_as_locked(self, handler, short_lock_waits):
-        _, row = dead(handler)
-
-        with transaction.atomic():
-            InboxMessage.objects.filter(pk=row.pk).update(attempts=row.attempts)
-            (reason,) = at_once([partial(refusal, row)])
-
-        assert reason.startswith(f"Row {row.pk} is locked by another transaction, which did not end in time.")
-        assert corrected(row)
-
-    def test_biz_id_of_another_row_is_refused_as_taken(self, handler):
-        _, row = dead(handler)
-        taken = f"edited:{row.pk}:order-7"
-        other = copy_of(the_row(pk=row.pk), biz_id=taken)
-
-        assert f"Another row of this handler has the biz-id {taken}" in refusal(row)
-        receipts.delete("default", "id = %s", [other.pk])
-        assert corrected(row).biz_id == taken
+        assert reason in refusal(row)
 
     def test_message_that_is_not_dead_any_more_is_left_alone(self, handler):
         _, row = dead(handler)
@@ -403,29 +379,6 @@ class TestRefusals:
         assert replace_message("default", row.pk, RIGHT, by=BY) is None
         with pytest.raises(NotEditable, match="Its state is retrying; only a dead message"):
             correct(the_row(pk=row.pk), RIGHT)
-
-    def test_message_in_quarantine_is_refused(self, handler):
-        _, row = dead(handler)
-        InboxMessage.objects.update(quarantined=True)
-
-        assert "It is in quarantine" in refusal(row)
-
-    def test_message_of_a_handler_that_this_process_does_not_know_is_refused(self, handler):
-        _, row = dead(handler)
-        registry.remove(handler.name)
-
-        assert f"has no handler '{handler.name}'" in refusal(row)
-
-    def test_biz_id_that_leaves_no_room_for_the_name_of_a_correction_is_refused(self, handler):
-        _, row = dead(handler, biz_id="x" * 255)
-
-        assert "and the limit is 255" in refusal(row)
-
-    def test_message_whose_steps_were_taken_is_refused_and_names_them(self, handler):
-        _, row = dead(handler)
-        Step.objects.create(message=row, name="charge", result=None, taken_at=utcnow())
-
-        assert "Its steps (charge) were taken with the present payload" in refusal(row)
 
 
 class TestKindsOfHandlers:
@@ -468,16 +421,8 @@ class TestLeases:
         assert (seen[-1].biz_id, seen[-1].attempt, seen[-1].fence > 0) == ("order-7", 1, True)
         assert (row.duplicates, row.conflicts) == (2, 0)
 
-    def test_message_that_has_taken_a_step_is_refused(self, handles, given):
-        def charges(message):
-            message.step("charge", lambda: "paid")
-            raise Reject("the amount is wrong")
 
-        deliver(handles(charges, lease=Lease()), an_envelope(BAD), given=given)
-
-        assert "Its steps (charge) were taken" in refusal(the_row())
-
-
+@pytest.mark.every_database
 class TestOrder:
     @pytest.fixture
     def handler(self, handles):
@@ -486,7 +431,7 @@ class TestOrder:
     def arrive(self, handler, **amounts):
         """Take messages of one key in, in this order; each is named after its amount."""
         envelopes = [an_envelope({"amount": amount}, biz_id=name, key="k") for name, amount in amounts.items()]
-        admit(handler, [read(handler, envelope, OPTIONS) for envelope in envelopes], OPTIONS)
+        admitted(handler, *envelopes)
 
     def in_order(self):
         return list(Effect.objects.order_by("pk").values_list("name", flat=True))
@@ -523,7 +468,7 @@ class TestOrder:
     def test_correction_of_a_message_behind_a_dead_head_waits_in_its_place(self, handler):
         self.arrive(handler, a="bad")
         refused = an_envelope(body=b"{", biz_id="b", key="k")
-        admit(handler, [read(handler, refused, OPTIONS)], OPTIONS)
+        admitted(handler, refused)
         self.arrive(handler, c=3)
         self.drain()
         head, behind = the_row(biz_id="a"), the_row(message_id=refused.id)
@@ -548,15 +493,6 @@ class TestOrder:
         self.drain()
 
         assert self.in_order() == ["b"]
-
-    def test_message_that_arrives_later_waits_for_the_correction(self, handler):
-        self.arrive(handler, a="bad")
-        self.drain()
-        new = corrected(the_row(biz_id="a"), '{"amount": "worse"}')
-        self.arrive(handler, b=2)
-
-        states = dict(InboxMessage.objects.values_list("biz_id", "state"))
-        assert (states["b"], states[new.biz_id]) == (State.WAITING, State.RECEIVED)
 
     def test_safety_net_finds_the_correction_to_be_the_head(self, handler):
         self.arrive(handler, a="bad", b=2)
@@ -585,11 +521,6 @@ class TestCommand:
     def run(self, capsys, *arguments):
         call_command("inbox_edit", *arguments)
         return capsys.readouterr().out
-
-    def test_command_prints_the_payload_as_json(self, handler, capsys):
-        envelope, _ = dead(handler)
-
-        assert json.loads(self.run(capsys, envelope.id)) == BAD
 
     def test_command_shows_what_changes_and_replaces_the_message(self, handler, capsys, tmp_path):
         envelope, row = dead(handler)
