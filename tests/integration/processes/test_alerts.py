@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import threading
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from django.core import mail
@@ -31,6 +28,7 @@ from outbox.store.heartbeats import relays
 from tests.support.admin_pages import a_message
 from tests.support.commands import output_of
 from tests.support.deliveries import deliver, make_due, the_effect
+from tests.support.fakes.receiver import Receiver, Reply
 from tests.support.heartbeats import a_consumer, a_relay, fall_silent
 from tests.support.signals import listening
 from tests.support.waiting import wait_until
@@ -227,28 +225,11 @@ class TestLease:
 
 @contextmanager
 def a_receiver(statuses=(200,)):
-    """An HTTP server that answers with these statuses in turn, the last one for ever; yields its URL and what it was sent."""
-    left, taken = list(statuses), []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            taken.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(left.pop(0) if len(left) > 1 else left[0])
-            self.send_header("Location", "/elsewhere")
-            self.end_headers()
-
-        def log_message(self, *args):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/hook?token=secret", taken
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    """An HTTP server that answers with these statuses in turn, the last one for ever; yields its URL and its requests."""
+    left = list(statuses)
+    with Receiver() as receiver:
+        receiver.answer = lambda request: Reply(left.pop(0) if len(left) > 1 else left[0], {"Location": "/elsewhere"})
+        yield f"{receiver.url}?token=secret", receiver.requests
 
 
 class TestDelivery:
@@ -269,11 +250,11 @@ class TestDelivery:
         assert [sent.subject for sent in mail.outbox] == ["[outbox] raised: no_relay", "[outbox] cleared: no_relay"]
         assert mail.outbox[0].to == ["ops@example.org"]
         assert "No relay is running" in mail.outbox[0].body
-        assert [(one["event"], one["condition"], one["app"], one["database"]) for one in posted] == [
+        assert [tuple(one.json[name] for name in ("event", "condition", "app", "database")) for one in posted] == [
             ("raised", "no_relay", "outbox", "default"),
             ("cleared", "no_relay", "outbox", "default"),
         ]
-        assert posted[0]["raised_at"]
+        assert posted[0].json["raised_at"]
         assert Alert.objects.get().unsent == []
 
     def test_webhook_that_fails_is_tried_again_with_backoff_and_the_mail_is_not_repeated(self, alerts, caplog):
