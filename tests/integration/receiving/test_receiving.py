@@ -61,7 +61,7 @@ from tests.support.waiting import A_WHILE, wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
-A_MINUTE = timedelta(minutes=1)
+A_MINUTE, A_DAY = timedelta(minutes=1), timedelta(days=1)
 
 
 def fails(message):
@@ -353,22 +353,23 @@ class TestFailedAttempt:
         assert [name for name, _ in said] == ["message_retrying", "message_retrying", "message_dead"]
         assert said[-1][1] == {"handler": handler.name, "message_id": envelope.id, "error": "ValueError: no stock"}
 
-    def test_first_failure_is_a_dead_letter_with_max_attempts_of_one(self, handles):
-        assert deliver(handles(fails), given=options(MAX_ATTEMPTS=1)) is Outcome.DEAD
-
-        assert (the_row().state, the_row().attempts, effects()) == (State.DEAD, 1, 0)
-
-    def test_reject_is_a_dead_letter_at_once_with_its_reason(self, handles):
+    @pytest.mark.parametrize(
+        ("error", "given", "said"),
+        [
+            pytest.param(ValueError("no stock"), options(MAX_ATTEMPTS=1), "ValueError: no stock", id="one attempt"),
+            pytest.param(Reject("the customer is unknown"), OPTIONS, "rejected: the customer is unknown", id="rejected"),
+        ],
+    )
+    def test_final_failure_is_a_dead_letter_at_once_with_its_reason(self, handles, error, given, said):
         def handle(message):
             the_effect(message)
-            raise Reject("the customer does not exist")
+            raise error
 
-        with recorded_signals("message_dead") as said:
-            assert deliver(handles(handle)) is Outcome.DEAD
+        with recorded_signals("message_dead") as sent:
+            assert deliver(handles(handle), given=given) is Outcome.DEAD
 
         row = the_row()
-        assert (row.state, row.last_error, effects()) == (State.DEAD, "rejected: the customer does not exist", 0)
-        assert len(said) == 1
+        assert (row.state, row.attempts, row.last_error, effects(), len(sent)) == (State.DEAD, 1, said, 0, 1)
 
     def test_retry_later_waits_as_long_as_asked_and_costs_no_attempt(self, handles):
         def handle(message):
@@ -666,34 +667,23 @@ class TestMaximumMessageAge:
     """What becomes of a late message, and of its copies: see test_maximum_message_age."""
 
     @pytest.mark.parametrize(
-        ("created_after", "outcome", "reason"),
+        ("after", "outcome", "reason"),
         [
-            pytest.param(-OPTIONS.oldest_run - A_MINUTE, Outcome.DEAD, "deduplication window", id="too old"),
-            pytest.param(-OPTIONS.oldest_run + A_MINUTE, Outcome.HANDLED, "", id="old"),
-            pytest.param(OPTIONS.MAX_AGE_MARGIN + A_MINUTE, Outcome.DEAD, "future", id="in the future"),
+            pytest.param({"created_at": -OPTIONS.oldest_run - A_MINUTE}, Outcome.DEAD, "deduplication window", id="too old"),
+            pytest.param({"created_at": -OPTIONS.oldest_run + A_MINUTE}, Outcome.HANDLED, "", id="old"),
+            pytest.param({"created_at": OPTIONS.MAX_AGE_MARGIN + A_MINUTE}, Outcome.DEAD, "future", id="in the future"),
+            pytest.param({"created_at": -400 * A_DAY, "deliver_at": -A_MINUTE}, Outcome.HANDLED, "", id="delayed"),
+            pytest.param({"deliver_at": 3650 * A_DAY}, Outcome.DEAD, "future", id="to be delivered in the far future"),
+            pytest.param({"created_at": None}, Outcome.HANDLED, "", id="without a creation time"),
         ],
     )
-    def test_message_outside_the_window_is_a_dead_letter_with_that_reason(self, handles, created_after, outcome, reason):
-        assert deliver(handles(the_effect), an_envelope(created_at=utcnow() + created_after)) is outcome
+    def test_message_outside_the_window_is_a_dead_letter_with_that_reason(self, handles, after, outcome, reason):
+        instants = {name: None if time is None else utcnow() + time for name, time in after.items()}
+
+        assert deliver(handles(the_effect), an_envelope(**instants)) is outcome
 
         assert effects() == (outcome is Outcome.HANDLED)
         assert reason in the_row().last_error
-
-    def test_age_of_a_delayed_message_counts_from_its_delivery_time(self, handles):
-        envelope = an_envelope(created_at=utcnow() - timedelta(days=400), deliver_at=utcnow() - A_MINUTE)
-
-        assert deliver(handles(the_effect), envelope) is Outcome.HANDLED
-
-    def test_message_with_a_delivery_time_in_the_far_future_is_refused(self, handles):
-        envelope = an_envelope(deliver_at=utcnow() + timedelta(days=3650))
-
-        assert deliver(handles(the_effect), envelope) is Outcome.DEAD
-
-        assert "future" in the_row().last_error
-        assert effects() == 0
-
-    def test_message_without_creation_time_is_run(self, handles):
-        assert deliver(handles(the_effect), an_envelope(created_at=None)) is Outcome.HANDLED
 
 
 class TestUnreadableMessage:
