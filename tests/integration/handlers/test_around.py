@@ -12,7 +12,7 @@ from tests.support import arounds
 from tests.support.deliveries import TOPIC, an_envelope, deliver, drain, effects, make_due, the_effect, the_row
 from tests.support.loads import receive_together
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(transaction=True)
 
 KINDS = {"single": {}, "ordered": {"ordered": True}, "group_commit": {"group_commit": 5}, "lease": {"lease": Lease()}}
 

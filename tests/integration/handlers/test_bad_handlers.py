@@ -12,15 +12,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import psycopg
 import pytest
-from django.db import DatabaseError, IntegrityError, close_old_connections, connection, connections, transaction
+from django.db import DatabaseError, IntegrityError, close_old_connections, connection, transaction
 
-from inbox import signals
 from inbox.errors import NotCallable
 from inbox.handlers.decorator import idempotent_handler
 from inbox.handlers.message import Message
@@ -31,18 +32,10 @@ from inbox.states import State
 from inbox.store import sentinel
 from inbox.transactions import running
 from tests.support.apps.effects.models import Effect, Unique
-from tests.support.deliveries import (
-    A_WHILE,
-    TOPIC,
-    InAThread,
-    an_envelope,
-    deliver,
-    effects,
-    run_to_the_end,
-    the_effect,
-    the_row,
-)
+from tests.support.deliveries import A_WHILE, TOPIC, an_envelope, at_once, deliver, effects, run_to_the_end, the_effect, the_row
 from tests.support.inbox_rows import rename_messages
+from tests.support.signals import recorded_signals
+from tests.support.sql import another_session, executed
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -93,6 +86,18 @@ def fails(reason, *, databases=EVERYWHERE, lost_on=()):
     return add
 
 
+def fail_by(reason, **actions):
+    """`fails` of handlers with these names, each of which has its effect and does this."""
+    for name, action in actions.items():
+
+        def handle(message, action=action):
+            the_effect(message)
+            action()
+
+        handle.__name__ = name
+        fails(reason)(handle)
+
+
 def does_no_harm(*, databases=EVERYWHERE):
     """The message of this handler is done, with its effect, although the handler looks bad."""
 
@@ -130,15 +135,15 @@ def swallows_an_integrity_error_of_orm_update(message):
 @fails("can no longer commit", lost_on=POSTGRESQL, databases=POSTGRESQL)
 def swallows_an_integrity_error_of_raw_sql(message):
     the_effect(message)
-    with contextlib.suppress(IntegrityError), connection.cursor() as cursor:
-        cursor.execute("INSERT INTO testapp_unique (name) VALUES (%s)", [TAKEN])
+    with contextlib.suppress(IntegrityError):
+        executed("INSERT INTO testapp_unique (name) VALUES (%s)", [TAKEN])
 
 
 @fails("can no longer commit", lost_on=POSTGRESQL, databases=POSTGRESQL)
 def swallows_an_error_before_its_effect(message):
     """The effect fails as well, because the transaction is aborted."""
-    with contextlib.suppress(DatabaseError), connection.cursor() as cursor:
-        cursor.execute("SELECT 1/0")
+    with contextlib.suppress(DatabaseError):
+        executed("SELECT 1/0")
     with contextlib.suppress(DatabaseError):
         the_effect(message)
 
@@ -146,10 +151,7 @@ def swallows_an_error_before_its_effect(message):
 @fails("can no longer commit", lost_on=POSTGRESQL, databases=POSTGRESQL)
 def swallows_a_nowait_lock_error(message):
     the_effect(message)
-    with (
-        psycopg.connect(**_connection_arguments()) as rival,
-        contextlib.suppress(DatabaseError),
-    ):
+    with another_session() as rival, contextlib.suppress(DatabaseError):
         rival.execute("SELECT 1 FROM testapp_unique FOR UPDATE")
         Unique.objects.select_for_update(nowait=True).get(name=TAKEN)
 
@@ -157,9 +159,9 @@ def swallows_a_nowait_lock_error(message):
 @fails("can no longer commit", lost_on=POSTGRESQL, databases=POSTGRESQL)
 def swallows_a_statement_timeout(message):
     the_effect(message)
-    with contextlib.suppress(DatabaseError), connection.cursor() as cursor:
-        cursor.execute("SET LOCAL statement_timeout = '10ms'")
-        cursor.execute("SELECT pg_sleep(60)")
+    executed("SET LOCAL statement_timeout = '10ms'")
+    with contextlib.suppress(DatabaseError):
+        executed("SELECT pg_sleep(60)")
 
 
 @fails("can no longer commit", lost_on=POSTGRESQL, databases=POSTGRESQL)
@@ -230,39 +232,17 @@ def asks_for_a_durable_transaction(message):
         pass
 
 
-def execute(sql):
-    with connection.cursor() as cursor:
-        cursor.execute(sql)
-
-
-@fails("must commit together")
-def commits_by_sql(message):
-    the_effect(message)
-    execute("COMMIT")
-
-
-@fails("must commit together")
-def rolls_back_by_sql(message):
-    the_effect(message)
-    execute("  rollback work ;")
-
-
-@fails("must commit together")
-def begins_by_sql(message):
-    the_effect(message)
-    execute("BEGIN")
-
-
-@fails("must commit together")
-def starts_a_transaction_by_sql(message):
-    the_effect(message)
-    execute("start\n transaction")
-
-
-@fails("must commit together")
-def prepares_a_transaction_by_sql(message):
-    the_effect(message)
-    execute("PREPARE TRANSACTION 'x'")
+fail_by(
+    "must commit together",
+    commits_by_sql=partial(executed, "COMMIT"),
+    rolls_back_by_sql=partial(executed, "  rollback work ;"),
+    begins_by_sql=partial(executed, "BEGIN"),
+    starts_a_transaction_by_sql=partial(executed, "start\n transaction"),
+    prepares_a_transaction_by_sql=partial(executed, "PREPARE TRANSACTION 'x'"),
+    hides_a_commit_behind_a_comment=partial(executed, "/* a comment /* in a comment */ */ -- and another\n; COMMIT"),
+    hides_a_rollback_behind_a_comment=partial(executed, "/* a comment */ ROLLBACK"),
+    hides_a_commit_behind_another_statement=partial(executed, "SELECT ';'; COMMIT"),
+)
 
 
 @does_no_harm()
@@ -270,45 +250,33 @@ def swallows_the_refusal_of_commit_by_sql(message):
     the_effect(message)
     for sql in ("COMMIT", "END", "ABORT", "ROLLBACK", "BEGIN"):
         with contextlib.suppress(Exception):
-            execute(sql)
+            executed(sql)
 
 
 @does_no_harm()
 def uses_savepoints_by_sql(message):
-    execute("SAVEPOINT mine")
+    executed("SAVEPOINT mine")
     Effect.objects.create(name="undone")
-    execute("ROLLBACK TO SAVEPOINT mine")
-    execute("RELEASE SAVEPOINT mine")
+    executed("ROLLBACK TO SAVEPOINT mine")
+    executed("RELEASE SAVEPOINT mine")
     the_effect(message)
-
-
-@fails("must commit together")
-def hides_a_commit_behind_a_comment(message):
-    the_effect(message)
-    execute("/* a comment /* in a comment */ */ -- and another\n; COMMIT")
-
-
-@fails("must commit together")
-def hides_a_commit_behind_another_statement(message):
-    the_effect(message)
-    execute("SELECT ';'; COMMIT")
 
 
 @fails("must commit together", databases=POSTGRESQL)
 def commits_by_a_composed_statement(message):
     the_effect(message)
-    execute(psycopg.sql.SQL("{}").format(psycopg.sql.SQL("COMMIT")))
+    executed(psycopg.sql.SQL("{}").format(psycopg.sql.SQL("COMMIT")))
 
 
 @fails("must commit together", databases=POSTGRESQL)
 def commits_by_a_statement_in_bytes(message):
     the_effect(message)
-    execute(b"COMMIT")
+    executed(b"COMMIT")
 
 
 @does_no_harm()
 def says_commit_in_text_and_comments(message):
-    execute("SELECT 'a; COMMIT' -- ; COMMIT\n/* ; COMMIT */")
+    executed("SELECT 'a; COMMIT' -- ; COMMIT\n/* ; COMMIT */")
     the_effect(message)
 
 
@@ -330,12 +298,6 @@ def commits_through_the_driver_and_then_swallows_an_error(message):
 def rolls_back_through_the_driver_after_its_effect(message):
     the_effect(message)
     connection.connection.rollback()
-
-
-@fails("must commit together")
-def hides_a_rollback_behind_a_comment(message):
-    the_effect(message)
-    execute("/* a comment */ ROLLBACK")
 
 
 # ------------------------------------------------------------ savepoints, as they are meant
@@ -368,28 +330,14 @@ def leaves_a_savepoint_rolled_back(message):
 # ------------------------------------------------------------ ways not to return
 
 
-@fails("SystemExit")
-def exits(message):
-    the_effect(message)
-    raise SystemExit(3)
+def throw(error):
+    raise error
 
 
-@fails("KeyboardInterrupt")
-def raises_keyboard_interrupt(message):
-    the_effect(message)
-    raise KeyboardInterrupt
-
-
-@fails("MemoryError")
-def raises_memory_error(message):
-    the_effect(message)
-    raise MemoryError
-
-
-@fails("GeneratorExit")
-def raises_generator_exit(message):
-    the_effect(message)
-    raise GeneratorExit
+fail_by("SystemExit", exits=partial(throw, SystemExit(3)))
+fail_by("KeyboardInterrupt", raises_keyboard_interrupt=partial(throw, KeyboardInterrupt))
+fail_by("MemoryError", raises_memory_error=partial(throw, MemoryError))
+fail_by("GeneratorExit", raises_generator_exit=partial(throw, GeneratorExit))
 
 
 @fails("RecursionError")
@@ -446,21 +394,13 @@ def returns_a_lazy_queryset(message):
 @does_no_harm()
 def raises_in_an_on_commit_hook(message):
     the_effect(message)
-
-    def fail():
-        raise RuntimeError("after the commit")
-
-    transaction.on_commit(fail)
+    transaction.on_commit(lambda: 1 / 0)
 
 
 @does_no_harm()
 def exits_in_an_on_commit_hook(message):
     the_effect(message)
-
-    def leave():
-        raise SystemExit(3)
-
-    transaction.on_commit(leave)
+    transaction.on_commit(sys.exit)
 
 
 # ------------------------------------------------------------ outside the transaction
@@ -476,11 +416,7 @@ def writes_to_the_other_database(message):
 def writes_from_another_thread(message):
     """The write is outside the transaction, which cannot be detected; it happens once as long as the handler succeeds."""
 
-    def write():
-        the_effect(message)
-
-    with InAThread(write):
-        pass
+    at_once([partial(the_effect, message)])
 
 
 # ------------------------------------------------------------ transactions left open
@@ -530,36 +466,29 @@ def closes_the_connection_in_a_block_and_leaves_it_open(message):
     connection.close()
 
 
-def _connection_arguments():
-    known = connection.get_connection_params()
-    return {name: known[name] for name in ("dbname", "user", "host", "port") if name in known}
-
-
 @contextlib.contextmanager
 def about_to_deadlock():
     """A rival holds the lock that this transaction takes next, and waits for its lock. PostgreSQL cancels this transaction."""
     ours, theirs = 4711, 4712
-    execute("SET LOCAL deadlock_timeout = '10ms'")
-    execute(f"SELECT pg_advisory_xact_lock({ours})")
+    executed("SET LOCAL deadlock_timeout = '10ms'")
+    executed(f"SELECT pg_advisory_xact_lock({ours})")
 
     def wait_for_ours():
-        with psycopg.connect(**_connection_arguments()) as rival:
+        with another_session() as rival:
             rival.execute("SET deadlock_timeout = '1h'")
             rival.execute(f"SELECT pg_advisory_xact_lock({theirs})")
             holds.set()
             rival.execute(f"SELECT pg_advisory_xact_lock({ours})")
 
     def is_waiting():
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid = %s AND NOT granted", [ours])
-            return cursor.fetchone() is not None
+        return executed("SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid = %s AND NOT granted", [ours])
 
     holds = threading.Event()
     rival = threading.Thread(target=wait_for_ours, daemon=True)
     rival.start()
     assert holds.wait(A_WHILE)
     wait_until(is_waiting)
-    yield lambda: execute(f"SELECT pg_advisory_xact_lock({theirs})")
+    yield lambda: executed(f"SELECT pg_advisory_xact_lock({theirs})")
     # The locks end with the transaction, which is longer than this block; the rival connection ends then.
 
 
@@ -595,20 +524,14 @@ def test_bad_handler_is_never_acknowledged_without_its_effect_nor_repeats_it(bad
 @pytest.mark.every_database
 @pytest.mark.parametrize("bad_handler", ON_THIS_DATABASE, ids=str)
 def test_messages_after_a_bad_handler_commit_on_the_same_thread(bad_handler, handles):
-    bad, good, elsewhere = (
-        handles(bad_handler.handle),
-        handles(the_effect, topic="shop.good"),
-        handles(the_effect, topic="shop.good", using="other"),
-    )
+    bad, good = handles(bad_handler.handle), handles(the_effect, topic="shop.good")
+    elsewhere = handles(the_effect, topic="shop.good", using="other")
 
     def work():
         deliver(bad)
         return [deliver(one, an_envelope(topic="shop.good")) for one in (good, elsewhere)]
 
-    with InAThread(work) as thread:
-        pass
-
-    assert thread.answer == [Outcome.HANDLED, Outcome.HANDLED]
+    assert at_once([work]) == [[Outcome.HANDLED, Outcome.HANDLED]]
     for one in (good, elsewhere):
         assert InboxMessage.objects.using(one.using).get(handler=one.name).state == State.DONE
 
@@ -631,33 +554,20 @@ def test_bad_handlers_lose_messages_without_the_commit_sentinel(bad_handler, han
 
 
 @pytest.mark.every_database
-def test_commit_sentinel_matters_for_at_least_four_bad_handlers_on_this_database():
-    assert sum(connection.vendor in bad_handler.lost_on for bad_handler in BAD_HANDLERS) >= 4
-
-
-@pytest.mark.every_database
 @pytest.mark.parametrize("path", ["fresh", "redelivered", "retried"])
 def test_message_of_a_handler_that_commits_by_itself_is_signalled_as_dead(path, handles):
     """Its effect may be there in part, so it is neither done nor run again, and an operator is informed."""
-    dead = []
-
-    def listen(**arguments):
-        dead.append(arguments["message_id"])
-
     handler = handles(commits_through_the_driver_after_its_effect)
     envelope = an_envelope()
-    signals.message_dead.connect(listen)
-    try:
+    with recorded_signals("message_dead") as dead:
         if path == "retried":
             assert deliver(handles(_raises, name=handler.name + "x"), envelope) is Outcome.STORED
             rename_messages(handler=handler.name)
             run_to_the_end()
         else:
             assert deliver(handler, envelope, redelivered=path == "redelivered") is Outcome.DEAD
-    finally:
-        signals.message_dead.disconnect(listen)
 
-    assert dead == [envelope.id]
+    assert [arguments["message_id"] for _, arguments in dead] == [envelope.id]
     assert the_row().state == State.DEAD
 
 
@@ -680,16 +590,6 @@ def test_handler_that_rolls_back_through_the_driver_and_goes_on_repeats_no_effec
     assert the_row().state == State.DEAD
 
 
-@pytest.mark.every_database
-def test_write_to_another_database_is_logged_as_a_warning(handles, caplog):
-    with caplog.at_level(logging.WARNING, "inbox"):
-        assert deliver(handles(writes_to_the_other_database, name="tests.elsewhere")) is Outcome.HANDLED
-
-    (record,) = [record for record in caplog.records if "outside its transaction" in record.getMessage()]
-    assert "'other'" in record.getMessage()
-
-
-@pytest.mark.every_database
 def test_write_to_another_database_is_logged_once_for_each_handler(handles, caplog):
     names = ["tests.one elsewhere", "tests.other elsewhere"]
     with caplog.at_level(logging.WARNING, "inbox"):
@@ -699,10 +599,9 @@ def test_write_to_another_database_is_logged_once_for_each_handler(handles, capl
 
     said = [record.getMessage() for record in caplog.records if "outside its transaction" in record.getMessage()]
     assert [text.partition(":")[0] for text in said] == names
-    assert all("set using='other'" in text and "publish a message on 'default'" in text for text in said)
+    assert all("'other'" in text and "set using='other'" in text and "publish a message on 'default'" in text for text in said)
 
 
-@pytest.mark.every_database
 @pytest.mark.parametrize(
     ("name", "statement"),
     [
@@ -712,8 +611,7 @@ def test_write_to_another_database_is_logged_once_for_each_handler(handles, capl
 )
 def test_every_form_of_a_write_to_another_database_is_logged(handles, caplog, name, statement):
     def handle(message):
-        with connections["other"].cursor() as cursor:
-            cursor.execute(statement)
+        executed(statement, using="other")
 
     with caplog.at_level(logging.WARNING, "inbox"):
         assert deliver(handles(handle, name=f"tests.write {name}")) is Outcome.HANDLED
@@ -721,7 +619,6 @@ def test_every_form_of_a_write_to_another_database_is_logged(handles, caplog, na
     assert "outside its transaction" in caplog.text
 
 
-@pytest.mark.every_database
 def test_read_from_another_database_logs_no_warning(handles, caplog):
     read = []
 
@@ -736,51 +633,22 @@ def test_read_from_another_database_logs_no_warning(handles, caplog):
     assert not caplog.records
 
 
-@pytest.mark.every_database
-def test_on_commit_hook_that_raises_is_logged_and_the_message_is_done(handles, caplog):
-    assert deliver(handles(raises_in_an_on_commit_hook)) is Outcome.HANDLED
-
-    assert "after the commit" in caplog.text
-    assert the_row().state == State.DONE
+def generates(message):
+    yield the_effect(message)
 
 
-def test_deadlock_raised_by_a_handler_is_retried_at_once_and_costs_no_attempt(handles):
-    attempts = []
-
-    def handle(message):
-        attempts.append(message.attempt)
-        if len(attempts) == 1:
-            with about_to_deadlock() as close_the_cycle:
-                close_the_cycle()
-        the_effect(message)
-
-    assert deliver(handles(handle)) is Outcome.HANDLED
-
-    assert attempts == [1, 1]
-    assert the_row().attempts == 1
-    assert effects() == 1
+async def generates_asynchronously(message):
+    yield message
 
 
-class TestDecoration:
-    @pytest.fixture
-    def registry_unchanged(self):
-        before = registry.all()
-        yield
-        assert registry.all() == before
+@pytest.mark.parametrize("function", [generates, generates_asynchronously])
+def test_generator_function_is_refused_at_decoration(function):
+    before = registry.all()
 
-    def test_generator_function_is_refused_at_decoration(self, registry_unchanged):
-        with pytest.raises(NotCallable, match="generator function"):
+    with pytest.raises(NotCallable, match="generator function"):
+        idempotent_handler(TOPIC, name="tests.refused")(function)
 
-            @idempotent_handler(TOPIC, name="tests.refused")
-            def handle(message):
-                yield the_effect(message)
-
-    def test_async_generator_function_is_refused_at_decoration(self, registry_unchanged):
-        with pytest.raises(NotCallable, match="generator function"):
-
-            @idempotent_handler(TOPIC, name="tests.refused")
-            async def handle(message):
-                yield message
+    assert registry.all() == before
 
 
 def _return():

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 from collections import Counter
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -26,9 +23,9 @@ from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.deliveries import (
-    A_WHILE,
     OPTIONS,
     InAThread,
+    Slow,
     an_envelope,
     at_once,
     deliver,
@@ -41,18 +38,16 @@ from tests.support.deliveries import (
 )
 from tests.support.inbox_rows import delete_messages
 from tests.support.loads import a_delivery, receive_load, receive_together
+from tests.support.signals import listening, recorded_signals
+from tests.support.sql import executed
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
 every_database = pytest.mark.every_database
 
-HANDLED, DUPLICATE, STORED, DEAD, DEFERRED = (
-    Outcome.HANDLED,
-    Outcome.DUPLICATE,
-    Outcome.STORED,
-    Outcome.DEAD,
-    Outcome.DEFERRED,
-)
+HANDLED, DUPLICATE, STORED = Outcome.HANDLED, Outcome.DUPLICATE, Outcome.STORED
+DEAD, DEFERRED = Outcome.DEAD, Outcome.DEFERRED
+SIGNALS = ("message_handled", "duplicate_suppressed", "conflicting_duplicate", "message_retrying", "message_dead")
 POISON = {"poison": True}
 
 
@@ -109,24 +104,9 @@ def together(request, handles):
     return register
 
 
-@contextmanager
-def recorded_signals():
-    """The signals that the inbox sent: (name, biz-id or message id)."""
-    said = []
-    receivers = {
-        "message_handled": lambda message, **_: said.append(("handled", message.biz_id)),
-        "duplicate_suppressed": lambda biz_id, cause, **_: said.append((cause, biz_id)),
-        "conflicting_duplicate": lambda biz_id, **_: said.append(("conflict", biz_id)),
-        "message_retrying": lambda message_id, **_: said.append(("retrying", message_id)),
-        "message_dead": lambda message_id, **_: said.append(("dead", message_id)),
-    }
-    for name, receiver in receivers.items():
-        getattr(signals, name).connect(receiver)
-    try:
-        yield said
-    finally:
-        for name, receiver in receivers.items():
-            getattr(signals, name).disconnect(receiver)
+def of(said, name):
+    """The arguments of the signals of this name."""
+    return [arguments for one, arguments in said if one == name]
 
 
 @every_database
@@ -168,11 +148,8 @@ class TestOneTransaction:
         def listen(message, **_):
             at_the_time.append((connection.in_atomic_block, effects()))
 
-        signals.message_handled.connect(listen)
-        try:
+        with listening(signals.message_handled, listen):
             receive_together(together(), named(*names_of(3)))
-        finally:
-            signals.message_handled.disconnect(listen)
 
         assert at_the_time == [(False, 3)] * 3
 
@@ -205,16 +182,6 @@ class TestOneTransaction:
             assert {name for name in columns if one[name] != other[name]} <= instants
             assert other["settled_at"] >= other["received_at"]
 
-    def test_failing_on_commit_hooks_change_no_outcome_and_are_logged(self, together, caplog):
-        def handle(message):
-            the_effect(message)
-            transaction.on_commit(lambda: 1 / 0)
-
-        assert receive_together(together(handle), named("a", "b")) == [HANDLED] * 2
-
-        assert effects() == 2
-        assert "on_commit hook" in caplog.text
-
     def test_failing_on_commit_hook_of_one_message_keeps_the_hooks_of_the_others(self, handles):
         ran = []
 
@@ -236,25 +203,17 @@ class TestDuplicates:
         first, other = named("a", "b")
         copy, again = an_envelope(biz_id="a", body=first.body), other
 
-        with recorded_signals() as said:
+        with recorded_signals(*SIGNALS) as said:
             became = receive_together(together(), [first, other, copy, again, *named("c")])
 
         assert became == [HANDLED, HANDLED, DUPLICATE, DUPLICATE, HANDLED]
         assert effects_by_name() == {"a": 1, "b": 1, "c": 1}
         assert dict(InboxMessage.objects.values_list("biz_id", "duplicates")) == {"a": 1, "b": 1, "c": 0}
-        assert Counter(said) == Counter(
-            [("handled", name) for name in "abc"] + [("business", "a"), ("resend", "b")],
-        )
-
-    def test_duplicates_of_earlier_deliveries_are_skipped_in_a_later_load(self, together):
-        handler = together()
-        a, b, c = named("a", "b", "c")
-        deliver(handler, a)
-        receive_together(handler, [b, c])
-
-        assert receive_together(handler, [c, *named("d"), a, b]) == [DUPLICATE, HANDLED, DUPLICATE, DUPLICATE]
-
-        assert effects_by_name() == {"a": 1, "b": 1, "c": 1, "d": 1}
+        assert [(arguments["cause"], arguments["biz_id"]) for arguments in of(said, "duplicate_suppressed")] == [
+            ("business", "a"),
+            ("resend", "b"),
+        ]
+        assert sorted(arguments["message"].biz_id for arguments in of(said, "message_handled")) == ["a", "b", "c"]
 
     def test_load_of_duplicates_only_calls_no_handler(self, together):
         calls = []
@@ -274,10 +233,10 @@ class TestDuplicates:
         first = an_envelope({"total": 1}, biz_id="a")
         other = an_envelope({"total": 2}, biz_id="a")
 
-        with recorded_signals() as said:
+        with recorded_signals(*SIGNALS) as said:
             assert receive_together(together(), [first, other]) == [HANDLED, DUPLICATE]
 
-        assert ("conflict", "a") in said
+        assert [arguments["biz_id"] for arguments in of(said, "conflicting_duplicate")] == ["a"]
         assert (the_row().conflicts, bytes(the_row().body)) == (1, first.body)
 
     def test_duplicate_of_a_retrying_message_in_a_load_does_not_run_it(self, together):
@@ -290,21 +249,20 @@ class TestDuplicates:
         assert the_row(biz_id="a").attempts == 1
 
 
-@every_database
 class TestFailingMessage:
     @pytest.mark.parametrize("place", [0, 36, 99])
     def test_failing_message_of_a_load_fails_alone(self, together, place):
         handler = together()
         envelopes = [an_envelope(POISON if number == place else {}, biz_id=f"m{number}") for number in range(100)]
 
-        with recorded_signals() as said:
+        with recorded_signals(*SIGNALS) as said:
             became = receive_together(handler, envelopes)
 
         assert became == [STORED if number == place else HANDLED for number in range(100)]
         assert effects_by_name() == {f"m{number}": 1 for number in range(100) if number != place}
-        assert Counter(said) == Counter(
-            [("handled", f"m{number}") for number in range(100) if number != place] + [("retrying", envelopes[place].id)]
-        )
+        assert len(of(said, "message_handled")) == 99
+        assert [arguments["message_id"] for arguments in of(said, "message_retrying")] == [envelopes[place].id]
+        assert len(said) == 100
         row = the_row(biz_id=f"m{place}")
         assert (row.state, row.attempts, row.last_error) == (State.RETRYING, 1, "ValueError: poison")
         assert InboxMessage.objects.exclude(pk=row.pk).filter(state=State.DONE, attempts=1).count() == 99
@@ -334,15 +292,6 @@ class TestFailingMessage:
         receive_together(handler, envelopes)
 
         assert calls == [*"abc", *"abcde"]
-
-    def test_failing_message_of_a_load_is_retried_alone_until_it_is_dead(self, together):
-        handler = together()
-        receive_together(handler, [*named("a"), an_envelope(POISON, biz_id="b"), *named("c")])
-
-        run_to_the_end()
-
-        assert states() == {"a": State.DONE, "b": State.DEAD, "c": State.DONE}
-        assert (the_row(biz_id="b").attempts, effects()) == (3, 2)
 
     def test_several_or_all_messages_of_a_load_may_fail(self, together):
         handler = together()
@@ -386,15 +335,6 @@ class TestFailingMessage:
         assert (the_row(biz_id="b").state, the_row(biz_id="b").attempts) == (state, attempts)
         assert effects_by_name() == {"a": 1, "c": 1}
 
-    def test_sys_exit_in_a_load_is_a_failed_attempt_of_each_message(self, together):
-        def handle(message):
-            sys.exit("bye")
-
-        assert receive_together(together(handle), named("a", "b")) == [STORED] * 2
-
-        rows = InboxMessage.objects.order_by("biz_id").values_list("biz_id", "state", "attempts", "last_error")
-        assert list(rows) == [(name, State.RETRYING, 1, "SystemExit: bye") for name in "ab"]
-
 
 def swallow_a_database_error():
     with contextlib.suppress(IntegrityError):
@@ -406,8 +346,7 @@ def close_the_connection():
 
 
 def commit_by_sql():
-    with connection.cursor() as cursor:
-        cursor.execute("COMMIT")
+    executed("COMMIT")
 
 
 @every_database
@@ -460,7 +399,6 @@ class TestBadHandlers:
         assert effects() == 2
 
 
-@every_database
 class TestPublishing:
     def test_messages_published_by_a_load_commit_once_and_with_their_effects(self, together):
         def handle(message):
@@ -516,18 +454,12 @@ class TestMessagesNotRunTogether:
         assert sorted(states().values()) == [State.DEAD, State.DONE, State.DONE]
         assert effects_by_name() == {"a": 1, "c": 1}
 
-    def test_single_fresh_delivery_is_a_batch_of_one(self, handles):
-        got = []
-
-        assert receive_together(handles(got.append, size=10), named("a")) == [HANDLED]
-        assert [[message.biz_id for message in messages] for messages in got] == [["a"]]
-
-    def test_redelivered_message_is_a_batch_of_one(self, handles):
+    @pytest.mark.parametrize("redelivered", [False, True])
+    def test_single_delivery_is_a_batch_of_one(self, handles, redelivered):
         got = []
         handler = handles(got.append, size=10)
-        arrival = a_delivery(handler, an_envelope(biz_id="a"), redelivered=True)
-        receive_load([arrival])
 
+        assert receive_load([a_delivery(handler, an_envelope(biz_id="a"), redelivered=redelivered)]) == [HANDLED]
         assert [[message.biz_id for message in messages] for messages in got] == [["a"]]
 
     def test_deliveries_that_waited_too_long_are_stored_and_run_later(self, together):
@@ -580,19 +512,11 @@ class TestMessagesNotRunTogether:
 
 class TestConcurrentDuplicates:
     def test_message_being_handled_elsewhere_is_deferred_and_the_others_are_handled(self, together):
-        begun, go_on = threading.Event(), threading.Event()
-
-        def slow(message):
-            the_effect(message)
-            if message.biz_id == "m2":
-                begun.set()
-                assert go_on.wait(A_WHILE)
-
-        handler, envelopes = together(slow), named(*names_of(4))
-        with InAThread(lambda: deliver(handler, envelopes[2])):
-            assert begun.wait(A_WHILE)
+        slow = Slow()
+        handler = together(lambda message: (slow if message.biz_id == "m2" else the_effect)(message))
+        envelopes = named(*names_of(4))
+        with slow.inside(lambda: deliver(handler, envelopes[2])):
             became = receive_together(handler, envelopes)
-            go_on.set()
         drain()
 
         assert became == [HANDLED, HANDLED, STORED, HANDLED]

@@ -17,7 +17,7 @@ from inbox.states import State
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, make_due, options, the_effect, the_row
 from tests.support.loads import receive_together
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(transaction=True)
 
 A_MINUTE = timedelta(minutes=1)
 KINDS = {
@@ -57,9 +57,6 @@ class TestRetry:
             run_again()
 
         assert (the_row().attempts, OPTIONS.MAX_ATTEMPTS) == (2, 3)
-
-    def test_one_attempt_means_that_the_first_failure_is_final(self, handles):
-        assert deliver(handles(fail, retry=Retry(max_attempts=1))) is Outcome.DEAD
 
     def test_more_attempts_than_the_settings_have_are_made(self, handles):
         deliver(handles(fail, retry=Retry(max_attempts=OPTIONS.MAX_ATTEMPTS + 2)))
@@ -137,19 +134,6 @@ class TestExceptions:
 
         assert waits > timedelta(hours=20)
         assert the_row().attempts == 4
-
-    def test_a_dead_letter_of_a_batch_does_not_stop_the_others(self, handles):
-        def handle(messages):
-            for message in messages:
-                if message.payload["order_id"] == 2:
-                    raise LookupError
-                the_effect(message)
-
-        handler = handles(handle, size=5, retry=Retry(dead_on=[LookupError]))
-        receive_together(handler, [an_envelope({"order_id": number}) for number in range(5)])
-
-        assert sorted(InboxMessage.objects.values_list("state", flat=True)) == [State.DEAD, *[State.DONE] * 4]
-        assert effects() == 4
 
     def test_a_message_that_fails_with_another_exception_has_the_attempts_of_its_handler(self, raising):
         retry = Retry(max_attempts=3, retry_on={TimeoutError: Retry(max_attempts=9)})

@@ -6,12 +6,13 @@ from contextlib import suppress
 from datetime import timedelta
 
 import pytest
-from django.db import connection, transaction
+from django.db import transaction
 
 from exactly_once.sql.connections import lock_timeout
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
 from tests.support.deliveries import OPTIONS, an_envelope, the_effect
+from tests.support.sql import executed, fetched
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 
@@ -20,15 +21,13 @@ OF_THE_CALLER = "1234ms"
 
 @pytest.fixture
 def callers_transaction(transactional_db):
-    with transaction.atomic(), connection.cursor() as cursor:
-        cursor.execute("SELECT set_config('lock_timeout', %s, true)", [OF_THE_CALLER])
+    with transaction.atomic():
+        executed("SELECT set_config('lock_timeout', %s, true)", [OF_THE_CALLER])
         yield
 
 
 def shown():
-    with connection.cursor() as cursor:
-        cursor.execute("SHOW lock_timeout")
-        return cursor.fetchone()[0]
+    return fetched("SHOW lock_timeout")
 
 
 def test_bound_of_a_block_that_fails_ends_with_the_block(callers_transaction):

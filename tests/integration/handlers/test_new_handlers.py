@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -30,6 +29,7 @@ from outbox.store import backfilling
 from tests.support.aliases import the_default_at
 from tests.support.apps import newcomer
 from tests.support.apps.effects.models import Effect
+from tests.support.commands import output_of
 from tests.support.deliveries import effects, the_effect
 from tests.support.inbox_rows import rename_messages, store_message
 from tests.support.open_transactions import OpenTransaction
@@ -53,10 +53,7 @@ def relay_all():
     call_command("outbox_relay", drain=True)
 
 
-def status(**options):
-    output = io.StringIO()
-    call_command("exactly_once_status", stdout=output, **options)
-    return output.getvalue()
+status = partial(output_of, "exactly_once_status")
 
 
 def notes(message):
@@ -238,16 +235,6 @@ class TestLocally:
 
         assert InboxMessage.objects.filter(handler=handler.name).count() == 1
 
-    def test_status_lists_the_handlers_that_wait_for_their_past(self, handles):
-        handler = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
-        assert starts.waiting_among("default", {"new": handler.starts_at}) == {"new"}
-
-        (shown,) = json.loads(status(json=True))["inbox"]["starting_handlers"]
-
-        assert (shown["handler"], shown["topics"], shown["handed_over"]) == ("new", [TOPIC], 0)
-        assert shown["gets"] == "all messages of its topics in the outbox's history"
-        assert "waits for its past" in status()
-
     def test_check_and_status_say_in_words_what_a_handler_gets_since_an_instant(self, handles):
         since = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
         handler = handles(the_effect, topic=TOPIC, name="new", start_from=since)
@@ -259,6 +246,9 @@ class TestLocally:
 
         assert f"The handler new wants {words} (start_from), but" in warning.msg
         assert words in status()
+        assert "waits for its past" in status()
+        (shown,) = json.loads(status(json=True))["inbox"]["starting_handlers"]
+        assert (shown["handler"], shown["topics"], shown["handed_over"], shown["gets"]) == ("new", [TOPIC], 0, words)
 
 
 def test_the_last_step_sees_what_was_published_while_it_waited_at_every_isolation_level(handles, monkeypatch):
@@ -309,12 +299,17 @@ class TestFromABroker:
         with override_settings(OUTBOX=given, INBOX={"BROKER_URL": rabbitmq_url, "GROUP": options.GROUP}):
             yield options
 
-    def test_it_sees_every_message_once_in_the_order_of_its_key_while_new_ones_keep_coming(self, handles, options, monkeypatch):
-        monkeypatch.setattr(starting, "_BATCH", 10)
+    def relayed_to_another(self, handles, options, count):
+        """Another handler of the topic, whose queue has so many messages."""
         other = handles(lambda message: None, topic=TOPIC, name="other")
         declare(other, options)
-        published_many(60)
+        published_many(count)
         relay_all()
+        return other
+
+    def test_it_sees_every_message_once_in_the_order_of_its_key_while_new_ones_keep_coming(self, handles, options, monkeypatch):
+        monkeypatch.setattr(starting, "_BATCH", 10)
+        other = self.relayed_to_another(handles, options, 60)
 
         new = handles(notes, topic=TOPIC, name="new", ordered=True, start_from="beginning")
         stop = StopRequest()
@@ -329,10 +324,7 @@ class TestFromABroker:
         assert not InboxMessage.objects.filter(handler=other.name, duplicates__gt=0).exists()
 
     def test_without_start_from_it_gets_only_what_is_relayed_after_its_queue_was_declared(self, handles, options):
-        other = handles(lambda message: None, topic=TOPIC, name="other")
-        declare(other, options)
-        published_many(3)
-        relay_all()
+        other = self.relayed_to_another(handles, options, 3)
 
         new = handles(notes, topic=TOPIC, name="new")
         declare(new, options)
@@ -355,10 +347,7 @@ class TestFromABroker:
                 new_ones.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=day_of("default"))
             return read_past(*arguments)
 
-        other = handles(lambda message: None, topic=TOPIC, name="other")
-        declare(other, options)
-        published_many(6)
-        relay_all()
+        self.relayed_to_another(handles, options, 6)
         OutboxMessage.objects.update(settled_at=DatabaseTime(timedelta(minutes=-1)))
         new = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
         starts.waiting_among("default", {new.name: new.starts_at})
@@ -369,10 +358,7 @@ class TestFromABroker:
         assert HandlerStart.objects.get().handed_over == 6
 
     def test_new_messages_wait_in_its_queue_until_a_relay_has_handed_its_past_over(self, handles, options, caplog):
-        other = handles(lambda message: None, topic=TOPIC, name="other")
-        declare(other, options)
-        published_many(3)
-        relay_all()
+        self.relayed_to_another(handles, options, 3)
 
         new = handles(notes, topic=TOPIC, name="new", ordered=True, start_from="beginning")
         with consuming([new], options):

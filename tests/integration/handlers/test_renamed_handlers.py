@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -35,10 +36,8 @@ def new_names():
 
 
 @pytest.mark.timeout(300)
-def test_old_and_new_processes_of_a_renamed_handler_have_one_effect_per_message(handles, rabbitmq_server, rabbitmq_url):
+def test_old_and_new_processes_of_a_renamed_handler_have_one_effect_per_message(old, rabbitmq_server, rabbitmq_url):
     options = broker_options(rabbitmq_url)
-    old = handles(the_effect, name=OLD)
-    declare(old, options)
     with consuming([old], options):
         for number in range(2):
             send(rabbitmq_url, TOPIC, {}, message_id=f"m-{number}")
@@ -62,7 +61,6 @@ def test_name_and_renamed_from_contradict_each_other(decorator):
         decorator(TOPIC, name="a", renamed_from="b")
 
 
-@pytest.mark.every_database
 def test_check_of_the_database_names_a_new_handler_and_the_name_that_it_may_have_had(handles):
     deliver(handles(the_effect, name=OLD))
     assert new_names() == []
@@ -75,6 +73,27 @@ def test_check_of_the_database_names_a_new_handler_and_the_name_that_it_may_have
 
     deliver(new)  # too late
     assert new_names() == []
+
+
+@pytest.fixture
+def old(handles, rabbitmq_url):
+    """The handler under its old name, whose queue exists."""
+    handler = handles(the_effect, name=OLD)
+    declare(handler, broker_options(rabbitmq_url))
+    return handler
+
+
+def handles_one(rabbitmq_url):
+    send(rabbitmq_url, TOPIC, {}, message_id="m-1")
+    wait_until(lambda: effects() == 1)
+
+
+@contextmanager
+def consuming_new(handles, options, caplog):
+    with consuming([handles(send_reminder, name=NEW)], options) as consumer:
+        wait_until(lambda: f"The handler {NEW} is new" in caplog.text)
+        checked(consumer)
+        yield consumer
 
 
 def checked(consumer):
@@ -90,46 +109,31 @@ def is_reported(caplog):
 
 
 def test_consumer_names_a_new_handler_at_its_start_and_the_old_queue_as_long_as_it_exists(
-    handles, rabbitmq_url, caplog, is_reported
+    handles, old, rabbitmq_url, caplog, is_reported
 ):
     options = broker_options(rabbitmq_url)
-    old = handles(the_effect, name=OLD)
-    declare(old, options)
     with consuming([old], options):
-        send(rabbitmq_url, TOPIC, {}, message_id="m-1")
-        wait_until(lambda: effects() == 1)
+        handles_one(rabbitmq_url)
     registry.remove(OLD)
 
-    with consuming([handles(send_reminder, name=NEW)], options) as consumer:
-        wait_until(lambda: f"The handler {NEW} is new" in caplog.text)
-        checked(consumer)
+    with consuming_new(handles, options, caplog):
         assert is_reported()
 
 
-def test_queue_of_an_older_version_that_still_runs_is_not_reported(handles, rabbitmq_url, caplog, is_reported):
+def test_queue_of_an_older_version_that_still_runs_is_not_reported(handles, old, rabbitmq_url, caplog, is_reported):
     options = broker_options(rabbitmq_url)
-    old = handles(the_effect, name=OLD)
-    declare(old, options)
     with consuming([old], options):
-        send(rabbitmq_url, TOPIC, {}, message_id="m-1")
-        wait_until(lambda: effects() == 1)
+        handles_one(rabbitmq_url)
         registry.remove(OLD)
-        with consuming([handles(send_reminder, name=NEW)], options) as consumer:
-            wait_until(lambda: f"The handler {NEW} is new" in caplog.text)
-            checked(consumer)
+        with consuming_new(handles, options, caplog):
             assert not is_reported()
 
 
-def test_queue_of_a_handler_that_a_running_process_has_paused_is_not_reported(handles, rabbitmq_url, caplog, is_reported):
-    options = broker_options(rabbitmq_url)
-    old = handles(the_effect, name=OLD)
-    declare(old, options)
+def test_queue_of_a_handler_that_a_running_process_has_paused_is_not_reported(handles, old, rabbitmq_url, caplog, is_reported):
     deliver(old)
     registry.remove(OLD)
     other = a_consumer(handlers=[OLD], silent_for=timedelta(hours=-1))
-    with consuming([handles(send_reminder, name=NEW)], options) as consumer:
-        wait_until(lambda: f"The handler {NEW} is new" in caplog.text)
-        checked(consumer)
+    with consuming_new(handles, broker_options(rabbitmq_url), caplog) as consumer:
         assert not is_reported()
 
         consumers.mark_stopped("default", other.id)
