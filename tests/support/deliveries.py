@@ -122,6 +122,17 @@ def drain(given=OPTIONS):
     return Runner(given).drain(StopRequest())
 
 
+@contextmanager
+def running(given=OPTIONS):
+    """A runner in a thread, until the end of the block."""
+    stop = StopRequest()
+    with InAThread(lambda: Runner(given, stop).run(stop)):
+        try:
+            yield
+        finally:
+            stop.set()
+
+
 def run_to_the_end(given=OPTIONS):
     """Run every stored message until it is settled."""
     for _ in range(10 * given.MAX_ATTEMPTS):

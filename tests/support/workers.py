@@ -119,6 +119,17 @@ def send_all(url, topic, messages):
             produce(payload, routing_key=topic, serializer="json", message_id=name)
 
 
+def send_burst(url, topic, kinds):
+    """Messages with these kinds as payload, all in the queue at the end: `<kind>-<number>`, from 0 on."""
+    with kombu.Connection(url) as connection:
+        producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
+        for number, kind in enumerate(kinds):
+            properties = {"message_id": f"{kind}-{number}", "content_type": "application/json", "content_encoding": "utf-8"}
+            producer.publish(json.dumps({"kind": kind}), routing_key=topic, delivery_mode=2, **properties)
+        # An answer means that the broker has read all of them; the last ones of a channel closed at once may be lost.
+        producer.exchange(connection.default_channel).declare()
+
+
 def mark_redelivered(handler, options):
     """Have the broker deliver what is in the queue to a consumer that disconnects, so that it will be delivered again."""
     with kombu.Connection(options.broker_url) as connection:

@@ -7,32 +7,29 @@ from datetime import timedelta
 
 import psycopg
 import pytest
-from django.db import connection, connections, transaction
+from django.db import connection, transaction
 
-from exactly_once.process.loop import StopRequest
 from inbox import Lease
-from inbox.consumer.runner import Runner
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving import reading
-from inbox.receiving.reading import read
 from inbox.states import State
-from inbox.store import arrivals
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
-    OPTIONS,
-    InAThread,
     an_envelope,
     deliver,
     effects,
     options,
     run_to_the_end,
+    running,
+    stored_due,
     the_effect,
     the_row,
 )
 from tests.support.loads import receive_together
 from tests.support.servers import PgBouncer
+from tests.support.sql import another_session, executed, fetched
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
@@ -55,16 +52,13 @@ def _own_session(transactional_db):
 
 
 def setting(name, alias="default"):
-    with connections[alias].cursor() as cursor:
-        cursor.execute("SELECT current_setting(%s)", [name])
-        return cursor.fetchone()[0]
+    return fetched("SELECT current_setting(%s)", [name], using=alias)
 
 
 def executing(*statements, then=the_effect):
     def handle(message):
-        with connection.cursor() as cursor:
-            for statement in statements:
-                cursor.execute(statement)
+        for statement in statements:
+            executed(statement)
         if then is not None:
             then(message)
 
@@ -73,8 +67,7 @@ def executing(*statements, then=the_effect):
 
 def a_slow_effect(message):
     """It takes longer than the timeout below, which a busy machine does not reach with anything else."""
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_sleep(0.6)")
+    executed("SELECT pg_sleep(0.6)")
     the_effect(message)
 
 
@@ -90,15 +83,6 @@ def test_setting_that_a_handler_changes_is_not_seen_by_the_next_handler(handles,
 
     assert seen == [before]
     assert effects("other") == 1
-
-
-def test_setting_that_a_handler_changes_holds_for_its_own_statements(handles):
-    seen = []
-    handler = handles(executing("SET work_mem = '64kB'", then=lambda message: seen.append(setting("work_mem"))))
-
-    assert deliver(handler) is Outcome.HANDLED
-
-    assert seen == ["64kB"]
 
 
 @pytest.mark.parametrize("statement", ["SET LOCAL work_mem = '64kB'", "SELECT set_config('work_mem', '64kB', true)"])
@@ -214,12 +198,8 @@ def behind_pgbouncer():
 def test_setting_that_a_handler_changes_behind_pgbouncer_does_not_stay_on_the_server_connection(
     handles, given, name, statement, parameters
 ):
-    def change(message):
-        with connection.cursor() as cursor:
-            cursor.execute(statement, parameters)
-
     before = setting(name)
-    handler = handles(change, **given)
+    handler = handles(lambda message: executed(statement, parameters) and None, **given)
     with behind_pgbouncer() as seen_by_another:
         assert deliver(handler) is Outcome.HANDLED
         assert seen_by_another(name) == before
@@ -248,8 +228,7 @@ def test_role_that_a_handler_sets_does_not_store_its_message(handles):
 class TestLostSessions:
     @staticmethod
     def end_own_session(message):
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+        executed("SELECT pg_terminate_backend(pg_backend_pid())")
 
     @pytest.mark.parametrize("redelivered", [False, True], ids=["first delivery", "redelivery"])
     def test_handler_that_ends_its_own_session_runs_once_per_attempt_and_once_more(self, handles, redelivered):
@@ -278,44 +257,6 @@ class TestLostSessions:
         assert runs.count("b") == 3  # with the load, alone, and alone once more
         assert sorted(Effect.objects.values_list("name", flat=True)) == ["a", "c"]
 
-    def test_session_lost_once_costs_no_attempt(self, handles):
-        runs = []
-
-        def handle(message):
-            runs.append(message.attempt)
-            if len(runs) == 1:
-                self.end_own_session(message)
-            the_effect(message)
-
-        assert deliver(handles(handle)) is Outcome.HANDLED
-
-        assert (runs, the_row().attempts, effects()) == ([1, 1], 1, 1)
-
-
-def store_due(handler, envelope):
-    assert arrivals.store_due("default", read(handler, envelope, OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
-
-
-def waits_for_a_lock(what):
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE %s", [f"%{what}%"])
-        return cursor.fetchone()[0]
-
-
-class Running:
-    """A runner on a thread of its own, for `with`."""
-
-    def __init__(self, given):
-        self._stop = StopRequest()
-        self._job = InAThread(lambda: Runner(given, self._stop).run(self._stop))
-
-    def __enter__(self):
-        self._job.__enter__()
-
-    def __exit__(self, *exc_info):
-        self._stop.set()
-        self._job.__exit__(*exc_info)
-
 
 class TestLockedRows:
     """Another session locks a row after it was claimed, such as an operator's SELECT … FOR UPDATE."""
@@ -323,9 +264,7 @@ class TestLockedRows:
     @pytest.fixture
     def locking(self, monkeypatch):
         """`with locking() as unlock`: the next stored message that is claimed gets its row locked."""
-        params = connection.get_connection_params()
-        names = ("dbname", "user", "host", "port")
-        operator = psycopg.connect(**{name: params[name] for name in names}, application_name="operator")
+        operator = another_session(application_name="operator")
         stored_envelope = reading.stored_envelope
 
         def lock_first(stored):
@@ -347,9 +286,9 @@ class TestLockedRows:
     def test_row_locked_by_another_session_is_deferred_while_others_run(self, handles, locking, caplog, given):
         handler = handles(the_effect, **given)
         for name in ("locked", "free"):
-            store_due(handler, an_envelope(biz_id=name, key=name))
+            stored_due(handler, an_envelope(biz_id=name, key=name))
 
-        with Running(options(REDELIVERY_AFTER=timedelta(seconds=5), MAX_ATTEMPTS=2)):
+        with running(options(REDELIVERY_AFTER=timedelta(seconds=5), MAX_ATTEMPTS=2)):
             with locking():
                 wait_until(lambda: "has locked row" in caplog.text)
                 wait_until(lambda: effects() == 1)

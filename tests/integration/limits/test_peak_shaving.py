@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +21,7 @@ from tests.support.apps.limited import ABOVE, NAME, RATE, TOPIC
 from tests.support.deliveries import InAThread, effects, the_effect
 from tests.support.taker import database_clock
 from tests.support.waiting import wait_until
-from tests.support.workers import EXCHANGE, Process, as_environment, broker_options, consuming, declare, length_of
+from tests.support.workers import broker_options, consuming, declare, length_of, send_burst
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -39,23 +38,15 @@ def length(rabbitmq_server, rabbitmq_url):
 
 
 @pytest.fixture
-def two_consumers(process_environment, rabbitmq_url, tmp_path):
+def two_consumers(a_process, rabbitmq_url):
     """Two consumer processes, both subscribed; the `waiting` messages were in the queue before them."""
 
     @contextmanager
     def start(waiting=()):
-        given = {"BROKER_URL": rabbitmq_url, "EXCHANGE": EXCHANGE, "GROUP": "tests"}
-        environment = {
-            **process_environment,
-            **as_environment(INBOX=given, OUTBOX={"BROKER_URL": rabbitmq_url}),
-            "DJANGO_SETTINGS_MODULE": "tests.support.apps.limited.settings",
-        }
         declare(HANDLER, broker_options(rabbitmq_url))
-        burst(rabbitmq_url, waiting)
-        with (
-            Process(environment, tmp_path / "first.log", "inbox_consume") as first,
-            Process(environment, tmp_path / "second.log", "inbox_consume") as second,
-        ):
+        send_burst(rabbitmq_url, TOPIC, waiting)
+        first, second = (a_process("inbox_consume", app="limited", log=name) for name in ("first", "second"))
+        with first, second:
             for process in (first, second):
                 process.until(lambda process=process: "consumer: receiving from" in process.said())
             yield first, second
@@ -66,22 +57,6 @@ def two_consumers(process_environment, rabbitmq_url, tmp_path):
 def sent(kinds):
     """The ids of the messages of a burst."""
     return [f"{kind}-{number}" for number, kind in enumerate(kinds)]
-
-
-def burst(url, kinds):
-    with kombu.Connection(url) as connection:
-        producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
-        for kind, message_id in zip(kinds, sent(kinds), strict=True):
-            producer.publish(
-                json.dumps({"kind": kind}),
-                routing_key=TOPIC,
-                message_id=message_id,
-                content_type="application/json",
-                content_encoding="utf-8",
-                delivery_mode=2,
-            )
-        # An answer means that the broker has read all of them; the last ones of a channel closed at once may be lost.
-        producer.exchange(connection.default_channel).declare()
 
 
 def just_before_the_first_token():
@@ -108,7 +83,7 @@ def test_rate_limit_holds_for_two_consumers_together_and_the_backlog_drains(two_
     with two_consumers() as consumers:
         # Watched from before the first message: it may be handled before the last one is sent.
         with InAThread(just_before_the_first_token) as watch:
-            burst(rabbitmq_url, ["order"] * A_BURST)
+            send_burst(rabbitmq_url, TOPIC, ["order"] * A_BURST)
         begun = watch.answer
         wait_until(lambda: length() == 0)
         # Deliveries that wait for a token near the acknowledgement timeout are stored, and run by the runner.
@@ -126,7 +101,7 @@ def test_rate_limit_holds_for_two_consumers_together_and_the_backlog_drains(two_
 def test_killing_one_of_two_consumers_loses_and_repeats_no_message(two_consumers, rabbitmq_url, length):
     with two_consumers() as (first, second):
         with InAThread(just_before_the_first_token) as watch:
-            burst(rabbitmq_url, ["order"] * A_BURST)
+            send_burst(rabbitmq_url, TOPIC, ["order"] * A_BURST)
         begun = watch.answer
         second.until(lambda: effects() > A_BURST / 4)
         first._process.send_signal(signal.SIGKILL)
@@ -175,7 +150,7 @@ def test_deliveries_waiting_for_a_low_rate_are_stored_before_the_ack_timeout(han
     handler = handles(the_effect, topic=TOPIC, rate_limit="1/h")
     options = broker_options(rabbitmq_url)
     declare(handler, options)
-    burst(rabbitmq_url, ["order"] * 4)
+    send_burst(rabbitmq_url, TOPIC, ["order"] * 4)
 
     with consuming([handler], options) as consumer:
         wait_until(lambda: effects() == 1)

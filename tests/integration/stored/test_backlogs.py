@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 from django.db import OperationalError, connection
 
-from exactly_once.process.loop import StopRequest
 from exactly_once.sql.faults import SERIALIZATION_FAILURE
 from inbox.consumer.runner import Runner
 from inbox.models import InboxMessage
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import OPTIONS, InAThread, an_envelope, drain, effects, handed_over, the_effect
+from tests.support.deliveries import OPTIONS, an_envelope, drain, effects, handed_over, running, the_effect
 from tests.support.inbox_rows import NEXT_ID, RECEIPTS
 from tests.support.refused_rows import cleared, refused
 from tests.support.sql import another_session, executed
@@ -99,16 +96,6 @@ def pages_read():
         "WHERE relname LIKE 'inbox_inboxmessage%'"
     )
     return int(pages)
-
-
-@contextmanager
-def running():
-    stop = StopRequest()
-    with InAThread(lambda: Runner(OPTIONS).run(stop)):
-        try:
-            yield
-        finally:
-            stop.set()
 
 
 @pytest.mark.parametrize("statistics", ["analysed", "never analysed"])

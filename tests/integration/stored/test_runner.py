@@ -21,7 +21,6 @@ from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
     A_WHILE,
     OPTIONS,
-    InAThread,
     Slow,
     an_envelope,
     at_once,
@@ -32,6 +31,7 @@ from tests.support.deliveries import (
     make_due,
     options,
     run_to_the_end,
+    running,
     stored_due,
     the_effect,
     the_row,
@@ -99,14 +99,11 @@ def test_runner_asked_to_stop_finishes_the_running_handler(handles):
 
 
 def test_running_runner_picks_up_messages_that_become_due(handles):
-    stop, handler = StopRequest(), handles(the_effect)
-    with InAThread(lambda: Runner(options(POLL_INTERVAL=timedelta(milliseconds=20))).run(stop)):
-        try:
-            for name in ("first", "second"):
-                stored_due(handler, an_envelope(biz_id=name))
-                wait_until(lambda name=name: effects(name) == 1)
-        finally:
-            stop.set()
+    handler = handles(the_effect)
+    with running(options(POLL_INTERVAL=timedelta(milliseconds=20))):
+        for name in ("first", "second"):
+            stored_due(handler, an_envelope(biz_id=name))
+            wait_until(lambda name=name: effects(name) == 1)
 
 
 def test_runner_runs_each_handler_on_its_own_database(handles):
@@ -154,12 +151,8 @@ def test_unavailable_database_does_not_starve_the_other(handles, monkeypatch):
     handler = handles(lambda message: Effect.objects.using("other").create(name="there"), using="other")
     stored_due(handler)
     handles(the_effect, topic="here")
-    stop = StopRequest()
-    with default_database_unavailable(monkeypatch), InAThread(lambda: Runner(OPTIONS).run(stop)):
-        try:
-            wait_until(lambda: Effect.objects.using("other").count() == 1)
-        finally:
-            stop.set()
+    with default_database_unavailable(monkeypatch), running():
+        wait_until(lambda: Effect.objects.using("other").count() == 1)
 
 
 def test_runner_turn_does_not_wait_for_an_unavailable_database(handles, monkeypatch):
