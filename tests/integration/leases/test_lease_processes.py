@@ -7,25 +7,34 @@ from datetime import timedelta
 
 import pytest
 from django.core.management import call_command
-from django.db import connection, transaction
+from django.db import connection
 
 from exactly_once.process.clock import monotonic, utcnow
 from inbox import Lease
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving.admit import hand_over
-from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.transactions.running import DatabaseUnavailable
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.leased import LEASED_JOB
-from tests.support.deliveries import A_WHILE, InAThread, an_envelope, deliver, drain, effects, options, the_effect, the_row
+from tests.support.deliveries import (
+    A_WHILE,
+    InAThread,
+    an_envelope,
+    deliver,
+    drain,
+    effects,
+    handed_over,
+    options,
+    the_effect,
+    the_row,
+)
 from tests.support.lost_answers import losing_the_answer
 from tests.support.servers import FaultProxy
 from tests.support.waiting import wait_until
-from tests.support.workers import Process, as_environment, broker_options, declare, length_of, send
+from tests.support.workers import broker_options, declare, length_of, send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -44,21 +53,13 @@ def lease_store(request):
 
 
 @pytest.fixture
-def consumer(process_environment, rabbitmq_url, tmp_path, lease_store):
+def consumer(a_process, rabbitmq_url, lease_store):
     """Start `inbox_consume`: `with consumer("a") as process`."""
 
     def start(name, **options):
-        given = {"RETRY_BASE": SHORT, "RETRY_CAP": SHORT, "MAX_ATTEMPTS": 3, "GROUP": "tests", **options}
-        environment = {
-            **process_environment,
-            **as_environment(
-                INBOX={"BROKER_URL": rabbitmq_url, "EXCHANGE": "outbox", "LEASE_STORE": lease_store, **given},
-                OUTBOX={"BROKER_URL": rabbitmq_url},
-            ),
-            "DJANGO_SETTINGS_MODULE": "tests.support.apps.leased.settings",
-        }
+        given = {"RETRY_BASE": SHORT, "RETRY_CAP": SHORT, "MAX_ATTEMPTS": 3, "LEASE_STORE": lease_store, **options}
         declare(OF_THE_LEASED, broker_options(rabbitmq_url))
-        return Process(environment, tmp_path / f"{name}.log", "inbox_consume")
+        return a_process("inbox_consume", app="leased", log=name, **given)
 
     return start
 
@@ -250,7 +251,18 @@ def test_database_that_does_not_answer_costs_no_lease_on_another_database(handle
     assert run.answer is Outcome.HANDLED
 
 
-def test_unavailable_database_as_lease_store_starts_no_run_and_delays_the_settlement(handles, mortal_postgres, caplog):
+@pytest.fixture
+def migrated_default(mortal_postgres):
+    """The default alias is a database on the server that the test kills."""
+    name = mortal_postgres.create_database().rpartition("/")[2]
+    with the_default_at(NAME=name, PORT=mortal_postgres.port):
+        call_command("migrate", verbosity=0)
+        yield
+
+
+def test_unavailable_database_as_lease_store_starts_no_run_and_delays_the_settlement(
+    handles, mortal_postgres, migrated_default, caplog
+):
     def handle_and_kill_the_store(message):
         ran.append(message.attempt)
         mortal_postgres.kill()
@@ -258,22 +270,19 @@ def test_unavailable_database_as_lease_store_starts_no_run_and_delays_the_settle
     ran = []
     handler = handles(handle_and_kill_the_store, lease=Lease(duration=timedelta(minutes=10)))
     envelope = an_envelope()
-    name = mortal_postgres.create_database().rpartition("/")[2]
-    with the_default_at(NAME=name, PORT=mortal_postgres.port):
-        call_command("migrate", verbosity=0)
-        with InAThread(lambda: deliver(handler, envelope)) as first:
-            wait_until(lambda: "cannot be stored now" in caplog.text)
-            with pytest.raises(DatabaseUnavailable):
-                deliver(handler, an_envelope())
-            mortal_postgres.start()
-        assert first.answer is Outcome.HANDLED
-        assert deliver(handler, envelope) is Outcome.DUPLICATE
+    with InAThread(lambda: deliver(handler, envelope)) as first:
+        wait_until(lambda: "cannot be stored now" in caplog.text)
+        with pytest.raises(DatabaseUnavailable):
+            deliver(handler, an_envelope())
+        mortal_postgres.start()
+    assert first.answer is Outcome.HANDLED
+    assert deliver(handler, envelope) is Outcome.DUPLICATE
     assert ran == [1]
 
 
 class TestOutageDuringSteps:
     @pytest.fixture
-    def restarting(self, handles, mortal_postgres):
+    def restarting(self, handles, mortal_postgres, migrated_default):
         """A handler whose steps each stop the database once; which attempts were run, and which steps have stopped it."""
 
         def register(lease, steps=3):
@@ -291,10 +300,7 @@ class TestOutageDuringSteps:
             ran, stopped = [], []
             return handles(handle, lease=Lease(duration=lease)), ran, stopped
 
-        name = mortal_postgres.create_database().rpartition("/")[2]
-        with the_default_at(NAME=name, PORT=mortal_postgres.port):
-            call_command("migrate", verbosity=0)
-            yield register
+        return register
 
     def test_step_waits_for_its_database_and_no_attempt_is_counted(self, restarting, mortal_postgres, caplog):
         handler, ran, stopped = restarting(timedelta(minutes=10))
@@ -308,8 +314,7 @@ class TestOutageDuringSteps:
 
     def test_outage_longer_than_the_lease_counts_no_attempt_of_a_stored_message(self, restarting, mortal_postgres, caplog):
         handler, ran, _ = restarting(timedelta(seconds=1), steps=1)
-        with transaction.atomic():
-            hand_over(handler, read(handler, an_envelope(), options()))
+        handed_over(handler)
         with InAThread(lambda: drain(options(MAX_ATTEMPTS=1))):
             wait_until(lambda: "its lease is lost" in caplog.text)
             mortal_postgres.start()

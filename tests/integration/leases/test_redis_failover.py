@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from datetime import timedelta
 
 import pytest
@@ -11,17 +10,7 @@ import redis
 from inbox import Lease
 from inbox.outcome import Outcome
 from inbox.states import State
-from tests.support.deliveries import (
-    A_WHILE,
-    InAThread,
-    an_envelope,
-    deliver,
-    effects,
-    options,
-    run_to_the_end,
-    the_effect,
-    the_row,
-)
+from tests.support.deliveries import A_WHILE, Slow, an_envelope, deliver, effects, options, run_to_the_end, the_effect, the_row
 from tests.support.servers import FaultProxy, RedisServer
 from tests.support.servers.private import LOOPBACK
 from tests.support.waiting import wait_until
@@ -104,23 +93,15 @@ def test_lease_that_a_failover_has_lost_settles_nothing_and_its_message_does_not
     handles, processes, lagging, fail_over
 ):
     this, other = processes
-    begun, go_on = threading.Event(), threading.Event()
-
-    def handle(message):
-        the_effect(message)
-        begun.set()
-        assert go_on.wait(A_WHILE)
-
-    slow, quick, envelope = handles(handle, lease=Lease()), handles(the_effect, lease=Lease(), topic="quick"), an_envelope()
+    at_work, envelope = Slow(), an_envelope()
+    slow, quick = handles(at_work, lease=Lease()), handles(the_effect, lease=Lease(), topic="quick")
     deliver(quick, an_envelope(topic="quick"), given=this)
     deliver(quick, an_envelope(topic="quick"), given=other)
     lagging()
-    with InAThread(lambda: deliver(slow, envelope, given=this)) as run:
-        assert begun.wait(A_WHILE)
+    with at_work.inside(lambda: deliver(slow, envelope, given=this)) as run:
         fail_over()
         for _ in range(MORE):
             deliver(quick, an_envelope(topic="quick"), given=other)
-        go_on.set()
 
     assert run.answer is Outcome.STORED
     run_to_the_end(this)
