@@ -17,15 +17,12 @@ from django.db.models import F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from inbox.conf import InboxOptions
 from inbox.consumer.lanes import prefetch_of
-from inbox.consumer.runner import Runner
 from inbox.limits.limiter import Limiter, limiter_of
 from inbox.models import InboxMessage, TokenBucket
 from inbox.outcome import Outcome
-from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import arrivals
@@ -36,15 +33,18 @@ from tests.support.deliveries import (
     A_WHILE,
     OPTIONS,
     InAThread,
+    admitted,
     an_envelope,
-    as_redelivered,
     at_once,
     deliver,
     drain,
     effects,
+    running,
+    stored_due,
     the_effect,
     the_row,
 )
+from tests.support.sql import fetched
 from tests.support.taker import database_clock
 from tests.support.waiting import wait_until
 
@@ -68,12 +68,6 @@ def lease(most, *, rate=10.0, burst=20.0, alias="default"):
     return lease_tokens(alias, "limited", rate=rate, burst=burst, most=most)
 
 
-def fetched(sql):
-    with connection.cursor() as cursor:
-        cursor.execute(sql)
-        return cursor.fetchone()[0]
-
-
 def a_bucket(tokens, *, filled_ago):
     TokenBucket.objects.update_or_create(
         handler="limited", defaults={"tokens": tokens, "filled_at": DatabaseTime(-timedelta(seconds=filled_ago))}
@@ -91,20 +85,6 @@ class TestSharedBucket:
         lease(1, alias="other")
 
         assert [TokenBucket.objects.using(alias).count() for alias in ("default", "other")] == [0, 1]
-
-    def test_bucket_gives_its_whole_tokens_when_more_are_asked_for(self):
-        a_bucket(3.5, filled_ago=0)
-
-        leased = lease(10, rate=1e-9)
-
-        assert (leased.tokens, leased.left) == (3, pytest.approx(0.5))
-
-    def test_bucket_with_less_than_one_token_gives_none(self):
-        a_bucket(0.5, filled_ago=0)
-
-        leased = lease(10, rate=1e-9)
-
-        assert (leased.tokens, leased.left) == (0, pytest.approx(0.5))
 
     @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
@@ -195,7 +175,6 @@ class TestLeaseOnPostgreSQL:
         connections.close_all()
 
 
-@every_database
 class TestLimiter:
     @pytest.fixture
     def limiter(self, handles):
@@ -214,11 +193,6 @@ class TestLimiter:
 
         assert limiter_of(handles(the_effect, rate_limit="6/s", name="tests.same")) is not before
 
-    def test_take_without_a_token_leases_one_in_the_background(self, limiter):
-        assert limiter.take(1) == 0
-
-        assert wait_until(lambda: limiter.take(1)) == 1
-
     def test_limiter_wait_is_zero_at_first_and_when_a_token_is_there(self, limiter):
         assert limiter.wait_seconds() == 0
         limiter.take(1)
@@ -232,9 +206,6 @@ class TestLimiter:
             pass
 
         assert 0 < limiter.wait_seconds() <= 4.1
-
-    def test_take_or_lease_gets_a_token_in_one_call(self, limiter):
-        assert limiter.take_or_lease(1) == 1
 
     def test_token_given_back_can_be_taken_again(self, limiter):
         assert limiter.take_or_lease(1) == 1
@@ -270,8 +241,7 @@ class TestStoredMessages:
 
     def stored(self, handler, *names):
         for name in names:
-            row = read(handler, an_envelope(biz_id=name), OPTIONS).row
-            assert arrivals.store_due(handler.using, row, OPTIONS.DUPLICATE_TIMEOUT)
+            stored_due(handler, an_envelope(biz_id=name))
 
     def test_stored_messages_run_no_faster_than_the_rate(self, handles):
         handler = handles(the_effect, rate_limit="10/s")
@@ -286,13 +256,11 @@ class TestStoredMessages:
     def test_stored_messages_of_a_limited_handler_delay_no_other_handler(self, handles):
         limited, free = handles(the_effect, rate_limit="1/h"), handles(the_effect)
         self.stored(limited, "b1", "b2", "b3")
-        stop, runner = StopRequest(), Runner(OPTIONS)
 
-        with InAThread(lambda: runner.run(stop)):
+        with running():
             wait_until(lambda: effects() == 1)
             self.stored(free, "b4", "b5", "b6")
             wait_until(lambda: effects() == 4)
-            stop.set()
 
         assert the_row(handler=limited.name, biz_id="b3").attempts == 0
 
@@ -303,13 +271,11 @@ class TestStoredMessages:
 
         free, limited = handles(again), handles(the_effect, rate_limit="1000/s")
         self.stored(free, "busy")
-        stop, runner = StopRequest(), Runner(OPTIONS)
 
-        with InAThread(lambda: runner.run(stop)):
+        with running():
             wait_until(lambda: effects() > 3)
             self.stored(limited, "b1", "b2", "b3")
             wait_until(lambda: InboxMessage.objects.filter(handler=limited.name, state=State.DONE).count() == 3)
-            stop.set()
 
     def test_no_token_is_spent_while_nothing_is_due(self, handles):
         limited, free = handles(the_effect, rate_limit="1/h"), handles(the_effect)
@@ -320,14 +286,13 @@ class TestStoredMessages:
         assert not TokenBucket.objects.filter(handler=limited.name).exists()
 
 
-@every_database
 class TestDeliveryStoredForLater:
     """At a low rate a delivery is stored, so that the broker gets its answer, and handled when there is a token."""
 
     def test_delivery_without_a_token_is_stored_and_run_later(self, handles):
         handler, envelope = handles(the_effect, rate_limit="100/s"), an_envelope()
 
-        assert hold(handler, envelope) is Outcome.STORED
+        assert admitted(handler, envelope) == [Outcome.STORED]
 
         assert (the_row().state, the_row().attempts, effects()) == (State.RECEIVED, 0, 0)
         assert drain() == 1
@@ -337,8 +302,8 @@ class TestDeliveryStoredForLater:
         handler, envelope = handles(the_effect, rate_limit="100/s"), an_envelope()
         deliver(handler, envelope)
 
-        assert hold(handler, envelope) is Outcome.DUPLICATE
-        assert hold(handler, envelope, redelivered=True) is Outcome.DUPLICATE
+        assert admitted(handler, envelope) == [Outcome.DUPLICATE]
+        assert admitted(handler, envelope, redelivered=True) == [Outcome.DUPLICATE]
 
         assert (the_row().duplicates, the_row().redeliveries, effects()) == (2, 1, 1)
 
@@ -348,15 +313,10 @@ def test_delivery_being_handled_elsewhere_is_deferred_and_not_stored(handles):
 
     with transaction.atomic():
         arrivals.begin_fresh("default", [read(handler, envelope, OPTIONS).row], OPTIONS.DUPLICATE_TIMEOUT)
-        (became,) = at_once([lambda: hold(handler, envelope)])
+        assert at_once([lambda: admitted(handler, envelope)]) == [[Outcome.DEFERRED]]
 
-    assert became is Outcome.DEFERRED
     # The one row is that of the other transaction.
     assert (the_row().biz_id, the_row().duplicates) == (envelope.biz_id, 0)
-
-
-def hold(handler, envelope, *, redelivered=False):
-    return admit(handler, [as_redelivered(read(handler, envelope, OPTIONS), redelivered)], OPTIONS)[0]
 
 
 class Taker:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from contextlib import contextmanager
 from datetime import timedelta
 
-import kombu
 import pytest
 from django.db import transaction
 
-from inbox import Shed, signals
+from inbox import Shed
 from inbox.consumer.reception import Reception
 from inbox.limits.shedder import shedder_of
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving.admit import admit
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.reading import read
 from inbox.states import State
@@ -25,8 +22,8 @@ from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
     OPTIONS,
     TOPIC,
+    admitted,
     an_envelope,
-    as_redelivered,
     at_once,
     deliver,
     effects,
@@ -35,8 +32,9 @@ from tests.support.deliveries import (
     the_row,
 )
 from tests.support.loads import a_delivery, receive_load
+from tests.support.signals import recorded_signals
 from tests.support.waiting import wait_until
-from tests.support.workers import CONFIRMED, EXCHANGE, broker_options, consuming, declare, length_of
+from tests.support.workers import broker_options, consuming, declare, length_of, send_burst
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -45,23 +43,8 @@ every_database = pytest.mark.every_database
 REASON = "130 messages waited, and shedding keeps them below 100"
 
 
-@pytest.fixture
-def shed_signals():
-    """The arguments that the signal `message_shed` was sent with."""
-    heard = []
-
-    def listen(handler, message_id, biz_id, reason, **kwargs):
-        heard.append((handler, message_id, biz_id, reason))
-
-    signals.message_shed.connect(listen)
-    yield heard
-    signals.message_shed.disconnect(listen)
-
-
 def shed(handler, *envelopes, given=OPTIONS, redelivered=False):
-    return admit(
-        handler, [as_redelivered(read(handler, envelope, given), redelivered) for envelope in envelopes], given, shed=REASON
-    )
+    return admitted(handler, *envelopes, given=given, redelivered=redelivered, shed=REASON)
 
 
 def states():
@@ -78,11 +61,12 @@ def being_handled_elsewhere(handler, envelope):
 
 @every_database
 class TestShedMessage:
-    def test_each_shed_message_has_a_row_with_the_reason_and_no_effect(self, handles, shed_signals):
+    def test_each_shed_message_has_a_row_with_the_reason_and_no_effect(self, handles):
         handler = handles(the_effect)
         envelopes = [an_envelope(biz_id=f"b{number}") for number in range(3)]
 
-        assert shed(handler, *envelopes) == [Outcome.SHED] * 3
+        with recorded_signals("message_shed") as sent:
+            assert shed(handler, *envelopes) == [Outcome.SHED] * 3
 
         assert effects() == 0
         for envelope in envelopes:
@@ -90,7 +74,8 @@ class TestShedMessage:
             assert (row.state, row.last_error, row.attempts, row.next_attempt_at) == (State.SHED, REASON, 0, None)
             assert row.settled_at >= row.received_at
             assert bytes(row.body) == envelope.body
-        assert shed_signals == [(handler.name, envelope.id, envelope.biz_id, REASON) for envelope in envelopes]
+        names = {"handler": handler.name, "reason": REASON}
+        assert sent == [("message_shed", {**names, "message_id": one.id, "biz_id": one.biz_id}) for one in envelopes]
 
     def test_number_of_shed_messages_is_logged_in_summary_and_not_per_message(self, handles, caplog):
         handler = handles(the_effect, name="tests.views", shed=Shed(above=10))
@@ -109,16 +94,19 @@ class TestShedMessage:
             "handler tests.views: 2 messages shed; each is stored in the state shed.",
         ]
 
-    def test_duplicates_of_a_shed_message_are_counted_by_their_cause(self, handles):
+    def test_duplicates_of_a_shed_message_are_counted_by_their_cause_and_not_run(self, handles):
         handler, envelope = handles(the_effect), an_envelope()
         shed(handler, envelope)
 
         assert shed(handler, envelope, redelivered=True) == [Outcome.DUPLICATE]
         assert shed(handler, envelope) == [Outcome.DUPLICATE]
+        for redelivered in (False, True):
+            assert deliver(handler, envelope, redelivered=redelivered) is Outcome.DUPLICATE
 
-        assert (the_row().redeliveries, the_row().resends) == (1, 1)
+        assert (the_row().redeliveries, the_row().resends) == (2, 2)
+        assert (effects(), the_row().state) == (0, State.SHED)
 
-    def test_shedding_counts_a_copy_of_a_handled_message_as_a_duplicate(self, handles, shed_signals):
+    def test_shedding_counts_a_copy_of_a_handled_message_as_a_duplicate(self, handles):
         handler, done, fresh = handles(the_effect), an_envelope(), an_envelope()
         deliver(handler, done)
 
@@ -126,7 +114,6 @@ class TestShedMessage:
 
         assert states() == {done.biz_id: State.DONE, fresh.biz_id: State.SHED}
         assert the_row(message_id=done.id).duplicates == 1
-        assert [message_id for _, message_id, *_ in shed_signals] == [fresh.id]
 
     def test_copies_within_one_shed_load_are_counted_as_duplicates(self, handles):
         handler, envelope = handles(the_effect), an_envelope()
@@ -135,15 +122,6 @@ class TestShedMessage:
 
         assert the_row().duplicates == 2
 
-    def test_shed_message_stays_shed_when_it_is_delivered_again(self, handles):
-        handler, envelope = handles(the_effect), an_envelope()
-        shed(handler, envelope)
-
-        assert deliver(handler, envelope) is Outcome.DUPLICATE
-        assert deliver(handler, envelope, redelivered=True) is Outcome.DUPLICATE
-
-        assert (effects(), the_row().state) == (0, State.SHED)
-
     def test_unreadable_message_is_a_dead_letter_and_not_shed(self, handles):
         handler, broken, fresh = handles(the_effect), an_envelope(body=b"{"), an_envelope()
 
@@ -151,18 +129,6 @@ class TestShedMessage:
 
         assert dict(InboxMessage.objects.values_list("message_id", "state")) == {broken.id: State.DEAD, fresh.id: State.SHED}
         assert "is not JSON" in the_row(message_id=broken.id).last_error
-
-    def test_message_shed_by_one_handler_is_handled_by_another_of_the_topic(self, handles):
-        shedding, handling, envelope = handles(the_effect), handles(the_effect), an_envelope()
-        shed(shedding, envelope)
-
-        assert deliver(handling, envelope) is Outcome.HANDLED
-
-        assert dict(InboxMessage.objects.values_list("handler", "state")) == {
-            shedding.name: State.SHED,
-            handling.name: State.DONE,
-        }
-        assert effects() == 1
 
     def test_copies_shed_concurrently_have_one_row_per_message(self, handles):
         handler, envelopes = handles(the_effect), [an_envelope() for _ in range(40)]
@@ -211,21 +177,6 @@ def test_ordered_handler_must_not_shed(handles):
 # ---------------------------------------------------------------------------------------------------------------- from RabbitMQ
 
 
-def a_backlog(url, kinds):
-    """Persistent messages of these kinds, one each, already in the queue."""
-    with kombu.Connection(url, transport_options=CONFIRMED) as connection:
-        producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
-        for number, kind in enumerate(kinds):
-            producer.publish(
-                json.dumps({"kind": kind}),
-                routing_key=TOPIC,
-                message_id=f"{kind}-{number}",
-                content_type="application/json",
-                content_encoding="utf-8",
-                delivery_mode=2,
-            )
-
-
 def is_a_view(message):
     return message.payload["kind"] == "view"
 
@@ -237,7 +188,7 @@ def a_queue(rabbitmq_url, rabbitmq_server):
     def fill(handler, kinds):
         given = broker_options(rabbitmq_url)
         declare(handler, given)
-        a_backlog(rabbitmq_url, kinds)
+        send_burst(rabbitmq_url, TOPIC, kinds)
         wait_until(lambda: length_of(rabbitmq_server, handler, given) == len(kinds))
         return given
 
