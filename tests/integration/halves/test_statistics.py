@@ -12,7 +12,7 @@ from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.statistics import ALL, Tally
 from tests.support.apps.worker import JOB
 from tests.support.relaying import TOPIC, published
-from tests.support.workers import GROUP, Process, as_environment, send
+from tests.support.workers import send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
@@ -33,25 +33,13 @@ def timed(app, subject, name):
     return sum(sum(row.times.get(name, {}).values()) for row in rows(app, subject))
 
 
-@pytest.fixture
-def service(process_environment, tmp_path):
-    """Start a command of a project with handlers, on this broker."""
-
-    def start(broker, command, *arguments):
-        given = as_environment(OUTBOX={"BROKER_URL": broker}, INBOX={"GROUP": GROUP})
-        environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings", **given}
-        return Process(environment, tmp_path / f"{command}.log", command, *arguments)
-
-    return start
-
-
-def test_relay_writes_what_it_published_by_topic_and_the_latency(service, rabbitmq_url):
-    with service(rabbitmq_url, "inbox_consume") as consumer:
+def test_relay_writes_what_it_published_by_topic_and_the_latency(a_process):
+    with a_process("inbox_consume") as consumer:
         consumer.until(lambda: "receiving from" in consumer.said())
         for _ in range(3):
             published(topic=JOB, payload={})
         published(topic="nobody.listens", payload={})
-        with service(rabbitmq_url, "outbox_relay") as relay:
+        with a_process("outbox_relay") as relay:
             relay.until(lambda: rows("outbox", JOB))
             relay.terminate()
             assert relay.ends() == 0
@@ -64,8 +52,8 @@ def test_relay_writes_what_it_published_by_topic_and_the_latency(service, rabbit
     assert timed("outbox", JOB, "to_broker") == 3
 
 
-def test_consumer_writes_handled_failed_and_duplicate_messages_and_latencies(service, rabbitmq_url):
-    with service(rabbitmq_url, "inbox_consume") as consumer:
+def test_consumer_writes_handled_failed_and_duplicate_messages_and_latencies(a_process, rabbitmq_url):
+    with a_process("inbox_consume") as consumer:
         consumer.until(lambda: "receiving from" in consumer.said())
         now = utcnow().isoformat()
         headers = {"cloudEvents:id": "m-1", "cloudEvents:time": now, "cloudEvents:type": JOB, "cloudEvents:source": "/shop"}
@@ -84,9 +72,9 @@ def test_consumer_writes_handled_failed_and_duplicate_messages_and_latencies(ser
     assert timed("inbox", name, "to_inbox") >= 1
 
 
-def test_messages_that_are_handed_over_are_counted_by_both_halves(service):
+def test_messages_that_are_handed_over_are_counted_by_both_halves(a_process):
     published(topic=JOB, payload={})
-    with service("local://", "outbox_relay", "--drain") as relay:
+    with a_process("outbox_relay", "--drain", outbox={"BROKER_URL": "local://"}, BROKER_URL="local://") as relay:
         assert relay.ends() == 0
 
     assert summed("outbox", JOB, "published") == [1]

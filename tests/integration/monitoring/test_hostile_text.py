@@ -22,16 +22,18 @@ from inbox.outgoing_webhooks.service import EndpointHandlers
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import make_message
 from tests.support.admin_pages import Page, act, staff_client
+from tests.support.commands import output_of
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, options
 from tests.support.fakes.receiver import Receiver, Reply
 from tests.support.http_api import HTTP, Api
 from tests.support.inbox_rows import delete_messages
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 FORGED = "2026-03-01 10:00:00,000 CRITICAL shop: money is lost"
 HOSTILE = f"boom\r\n{FORGED}\n{FORGED}\x1b[2J\x9b1m\x08"
 TOPIC = "shop.\u2028order\u0085.\u202eplaced\u2066\u061c"
+ONE_ATTEMPT = options(MAX_ATTEMPTS=1)
 FORBIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -57,6 +59,10 @@ def registered(settings):
             registry.remove(handler.name)
 
 
+def fail(message):
+    raise ValueError(HOSTILE)
+
+
 def is_harmless(text, *, quotes):
     assert quotes in text
     assert not FORBIDDEN.search(text)
@@ -64,10 +70,7 @@ def is_harmless(text, *, quotes):
 
 
 def test_error_and_traceback_of_a_handler_forge_no_log_line(log, handles):
-    def fail(message):
-        raise ValueError(HOSTILE)
-
-    deliver(handles(fail), an_envelope(), given=options(MAX_ATTEMPTS=1))
+    deliver(handles(fail), an_envelope(), given=ONE_ATTEMPT)
     logging.getLogger("inbox.tests").error("for the test", exc_info=a_chain())
     assert is_harmless(log.getvalue(), quotes="The above exception was the direct cause")
     assert "is a dead letter" in log.getvalue()
@@ -80,10 +83,10 @@ def a_chain():
 
 
 def test_topic_forges_no_log_line(log, handles):
-    def fail(message):
+    def fail_with_its_topic(message):
         raise ValueError(f"no place for {message.topic}")
 
-    deliver(handles(fail, topic=TOPIC), an_envelope(topic=TOPIC), given=options(MAX_ATTEMPTS=1))
+    deliver(handles(fail_with_its_topic, topic=TOPIC), an_envelope(topic=TOPIC), given=ONE_ATTEMPT)
     assert is_harmless(log.getvalue(), quotes="no place for shop.")
 
 
@@ -110,26 +113,20 @@ def test_answer_of_an_endpoint_forges_no_log_line(log):
 
 
 def test_handler_of_the_project_can_still_group_records_by_their_template(caplog, handles):
-    def fail(message):
-        raise ValueError(HOSTILE)
-
-    deliver(handles(fail), an_envelope(), given=options(MAX_ATTEMPTS=1))
+    deliver(handles(fail), an_envelope(), given=ONE_ATTEMPT)
     [record] = [record for record in caplog.records if "dead letter" in record.getMessage()]
     assert "%s" in record.msg
     assert any("boom" in str(value) for value in record.args)
 
 
-@pytest.mark.parametrize("arguments", [["exactly_once_trail"], ["exactly_once_status"]], ids=" ".join)
-def test_commands_print_no_control_characters_of_a_message(handles, arguments):
-    def fail(message):
-        raise ValueError(HOSTILE)
-
-    deliver(handles(fail, topic=TOPIC, name="tests.hostile"), an_envelope(topic=TOPIC), given=options(MAX_ATTEMPTS=1))
-    out = io.StringIO()
-    if arguments == ["exactly_once_trail"]:
-        arguments = [*arguments, InboxMessage.objects.get().message_id]
-    call_command(*arguments, stdout=out)
-    assert is_harmless(out.getvalue(), quotes="tests.hostile")
+@pytest.mark.parametrize("command", ["exactly_once_trail", "exactly_once_status"])
+def test_commands_print_no_control_characters_of_a_message(handles, command):
+    deliver(handles(fail, topic=TOPIC, name="tests.hostile"), an_envelope(topic=TOPIC), given=ONE_ATTEMPT)
+    if command == "exactly_once_trail":
+        printed = output_of(command, InboxMessage.objects.get().message_id)
+    else:
+        printed = output_of(command)
+    assert is_harmless(printed, quotes="tests.hostile")
 
 
 def test_error_of_a_command_prints_no_control_characters(capsys):
@@ -138,21 +135,17 @@ def test_error_of_a_command_prints_no_control_characters(capsys):
     with pytest.raises(SystemExit):
         Command().run_from_argv(["manage.py", "exactly_once_trail", "--topic", TOPIC, "--biz-id", "x\x1b[2J"])
     assert is_harmless(capsys.readouterr().err, quotes="No message has topic")
-    with pytest.raises(CommandError):
-        call_command("exactly_once_trail", "--topic", TOPIC, "--biz-id", "x")
 
 
+@pytest.mark.every_database
 @pytest.mark.parametrize("zone", ["America/Los_Angeles", "Pacific/Kiritimati"])
 @pytest.mark.parametrize("day", ["0001-01-01T00:00:00Z", "9999-12-31T23:59:59Z"])
 def test_message_of_the_calendars_first_or_last_day_is_listed_shown_exported_and_imported(
     day, zone, settings, handles, tmp_path
 ):
-    def fail(message):
-        raise ValueError("no")
-
     settings.TIME_ZONE = zone
     instant = datetime.fromisoformat(day)
-    deliver(handles(fail, name="tests.fails"), an_envelope(created_at=instant), given=options(MAX_ATTEMPTS=1))
+    deliver(handles(fail, name="tests.fails"), an_envelope(created_at=instant), given=ONE_ATTEMPT)
     row = InboxMessage.objects.get()
     assert row.created_at == instant
     client = staff_client("view_inboxmessage", "export_inboxmessage", "view_trailentry")
@@ -168,10 +161,7 @@ def test_message_of_the_calendars_first_or_last_day_is_listed_shown_exported_and
 
 
 def test_instant_beyond_the_calendar_is_refused_by_an_import_and_the_other_lines_are_imported(handles, tmp_path):
-    def fail(message):
-        raise ValueError("no")
-
-    deliver(handles(fail), an_envelope(), given=options(MAX_ATTEMPTS=1))
+    deliver(handles(fail), an_envelope(), given=ONE_ATTEMPT)
     out = io.StringIO()
     call_command("exactly_once_export", stdout=out, stderr=io.StringIO())
     line = json.loads(out.getvalue())

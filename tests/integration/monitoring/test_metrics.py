@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import connection, transaction
+from django.db import transaction
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -33,8 +33,8 @@ from tests.support.deliveries import InAThread, an_envelope, deliver, options, t
 from tests.support.heartbeats import a_relay
 from tests.support.relaying import drained, published, set_columns
 from tests.support.servers.private import free_port
+from tests.support.sql import executed, fetched
 from tests.support.waiting import wait_until
-from tests.support.workers import GROUP, Process, as_environment
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -87,11 +87,6 @@ def samples(text):
     }
 
 
-def executed(statement):
-    with connection.cursor() as cursor:
-        cursor.execute(statement)
-
-
 def scraped(*gauges):
     registry = CollectorRegistry()
     for one in gauges:
@@ -99,7 +94,6 @@ def scraped(*gauges):
     return samples(generate_latest(registry).decode())
 
 
-@pytest.mark.every_database
 class TestCounting:
     def test_relay_counts_published_messages_by_topic_with_their_lag(self, peer, recorded):
         for topic in ("a", "a", "b"):
@@ -147,12 +141,11 @@ class TestWaiting:
 
     def has_waited(self):
         """Has a session waited for a lock for so long?"""
-        with connection.cursor() as cursor:
-            cursor.execute(
-                "SELECT EXTRACT(EPOCH FROM max(clock_timestamp() - waitstart)) FROM pg_locks WHERE NOT granted "
-                "AND pid IN (SELECT pid FROM pg_stat_activity WHERE datname = current_database())"
-            )
-            return (cursor.fetchone()[0] or 0) > self.WAIT_SECONDS
+        waited = fetched(
+            "SELECT EXTRACT(EPOCH FROM max(clock_timestamp() - waitstart)) FROM pg_locks WHERE NOT granted "
+            "AND pid IN (SELECT pid FROM pg_stat_activity WHERE datname = current_database())"
+        )
+        return (waited or 0) > self.WAIT_SECONDS
 
     def test_wait_of_a_handler_for_a_locked_row_is_measured(self, handles, recorded):
         row = Effect.objects.create(name="account")
@@ -282,15 +275,13 @@ class TestTableGauges:
 
 
 @pytest.fixture
-def scraping(process_environment, tmp_path):
+def scraping(a_process):
     """Start a command with a port for metrics; the process and a function that scrapes it."""
 
     def start(name, url, *arguments):
         port = free_port()
-        environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings"}
-        given = as_environment(OUTBOX={"BROKER_URL": url}, INBOX={"GROUP": GROUP})
         options = ["--metrics-port", str(port), "--metrics-address", "127.0.0.1", *arguments]
-        process = Process({**environment, **given}, tmp_path / name, name, *options)
+        process = a_process(name, *options, outbox={"BROKER_URL": url}, BROKER_URL=url)
 
         def scrape():
             try:

@@ -22,7 +22,6 @@ from tests.support.relaying import published, set_columns
 from tests.support.servers import PrometheusServer, binaries
 from tests.support.servers.private import free_port
 from tests.support.waiting import wait_until
-from tests.support.workers import Process, as_environment
 
 FOLDERS = [Path(package.__file__).parent for package in (outbox.monitoring, inbox.monitoring)]
 APPS = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)
@@ -44,13 +43,15 @@ def series(text):
     return set(re.findall(r"\b(?:outbox|inbox|exactly_once)_[a-z_]+", text))
 
 
+def promtool(*arguments):
+    done = subprocess.run([binaries.promtool(), *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @APPS
 def test_rules_are_accepted_by_promtool(folder):
-    command = [binaries.promtool(), "check", "rules", folder / "alerts.yml"]
-    checked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert "SUCCESS" in checked.stdout
+    assert "SUCCESS" in promtool("check", "rules", folder / "alerts.yml")
 
 
 def scaling_queries():
@@ -81,9 +82,7 @@ def test_query_of_the_kubernetes_example_counts_a_backlog_once_and_only_while_a_
     file = tmp_path / "test.yml"
     file.write_text(yaml.safe_dump({"tests": [given(2, [{"labels": "{}", "value": 45_000}]), given(0, [])]}))
 
-    done = subprocess.run([binaries.promtool(), "test", "rules", file], capture_output=True, text=True, timeout=60, check=False)
-
-    assert done.returncode == 0, done.stdout + done.stderr
+    promtool("test", "rules", file)
 
 
 @APPS
@@ -106,16 +105,14 @@ def test_every_metric_of_the_app_is_on_its_dashboard_or_in_a_rule(folder):
 
 
 @pytest.mark.django_db(transaction=True)
-def test_prometheus_scrapes_a_relay_and_an_alert_fires_and_ends(process_environment, rabbitmq_url, tmp_path):
+def test_prometheus_scrapes_a_relay_and_an_alert_fires_and_ends(a_process):
     port = free_port()
-    environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings"}
-    environment |= as_environment(OUTBOX={"BROKER_URL": rabbitmq_url})
     options = ["--metrics-port", str(port), "--metrics-address", "127.0.0.1"]
     message = published(topic="nowhere", payload={})
     set_columns(message, state=State.DEAD)
     rules = [folder / "alerts.yml" for folder in FOLDERS]
     with (
-        Process(environment, tmp_path / "relay.log", "outbox_relay", *options) as relay,
+        a_process("outbox_relay", *options) as relay,
         PrometheusServer([f"127.0.0.1:{port}"], rules) as prometheus,
     ):
         relay.until(lambda: prometheus.query('outbox_relays{state="working"} == 1'))

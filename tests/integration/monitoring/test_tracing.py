@@ -20,7 +20,7 @@ from outbox.models import OutboxMessage
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain
 from tests.support.relaying import drained, published, row_of
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture

@@ -56,11 +56,16 @@ def run(project, *arguments):
     return run_in(project, "shop.settings", "-m", *arguments)
 
 
+def run_pytest(project, *arguments):
+    without = [word for plugin in ("cacheprovider", "xdist", "schemathesis") for word in ("-p", f"no:{plugin}")]
+    return run(project, "pytest", "-q", *without, *arguments)
+
+
 @pytest.mark.every_database
 def test_examples_pass_in_pytest(project):
     documented = sum(text.count("def test_") for text in examples().values())
 
-    done = run(project, "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:schemathesis")
+    done = run_pytest(project)
 
     assert done.returncode == 0, done.stdout
     assert f"{documented} passed" in done.stdout
@@ -87,18 +92,7 @@ def test_failure_has_the_text_that_the_page_shows(project):
         "    outbox_assert_published('shop.order.placed', payload__order='1002')\n"
     )
 
-    done = run(
-        project,
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:schemathesis",
-        "orders/tests/test_placing.py",
-    )
+    done = run_pytest(project, "orders/tests/test_placing.py")
 
     assert [line.removeprefix("E").strip() for line in done.stdout.splitlines() if line.startswith("E ")] == [
         ("AssertionError: " if number == 0 else "") + line.strip() for number, line in enumerate(shown.splitlines())
