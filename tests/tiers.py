@@ -1,6 +1,6 @@
 """Which tests belong to the core, which `make test` runs: decided by what a test needs.
 
-Outside are killed servers, browsers, and processes that a test starts and waits for.
+Outside are killed servers, browsers, and processes that a test starts and waits for. `make all` runs everything.
 """
 
 from __future__ import annotations
@@ -10,16 +10,40 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
+
 OUTSIDE = {
-    "process_environment": "starts commands as processes",
+    "process_environment": "starts commands as processes, and waits for them",
+    "run_in_the_shop": "runs the demo",
     "mortal_postgres": "kills or stalls PostgreSQL",
     "mortal_rabbitmq": "kills or reconfigures RabbitMQ",
+    "skewed_by": "starts a server with another clock",
+    "network": "breaks connections, and waits for timeouts",
     "operator": "opens a browser",
-    "skewed_by": "starts processes with another clock",
-    "run_in_the_shop": "runs the demo",
 }
-"""Fixtures, and what makes a test with them take long."""
-DIRECTORIES = ("crash", "demo", "tutorial", "integration/browser", "integration/package")
+"""Fixtures, and what takes long in a test that has one of them."""
+
+DIRECTORIES = (
+    "crash",
+    "demo",
+    "docs",
+    "tools",
+    "tutorial",
+    "integration/benchmarks",
+    "integration/browser",
+    "integration/package",
+)
+"""What is in these is outside, too."""
+
+KILL_POINTS, OUTAGES = "crash/test_kill_points.py::test_a_", "integration/relay/test_outages.py::TestBrokerOutage::test_"
+PROMISES = {
+    f"{KILL_POINTS}relay_killed_at_any_point_loses_nothing_and_doubles_no_effect[confirmed, not settled]",
+    f"{KILL_POINTS}consumer_killed_at_any_point_loses_nothing_and_doubles_no_effect[committed, not acknowledged]",
+    f"{KILL_POINTS}process_without_a_broker_killed_at_any_point_loses_nothing[settled, not committed]",
+    f"{OUTAGES}broker_restarted_after_a_kill_has_every_confirmed_message",
+    "integration/consumer/test_concurrency.py::TestProcesses::test_database_restarted_under_load_costs_no_effect_and_no_attempt",
+    "crash/test_outages.py::test_a_relay_whose_connection_is_cut_in_the_middle_of_batches_loses_nothing",
+}
+"""One test for each crash of which the README promises that no message is lost. They are in the core, whatever they need."""
 
 
 def fixtures(item: pytest.Item) -> set[str]:
@@ -27,8 +51,10 @@ def fixtures(item: pytest.Item) -> set[str]:
 
 
 def is_core(item: pytest.Item) -> bool:
+    if item.nodeid.removeprefix("tests/") in PROMISES:
+        return True
     return not (
-        item.get_closest_marker("proof")
+        item.get_closest_marker("long")
         or fixtures(item) & OUTSIDE.keys()
         or any(item.path.is_relative_to(TESTS / directory) for directory in DIRECTORIES)
     )

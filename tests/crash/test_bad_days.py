@@ -3,7 +3,7 @@
 A takeover does not wait for a deadline: tests that show this set deadlines longer than the test's own time limit. How long the
 takeover took is written to the log and to the report, and not asserted.
 
-Most of them wait for deadlines and watchdogs to end, so they are run by `make proof`.
+Most of them wait for deadlines and watchdogs to end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from tests.support.servers import FaultProxy
 
 logger = logging.getLogger(__name__)
 
-pytestmark = pytest.mark.proof
 
 NEVER = {"BATCH_DEADLINE": 60, "WATCHDOG": 300}
 """No deadline ends within the time limit of a test."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-
 from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage
 
 SOME = 60
 
 
-@pytest.mark.proof
-def test_a_broker_that_lost_its_disk_under_load_is_repaired_by_a_replay_and_every_message_is_handled_once(mortal_rabbitmq, world):
+def test_a_broker_that_lost_its_disk_under_load_is_repaired_by_a_replay_and_every_message_is_handled_once(
+    mortal_rabbitmq, world
+):
     began_at = utcnow()
     consumer, relay = world.listening(), world.relay()
     with world.load():

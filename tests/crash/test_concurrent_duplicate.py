@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
     [
         ("commit", timedelta(seconds=0.25)),
         ("rollback", timedelta(seconds=0.25)),
-        pytest.param("commit", InboxOptions().DUPLICATE_TIMEOUT, marks=pytest.mark.proof),
+        ("commit", InboxOptions().DUPLICATE_TIMEOUT),
     ],
 )
 def test_a_concurrent_duplicate_blocks_no_other_message_and_waits_for_the_first_transaction(

@@ -116,7 +116,6 @@ def test_a_process_killed_at_the_deadline_leaves_a_dead_letter_that_names_the_mi
     assert not Effect.objects.exists()
 
 
-@pytest.mark.proof
 @pytest.mark.timeout(KILLING_SECONDS + LONGEST_SECONDS + 60)
 def test_runs_start_once_each_while_relays_and_consumers_are_killed(joined):
     """Three topics in random order, with copies; two relays, three consumers, and a kill every 300 ms for half a minute."""

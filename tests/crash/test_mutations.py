@@ -20,7 +20,6 @@ from tests.support.servers import FaultProxy
 
 logger = logging.getLogger(__name__)
 
-pytestmark = pytest.mark.proof
 
 OPERATIONS = 10
 

@@ -57,7 +57,6 @@ CONNECTIONS = 4
 logger = logging.getLogger(__name__)
 
 pytestmark = [
-    pytest.mark.proof,
     pytest.mark.django_db(transaction=True, databases=["default", "other"]),
     pytest.mark.timeout(LONGEST_SECONDS + 100),
     pytest.mark.usefixtures("_longer_traceback_timeout"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from django.db import connection
 
 from outbox.models import OutboxMessage
@@ -12,7 +11,6 @@ DEADLINE = {"BATCH_DEADLINE": 1}
 SOME = 40
 
 
-@pytest.mark.proof
 def test_a_broker_killed_under_load_costs_no_message_and_no_attempt(mortal_rabbitmq, world):
     workers = [world.listening(), world.relay()]
     with world.load() as tally:
@@ -37,7 +35,6 @@ def test_a_broker_killed_under_load_costs_no_message_and_no_attempt(mortal_rabbi
     assert not OutboxMessage.objects.exclude(last_error="").exists()
 
 
-@pytest.mark.proof
 def test_a_database_killed_under_load_costs_no_message_and_no_attempt(mortal_world, mortal_postgres):
     world = mortal_world
     workers = [world.listening(), world.relay()]

@@ -99,7 +99,6 @@ def test_a_process_killed_while_it_fans_out_stores_a_row_for_each_endpoint_or_fo
     assert Counter(receiver.paths) == {"/hooks/first": len(FANNING_OUT), "/hooks/second": len(FANNING_OUT)}
 
 
-@pytest.mark.proof
 def test_every_message_arrives_while_the_sending_processes_are_killed(local, receiver):
     """Two processes, two endpoints of which one fails now and then; a kill four times a second."""
     chance = random.Random(local.seed)

@@ -13,7 +13,7 @@ from exactly_once.models import Lease
 from outbox.models import OutboxMessage, PausedTopic
 from tests.support.crash.world import OPEN
 
-pytestmark = [pytest.mark.every_database, pytest.mark.proof]
+pytestmark = pytest.mark.every_database
 
 OPERATIONS = 60
 """More than the refusals that pause a topic."""

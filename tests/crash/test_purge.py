@@ -8,7 +8,6 @@ import random
 import re
 from datetime import timedelta
 
-import pytest
 from django.core.management import call_command
 
 from inbox.models import InboxMessage
@@ -20,7 +19,6 @@ from tests.support.waiting import wait_until
 
 logger = logging.getLogger(__name__)
 
-pytestmark = pytest.mark.proof
 
 HISTORY, RETENTION, MARGIN = timedelta(seconds=6), timedelta(seconds=16), timedelta(seconds=4)
 """A message is not run once it is 12 s old. None is first delivered so late: few are under way at any time."""

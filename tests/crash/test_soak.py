@@ -14,7 +14,6 @@ from tests.support.crash.world import CONSUMER, RELAY
 
 logger = logging.getLogger(__name__)
 
-pytestmark = pytest.mark.proof
 
 SOAK_SECONDS = 12
 LOCAL_SOAK_SECONDS = 8

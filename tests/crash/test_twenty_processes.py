@@ -41,7 +41,6 @@ STARTING_SECONDS = 180.0
 """Twenty interpreters on two cores."""
 
 pytestmark = [
-    pytest.mark.proof,
     pytest.mark.django_db(transaction=True, databases=["default", "other"]),
     pytest.mark.timeout(400),
 ]

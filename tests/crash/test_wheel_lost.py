@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from datetime import timedelta
 
-import pytest
 from django.db import transaction
 from django.db.models import F
 
@@ -38,7 +37,6 @@ def assert_each_became_ready_once_and_none_early():
     assert not OutboxMessage.objects.filter(settled_at__lt=F("deliver_at")).exists()
 
 
-@pytest.mark.proof
 def test_scheduled_messages_become_ready_once_and_not_early_although_relays_are_killed(world, witness):
     for point in KILLS:
         schedule()

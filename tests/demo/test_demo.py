@@ -81,7 +81,6 @@ def test_without_a_broker_every_effect_happens_once_although_processes_are_kille
     assert second["kills"] == 0
 
 
-@pytest.mark.proof
 def test_with_rabbitmq_every_effect_happens_once_although_processes_are_killed(run_demo, postgres_url, rabbitmq_url):
     report = audited(
         run_demo("--orders", str(ORDERS), "--kills", str(KILLS), DATABASE_URL=postgres_url, BROKER_URL=rabbitmq_url)

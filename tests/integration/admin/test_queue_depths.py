@@ -62,7 +62,7 @@ def test_depths_are_unknown_without_an_api(url):
     assert QueueDepths(url, "").known() is None
 
 
-@pytest.mark.proof  # a broker of its own
+@pytest.mark.long  # a broker of its own
 @pytest.mark.django_db(transaction=True)
 def test_depths_are_those_of_the_queues_of_the_virtual_host(handles):
     port = free_port()

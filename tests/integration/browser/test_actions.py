@@ -27,7 +27,7 @@ from tests.support.shop_day import AMOUNT, CHARGE, PLACED, TEXT, failing
 from tests.support.waiting import wait_until
 from tests.support.workers import Process
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.proof]
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 PROCESSES = {"inbox": "consumer", "outbox": "relay"}
 OURS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks"}

@@ -99,7 +99,6 @@ def test_lists_fit_a_phone_and_a_desktop_in_light_and_dark_show_hostile_texts_as
     require_good_pages(operator, lists())
 
 
-@pytest.mark.proof
 def test_pages_of_rows_fit_a_phone_and_a_desktop_in_light_and_dark_show_hostile_texts_as_text_and_change_nothing(
     operator, world
 ):

@@ -184,7 +184,6 @@ class Nowhere:
 LATER = "The database 'default' is not migrated for this version"
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("broker", ["local://", "amqp"])
 def test_schema_that_is_taken_from_a_running_relay_is_one_line_and_no_attempt(command, request, broker):
     """Callbacks, checks, the timer and two lanes meet it, again and again; the message goes out when the schema is back."""

@@ -157,7 +157,7 @@ def managed():
         yield server
 
 
-@pytest.mark.proof  # a broker of its own
+@pytest.mark.long  # a broker of its own
 class TestPolicies:
     @pytest.fixture(autouse=True)
     def frequent_checks(self, monkeypatch):

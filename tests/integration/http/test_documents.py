@@ -67,7 +67,7 @@ def test_document_is_served_without_a_token_and_names_the_addresses():
     assert "/api/outbox/messages" in response.json()["paths"]
 
 
-@pytest.mark.proof
+@pytest.mark.long
 @pytest.mark.timeout(400)  # hundreds of requests
 @pytest.mark.parametrize("side", ["outbox", "inbox"])
 def test_schemathesis_finds_no_answer_that_the_document_does_not_describe(side, served, tmp_path):

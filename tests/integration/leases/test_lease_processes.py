@@ -359,7 +359,6 @@ def test_interrupted_repeatable_step_is_taken_again(consumer, job, is_settled):
     assert effects("job") == 1
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("lease_store", ["redis"], indirect=True)
 def test_messages_are_run_once_when_redis_is_emptied_again_and_again_under_their_leases(
     consumer, rabbitmq_url, redis_server, length

@@ -156,7 +156,7 @@ SLOW = [pausing_one_process_after_the_other, pausing_the_handler, losing_the_bro
 
 @pytest.mark.parametrize(
     "way",
-    [losing_the_database, *(pytest.param(way, marks=pytest.mark.proof) for way in SLOW)],
+    [losing_the_database, *(pytest.param(way, marks=pytest.mark.long) for way in SLOW)],
     ids=lambda way: way.__name__.replace("_", " "),
 )
 def test_consumer_that_gives_an_ordered_queue_back_under_load_keeps_the_order(process_environment, rabbitmq_url, tmp_path, way):

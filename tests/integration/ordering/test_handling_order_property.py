@@ -431,7 +431,7 @@ FOUND_BY = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.proof
+@pytest.mark.long
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_model_check_of_handling_order_detects_each_seeded_bug(handles, monkeypatch, mutation):
     on_dead, mutate = MUTATIONS[mutation]

@@ -31,7 +31,7 @@ def send_large(url, count, megabytes):
     ("count", "megabytes", "most"),
     [
         pytest.param(40, 1, 100, id="40 bodies of 1 MB"),
-        pytest.param(50, 6, 600, id="50 bodies of 6 MB", marks=pytest.mark.proof),
+        pytest.param(50, 6, 600, id="50 bodies of 6 MB", marks=pytest.mark.long),
     ],
 )
 def test_ordered_queue_with_large_bodies_is_handled_in_bounded_memory(

@@ -677,7 +677,7 @@ FOUND_BY = {
 """The seed to begin with, for mutations that the first seed does not find."""
 
 
-@pytest.mark.proof
+@pytest.mark.long
 @pytest.mark.timeout(360)  # up to 48 schedules
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_model_check_of_publishing_order_detects_each_seeded_bug(peer, monkeypatch, mutation):

@@ -14,8 +14,6 @@ import pytest
 
 from tests.support import ROOT
 
-pytestmark = pytest.mark.proof  # pip installs the build backend
-
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

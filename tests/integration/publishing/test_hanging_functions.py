@@ -126,7 +126,6 @@ def test_checker_that_hangs_for_every_message_leaves_a_thread_to_other_topics(re
         assert process.ends() == 0
 
 
-@pytest.mark.proof
 def test_message_whose_checker_hangs_is_checked_by_no_other_relay(relay, begun):
     first = prepare(CHECKED_IN_VAIN, {}, biz_id="first")
     with relay(CHECKS={"EVERY": 4}) as process:

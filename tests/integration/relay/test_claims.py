@@ -449,7 +449,7 @@ class TestIndexes:
 
         pages_by_statement(by_index=True, may_sort=OF_WHAT_IS_DUE)
 
-    @pytest.mark.proof
+    @pytest.mark.long
     def test_pages_read_per_statement_do_not_grow_with_a_table_of_over_a_million_rows(self):
         """The cost of a pass depends on the messages it publishes and not on the other rows."""
         filled("ready", 2_000, key="'key-' || n % 500")

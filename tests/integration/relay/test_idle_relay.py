@@ -12,7 +12,7 @@ from tests.support.relaying import Queue, ids, published
 from tests.support.waiting import wait_until
 from tests.support.workers import Process, migrate, worker_environment
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.proof, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(200)]
 
 mortal_database = mortal.mortal_database
 

@@ -38,7 +38,6 @@ def sizes(messages):
     return [len(message.body) - 2 for message in messages]
 
 
-@pytest.mark.proof
 def test_relay_of_a_backlog_of_large_messages_needs_little_memory(process_environment, rabbitmq_url, tmp_path):
     for _ in range(MESSAGES // 10):
         of_sizes(*[A_MEGABYTE] * 10)

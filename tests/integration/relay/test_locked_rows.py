@@ -191,7 +191,6 @@ class TestLockedTable:
         assert "pg_terminate_backend()" in report
 
 
-@pytest.mark.proof
 def test_relay_frozen_while_the_database_writes_to_it_keeps_no_message_from_another(process_environment, tmp_path, caplog):
     """PostgreSQL ends no statement while it waits for a client to read: no timeout applies."""
     url = process_environment["DATABASE_URL"]
@@ -271,7 +270,7 @@ class TestHeldShard:
 
         assert monotonic() - begun_at < 10
 
-    @pytest.mark.proof
+    @pytest.mark.long
     def test_shard_held_for_longer_than_any_pass_is_reported_once_with_session_and_remedy(self, rabbitmq_url, caplog):
         message = published()
         with Queue(rabbitmq_url), held_shard(message), relaying(rabbitmq_url, BATCH_DEADLINE=A_MOMENT):

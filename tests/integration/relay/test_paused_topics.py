@@ -453,7 +453,7 @@ class TestConcurrency:
             assert PausedTopic.objects.exists()
         assert pausing.resume_some("default", BAD, 500) == 1
 
-    @pytest.mark.proof
+    @pytest.mark.long
     def test_pausing_and_resuming_at_random_beside_relays_strands_and_loses_nothing(self, peer):
         stop = StopRequest()
         keys = 10

@@ -45,7 +45,6 @@ def assert_it_was_reported_once(process):
     assert "Traceback" not in process.said()
 
 
-@pytest.mark.proof
 def test_relay_on_a_standby_sends_nothing_and_names_the_remedy_and_goes_on_when_it_is_promoted(
     relay, mortal_postgres, mortal_database, rabbitmq_url
 ):

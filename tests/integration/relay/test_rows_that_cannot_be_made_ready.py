@@ -135,7 +135,7 @@ class TestOneRow:
 
 @pytest.mark.every_database
 class TestManyRows:
-    @pytest.mark.proof
+    @pytest.mark.long
     @pytest.mark.parametrize("wait", WAITING_AS)
     def test_messages_among_200_that_cannot_be_made_ready_are_published_with_one_report(self, peer, caplog, wait):
         bad, others = among_others(wait, bad=200)

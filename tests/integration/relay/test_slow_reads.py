@@ -58,7 +58,6 @@ def published():
     return OutboxMessage.objects.filter(state=State.PUBLISHED).count()
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("seconds_per_row", [0.004, 0.01], ids=["read after the deadline", "statement timeout"])
 def test_relay_that_reads_too_slowly_takes_fewer_messages_and_publishes_them(process_environment, tmp_path, seconds_per_row):
     published_many(MESSAGES)

@@ -18,7 +18,6 @@ MOMENTS = ("wait until released", "wait after the commit")
 """A process is killed in its task's transaction, or between that commit and the acknowledgement."""
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("broker", "given"),
     [
