@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-import psycopg
 from django.db import connection, connections, transaction
 
 from outbox import publish
@@ -18,13 +17,6 @@ def lock_waits(which="true"):
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT count(*) FROM pg_locks WHERE NOT granted AND {which}")
         return cursor.fetchone()[0]
-
-
-def another_session(alias="default", **options):
-    """A connection of psycopg to the database of an alias, which Django does not know; for `with`."""
-    given = connections[alias].get_connection_params()
-    address = ("dbname", "user", "password", "host", "port")
-    return psycopg.connect(**{name: given[name] for name in address if name in given}, **options)
 
 
 class OpenTransaction:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import psycopg
-from django.db import connection, connections
+from django.db import connections
 
 
 def executed(sql, parameters=None, *, using="default"):
@@ -18,8 +18,8 @@ def fetched(sql, parameters=None, *, using="default"):
     return executed(sql, parameters, using=using)[0][0]
 
 
-def another_session(**options):
-    """A session of psycopg on the database of the test; as a block, it commits and is closed at its end."""
-    known = connection.get_connection_params()
-    address = {name: known[name] for name in ("dbname", "user", "host", "port") if name in known}
+def another_session(alias="default", **options):
+    """A session of psycopg on the database of an alias; as a block, it commits and is closed at its end."""
+    known = connections[alias].get_connection_params()
+    address = {name: known[name] for name in ("dbname", "user", "password", "host", "port") if name in known}
     return psycopg.connect(**address, **options)

@@ -185,6 +185,7 @@ def project(tmp_path):
 IMMEDIATE = {"transaction_mode": "IMMEDIATE"}
 
 
+@pytest.mark.long
 class TestOneAppAlone:
     @pytest.mark.parametrize("apps", [["outbox"], ["inbox"], ["outbox", "inbox"]], ids="+".join)
     def test_each_app_migrates_and_passes_every_check_alone(self, project, apps):

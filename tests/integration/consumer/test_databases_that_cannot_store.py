@@ -35,7 +35,7 @@ from tests.support.workers import (
     send_all,
 )
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.long]
 
 TOPIC = "stored.elsewhere"
 LIMIT = 1
@@ -165,15 +165,13 @@ def lines_of(caplog):
     return [record.getMessage() for record in caplog.records if record.name.startswith("inbox") or "outage" in record.name]
 
 
-@pytest.mark.parametrize(
-    "problem", [pytest.param(name, marks=[pytest.mark.long] if name != "read-only" else []) for name in PROBLEMS]
-)
+@pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize(
     "given",
     [
         pytest.param({}, id="single"),
-        pytest.param({"ordered": True}, id="ordered", marks=pytest.mark.long),
-        pytest.param({"group_commit": 4}, id="group_commit", marks=pytest.mark.long),
+        pytest.param({"ordered": True}, id="ordered"),
+        pytest.param({"group_commit": 4}, id="group_commit"),
     ],
 )
 def test_deliveries_survive_a_database_that_cannot_store_on_a_queue_with_a_delivery_limit(
@@ -220,7 +218,6 @@ def test_restarts_while_the_database_cannot_store_do_not_count_against_the_deliv
     assert set(InboxMessage.objects.using("other").values_list("redeliveries", flat=True)) == {0}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("given", [{}, {"ordered": True}], ids=["single", "ordered"])
 def test_outage_longer_than_the_ack_timeout_returns_deliveries_to_the_broker_once(handles, limited, length, caplog, given):
     handler = handles(effect_on_other, topic=TOPIC, using="other", **given)

@@ -16,7 +16,7 @@ from tests.support.heartbeats import a_consumer
 from tests.support.waiting import wait_until
 from tests.support.workers import broker_options, consuming, declare, length_of, send
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.long]
 
 OLD, NEW = "tests.remind", "tests.send_reminder"
 

@@ -258,6 +258,7 @@ class TestLostSessions:
         assert sorted(Effect.objects.values_list("name", flat=True)) == ["a", "c"]
 
 
+@pytest.mark.long
 class TestLockedRows:
     """Another session locks a row after it was claimed, such as an operator's SELECT … FOR UPDATE."""
 

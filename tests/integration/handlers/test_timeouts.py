@@ -125,6 +125,7 @@ async def blocks_the_thread_of_the_transaction(message):
 
 
 @every_database
+@pytest.mark.long
 class TestSlowHandler:
     @pytest.mark.parametrize(
         "handle",

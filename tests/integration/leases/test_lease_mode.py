@@ -484,6 +484,7 @@ class TestOperator:
         assert the_row().state == State.RUNNING
 
 
+@pytest.mark.long
 class TestHeartbeat:
     def test_heartbeat_extends_the_leases_of_many_long_runs(self, leased, given):
         def take_long(message):
@@ -766,6 +767,7 @@ def frozen(server):
         os.kill(server.pid, signal.SIGCONT)
 
 
+@pytest.mark.long
 class TestUnavailableStore:
     @pytest.fixture
     def stopped_store(self, redis_server, redis_url):

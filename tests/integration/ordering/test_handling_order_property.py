@@ -40,7 +40,7 @@ from tests.support.deliveries import an_envelope, options
 from tests.support.inbox_rows import delete_messages
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.django_db(transaction=True)]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long]
 
 SECONDS = 30.0
 STEPS = 400
@@ -431,7 +431,6 @@ FOUND_BY = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.long
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_model_check_of_handling_order_detects_each_seeded_bug(handles, monkeypatch, mutation):
     on_dead, mutate = MUTATIONS[mutation]

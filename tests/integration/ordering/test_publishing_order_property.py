@@ -38,7 +38,7 @@ from tests.integration.ordering.actors import Actor, Killed, gates
 from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import SECONDS, TOPIC, connected, ids, published, quick, relay_for, set_columns, state_of
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long]
 
 KEY = "key"
 SHARD = zlib.crc32(KEY.encode()) % SHARDS
@@ -677,7 +677,6 @@ FOUND_BY = {
 """The seed to begin with, for mutations that the first seed does not find."""
 
 
-@pytest.mark.long
 @pytest.mark.timeout(360)  # up to 48 schedules
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_model_check_of_publishing_order_detects_each_seeded_bug(peer, monkeypatch, mutation):

@@ -20,7 +20,7 @@ from tests.support.shop_day import CHARGE, a_handled
 from tests.support.waiting import wait_until
 from tests.support.workers import broker_options, consuming, declare, send
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.long]
 
 PAGE = "admin:exactly_once_busy_changelist"
 FLOW = "admin:exactly_once_flow_changelist"

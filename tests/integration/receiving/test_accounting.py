@@ -49,7 +49,7 @@ from tests.support.workers import CONFIRMED, EXCHANGE, broker_options, consuming
 
 HISTORY = "inbox_inboxmessage_history"
 
-pytestmark = [pytest.mark.django_db(transaction=True)]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long]
 
 WAYS = ("succeed", "fail", "reject", "later")
 FACTS = st.integers(0, 5)

@@ -1000,6 +1000,7 @@ HOSTILE_HEADERS = {
 
 
 @pytest.mark.every_database
+@pytest.mark.long
 class TestArbitraryDelivery:
     @pytest.mark.parametrize("headers", HOSTILE_HEADERS.values(), ids=HOSTILE_HEADERS)
     @pytest.mark.parametrize(

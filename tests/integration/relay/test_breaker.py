@@ -17,7 +17,7 @@ from tests.support.relaying import Queue, ids, in_threads, published, published_
 from tests.support.servers import FaultProxy
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long]
 
 BAD, GOOD = "shop.stock.full", "shop.order.placed"
 REFUSED, OTHERS, ROOM = 3000, 300, 5

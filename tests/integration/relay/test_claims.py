@@ -34,7 +34,6 @@ from outbox.store.scheduling import Offset
 from outbox.store.settling import Failure, Settlement
 from outbox.transports import amqp
 from tests.support.apps.effects.models import Effect
-from tests.support.open_transactions import another_session
 from tests.support.relaying import (
     SECONDS,
     TOPIC,
@@ -55,6 +54,7 @@ from tests.support.relaying import (
     states,
     waiting,
 )
+from tests.support.sql import another_session
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -353,6 +353,7 @@ def a_session_waits_for_a_row():
         return cursor.fetchone()[0]
 
 
+@pytest.mark.long
 class TestIndexes:
     """The work of a pass must not grow with what has been published before."""
 
@@ -570,6 +571,7 @@ def pages_of(plan):
     return plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
 
 
+@pytest.mark.long
 class TestPinnedVacuumHorizon:
     """While an old transaction is open, vacuum cannot remove the row versions that were ready before."""
 

@@ -18,7 +18,7 @@ from tests.support.relaying import TOPIC, Queue, a_backlog, ids, published, rela
 from tests.support.waiting import wait_until
 from tests.support.workers import relay
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True), pytest.mark.long]
 
 HOUR = timedelta(hours=1)
 FAR_AWAY = ("'infinity'", "'-infinity'")

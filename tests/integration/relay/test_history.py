@@ -28,7 +28,7 @@ from outbox.store.settling import Settlement
 from outbox.store.writing import NewRow, insert_formed
 from tests.support.http_api import HTTP, Api
 from tests.support.lower_bounds import at_least
-from tests.support.open_transactions import OpenTransaction, another_session
+from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import (
     SECONDS,
     TOPIC,
@@ -43,6 +43,7 @@ from tests.support.relaying import (
     set_columns,
     state_of,
 )
+from tests.support.sql import another_session
 from tests.support.waiting import wait_until
 
 DAYS = history.HISTORY.days

@@ -23,7 +23,6 @@ from outbox.store.claiming import read_published, shard_holders
 from outbox.store.dialect import LOCK_SPACE
 from tests.support.aliases import the_default_at
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
-from tests.support.open_transactions import another_session
 from tests.support.relaying import (
     TOPIC,
     Queue,
@@ -38,10 +37,11 @@ from tests.support.relaying import (
     states,
 )
 from tests.support.servers import FaultProxy
+from tests.support.sql import another_session
 from tests.support.waiting import wait_until
 from tests.support.workers import Process, worker_environment
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long]
 
 MEASURED_SECONDS, AT_LEAST_A_ROUND_SECONDS = 2.0, 0.5
 LANES = 2  # of a relay process
@@ -270,7 +270,6 @@ class TestHeldShard:
 
         assert monotonic() - begun_at < 10
 
-    @pytest.mark.long
     def test_shard_held_for_longer_than_any_pass_is_reported_once_with_session_and_remedy(self, rabbitmq_url, caplog):
         message = published()
         with Queue(rabbitmq_url), held_shard(message), relaying(rabbitmq_url, BATCH_DEADLINE=A_MOMENT):

@@ -67,6 +67,7 @@ def untouched(*messages):
     return all((row_of(m).state, row_of(m).attempts, row_of(m).last_error) == (State.READY, 0, "") for m in messages)
 
 
+@pytest.mark.long
 class TestBrokerOutage:
     def test_broker_unavailable_at_the_start_is_waited_for(self, rabbitmq_url, proxy, caplog):
         proxy.refuse()
@@ -185,6 +186,7 @@ class TestBrokerOutage:
         assert said(caplog, AWAY) == 0
 
 
+@pytest.mark.long
 class TestLateConfirms:
     """The broker confirms each message, always later than BATCH_DEADLINE."""
 

@@ -26,7 +26,6 @@ from outbox.states import State
 from outbox.store import history
 from tests.support.aliases import an_alias, the_default_at
 from tests.support.deliveries import an_envelope, at_once, deliver, effects, make_due, run_to_the_end, the_effect
-from tests.support.open_transactions import another_session
 from tests.support.relaying import (
     SECONDS,
     a_backlog,
@@ -41,6 +40,7 @@ from tests.support.relaying import (
 )
 from tests.support.relaying import waiting as anything_waits
 from tests.support.servers import PgBouncer
+from tests.support.sql import another_session
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)

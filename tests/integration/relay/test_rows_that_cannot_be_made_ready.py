@@ -26,7 +26,11 @@ from tests.support.relaying import (
 )
 from tests.support.waiting import wait_until, wait_until_reached
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("reported_once", "unhurried_search")]
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.long,
+    pytest.mark.usefixtures("reported_once", "unhurried_search"),
+]
 
 HOUR = timedelta(hours=1)
 MANY = 60
@@ -135,7 +139,6 @@ class TestOneRow:
 
 @pytest.mark.every_database
 class TestManyRows:
-    @pytest.mark.long
     @pytest.mark.parametrize("wait", WAITING_AS)
     def test_messages_among_200_that_cannot_be_made_ready_are_published_with_one_report(self, peer, caplog, wait):
         bad, others = among_others(wait, bad=200)

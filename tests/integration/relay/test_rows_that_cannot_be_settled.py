@@ -31,7 +31,11 @@ from tests.support.relaying import (
 )
 from tests.support.waiting import pass_by, wait_until, wait_until_reached
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("reported_once", "unhurried_search")]
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.long,
+    pytest.mark.usefixtures("reported_once", "unhurried_search"),
+]
 
 MANY = 60
 
@@ -136,7 +140,6 @@ class TestOneRow:
 
 @pytest.mark.every_database
 class TestManyRows:
-    @pytest.mark.long
     def test_messages_after_200_unsettled_ones_are_published_and_none_of_the_200_is_sent_again(self, rabbitmq_url, caplog):
         bad = [published(biz_id=f"{POISON}-{number}") for number in range(200)]
         others = [published() for _ in range(20)]
@@ -182,7 +185,6 @@ class TestManyRows:
         assert sent <= 500
         assert len(statements) < 400
 
-    @pytest.mark.long
     def test_messages_are_sent_once_while_the_database_settles_nothing_and_it_is_reported_once(self, rabbitmq_url, caplog):
         messages = [published() for _ in range(30)]
         with Queue(rabbitmq_url) as queue, refused(where="NEW.state = 'published'"), relaying(rabbitmq_url):
@@ -205,7 +207,6 @@ class TestOnPostgreSQL:
             assert sorted(ids(queue.take_all())) == sorted(ids([bad, *others]))
             assert len(reports(caplog)) == 1
 
-    @pytest.mark.long
     def test_each_relay_sends_at_most_one_copy_of_a_message_that_cannot_be_settled(self, rabbitmq_url):
         bad, others = among_others()
         with Queue(rabbitmq_url) as queue, refused(), relaying(rabbitmq_url, relays=3):

@@ -19,9 +19,9 @@ from outbox.relay import listening
 from outbox.relay.listening import APPLICATION_NAME, Listener
 from tests.support.aliases import an_alias, the_default_at
 from tests.support.apps.effects.models import Effect
-from tests.support.open_transactions import another_session
 from tests.support.relaying import SECONDS, in_threads
 from tests.support.servers import FaultProxy
+from tests.support.sql import another_session
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)

@@ -23,7 +23,7 @@ from tests.support.deliveries import OPTIONS, an_envelope, stored_due, the_effec
 from tests.support.inbox_rows import NEXT_ID, RECEIPTS
 from tests.support.sql import executed
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.long]
 
 HISTORY = f"""
 INSERT INTO inbox_inboxmessage (id, handler, topic, biz_id, message_id, key, content_type, body, digest, headers, source,

@@ -31,7 +31,7 @@ from tests.support.signals import listening
 TOPIC = "tests.effect_once"
 STEPS = len(_Step)
 
-pytestmark = pytest.mark.every_database
+pytestmark = [pytest.mark.every_database, pytest.mark.long]
 
 
 def a_message(**attributes):

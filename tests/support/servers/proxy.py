@@ -16,6 +16,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -33,18 +34,18 @@ Direction = Literal["to_server", "to_client"]
 
 
 class _Stream:
-    """One direction of one connection: chunks read from `source` and not yet written to `target`."""
+    """One direction of one connection: bytes read from `source`, each chunk due at its time at `target`."""
 
     def __init__(self, direction: Direction, source: socket.socket, target: socket.socket) -> None:
         self.direction = direction
         self.source = source
         self.target = target
-        self.in_flight: deque[bytes] = deque()
+        self.in_flight: deque[tuple[float, bytes]] = deque()
         self.ended = False
 
     @property
     def wants_more(self) -> bool:
-        return not self.ended and sum(map(len, self.in_flight)) < MOST_IN_FLIGHT
+        return not self.ended and sum(len(chunk) for _, chunk in self.in_flight) < MOST_IN_FLIGHT
 
     @property
     def is_drained(self) -> bool:
@@ -72,9 +73,11 @@ class FaultProxy:
     def __init__(self, target_host: str, target_port: int) -> None:
         self.target = (target_host, target_port)
         self.port = free_port()
+        self.bytes_to_server = 0
         self.bytes_to_client = 0
         self._links: list[_Link] = []
         self._frozen = False
+        self._delay_seconds = 0.0
         self._drops_server_to_client = False
         self._cut_after: dict[Direction, int] = {}
         self._orders: deque[tuple[Callable[[], None], Future[None]]] = deque()
@@ -115,6 +118,10 @@ class FaultProxy:
     def thaw(self) -> None:
         """Forward again, beginning with what was sent meanwhile."""
         self._order(lambda: setattr(self, "_frozen", False))
+
+    def delay(self, seconds: float) -> None:
+        """Let everything read from now on arrive that much later, in both directions. 0 ends it."""
+        self._order(lambda: setattr(self, "_delay_seconds", seconds))
 
     def drop_server_to_client(self, drop: bool) -> None:
         """Discard the answers of the server. End it with `cut`, because the client has lost bytes of the stream."""
@@ -161,7 +168,7 @@ class FaultProxy:
             if not self._frozen:
                 self._connect_newcomers()
                 self._register_streams(selector)
-            for key, events in selector.select():
+            for key, events in selector.select(self._seconds_until_due()):
                 self._call(key.data, events)
 
     def _call(self, data: Any, events: int) -> None:
@@ -176,6 +183,12 @@ class FaultProxy:
                 ready = _Ready(link, end)
                 if events := ready.interest():
                     selector.register(end, events, ready)
+
+    def _seconds_until_due(self) -> float | None:
+        if self._frozen:
+            return None
+        heads = [s.in_flight[0][0] for link in self._links for s in link.streams if s.in_flight]
+        return max(0.0, min(heads) - time.monotonic()) if heads else None
 
     def _obey(self) -> None:
         self._bell_end.recv(CHUNK)
@@ -239,11 +252,11 @@ class FaultProxy:
         if not chunk:
             stream.ended = True
         elif not (self._drops_server_to_client and stream.direction == "to_client"):
-            stream.in_flight.append(chunk)
+            stream.in_flight.append((time.monotonic() + self._delay_seconds, chunk))
 
     def _write(self, link: _Link, stream: _Stream) -> None:
-        while stream.in_flight:
-            chunk = stream.in_flight.popleft()
+        while stream.in_flight and stream.in_flight[0][0] <= time.monotonic():
+            due_at, chunk = stream.in_flight.popleft()
             allowed = self._cut_after.get(stream.direction)
             try:
                 sent = stream.target.send(chunk if allowed is None else chunk[:allowed])
@@ -252,13 +265,19 @@ class FaultProxy:
             except OSError:
                 self._reset(link)
                 return
-            self.bytes_to_client += sent if stream.direction == "to_client" else 0
+            self._count(stream.direction, sent)
             if allowed is not None and self._spend(stream.direction, sent) <= 0:
                 self._cut()
                 return
             if sent < len(chunk):
-                stream.in_flight.appendleft(chunk[sent:])
+                stream.in_flight.appendleft((due_at, chunk[sent:]))
                 return
+
+    def _count(self, direction: Direction, sent: int) -> None:
+        if direction == "to_server":
+            self.bytes_to_server += sent
+        else:
+            self.bytes_to_client += sent
 
     def _spend(self, direction: Direction, sent: int) -> int:
         self._cut_after[direction] -= sent
@@ -292,8 +311,9 @@ class _Ready:
         self.end = end
 
     def interest(self) -> int:
+        now = time.monotonic()
         reads = any(s.source is self.end and s.wants_more for s in self.link.streams)
-        writes = any(s.target is self.end and s.in_flight for s in self.link.streams)
+        writes = any(s.target is self.end and s.in_flight and s.in_flight[0][0] <= now for s in self.link.streams)
         return (selectors.EVENT_READ if reads else 0) | (selectors.EVENT_WRITE if writes else 0)
 
     def __call__(self, proxy: FaultProxy, events: int) -> None:
