@@ -12,10 +12,12 @@ import atexit
 import contextlib
 import os
 import random
+import signal
 import sys
+import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 from multiprocessing.connection import Pipe, wait
 from types import SimpleNamespace
@@ -32,6 +34,9 @@ rabbitmq = pytest.StashKey[RabbitServer]()
 NEED_RABBITMQ = {"rabbitmq_server", "shared_rabbitmq", "broker"}
 CHUNK = 10
 """How many tests of one module a worker gets at once: they may share fixtures."""
+
+LONGEST_SECONDS = 420
+"""For a test with its fixtures: its own timeout cannot end a wait in a finaliser. The worker ends, with every thread's stack."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,8 +69,10 @@ class _Run:
         self._start_workers(count)
         try:
             while self._workers:
-                for channel in wait(list(self._workers)):
+                for channel in wait(list(self._workers), timeout=1):
                     self._hear(self._workers[channel])
+                for worker in self._workers.values():
+                    worker.end_if_it_hangs()
                 if self._session.shouldfail or self._session.shouldstop:
                     for chunks in self._left.values():
                         chunks.clear()
@@ -101,17 +108,18 @@ class _Run:
 
     def _hear(self, worker: _Worker) -> None:
         try:
-            report = worker.channel.recv()
-            if report is None:
-                worker.give(self._left[worker.engine])
-                return
+            reports = worker.channel.recv()
+            worker.give(self._left[worker.engine])
         except (EOFError, ConnectionError):
             self._has_ended(worker)
             return
-        if report["when"] == "teardown":
-            worker.unfinished.popleft()
         hook, config = self._session.config.hook, self._session.config
-        self._report(worker, hook.pytest_report_from_serializable(config=config, data=report))
+        for report in reports:
+            if isinstance(report, dict):
+                report = hook.pytest_report_from_serializable(config=config, data=report)  # noqa: PLW2901
+            if report.when == "teardown":
+                worker.unfinished.popleft()
+            self._report(worker, report)
 
     def _has_ended(self, worker: _Worker) -> None:
         del self._workers[worker.channel]
@@ -145,15 +153,21 @@ class _Worker:
         self.engine = engine
         self.unfinished: deque[int] = deque()
         self.chunk: deque[int] = deque()
+        self._heard_at = time.monotonic()
 
     def give(self, chunks: deque[list[int]]) -> None:
         """Send it its next test, or `None` at the end."""
+        self._heard_at = time.monotonic()
         if not self.chunk and chunks:
             self.chunk.extend(chunks.popleft())
         index = self.chunk.popleft() if self.chunk else None
         if index is not None:
             self.unfinished.append(index)
         self.channel.send(index)
+
+    def end_if_it_hangs(self) -> None:
+        if time.monotonic() - self._heard_at > LONGEST_SECONDS:
+            os.kill(self.pid, signal.SIGABRT)  # the handler of faulthandler prints the stacks
 
 
 def _chunks(tests: list[tuple[int, pytest.Item]]) -> Iterator[list[int]]:
@@ -173,16 +187,10 @@ def _chunks(tests: list[tuple[int, pytest.Item]]) -> Iterator[list[int]]:
 def _work(session: pytest.Session, engine: databases.Engine, channel: Any) -> NoReturn:
     """Run tests in a forked process, until there are none."""
     status = 1
-
-    def ask() -> int | None:
-        channel.send(None)
-        index: int | None = channel.recv()
-        return index
-
     try:
-        _become_a_worker(session.config, engine, channel)
+        results = _become_a_worker(session.config, engine, channel)
         with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
-            _run_tests(session, ask)
+            _run_tests(session, results)
             status = 0
     except BaseException:  # noqa: BLE001 - the process ends here
         traceback.print_exc()
@@ -191,16 +199,17 @@ def _work(session: pytest.Session, engine: databases.Engine, channel: Any) -> No
         os._exit(status)
 
 
-def _run_tests(session: pytest.Session, ask: Callable[[], int | None]) -> None:
-    index = ask()
+def _run_tests(session: pytest.Session, results: _Results) -> None:
+    index = results.exchange()
     while index is not None:
-        following = ask()
+        following = results.exchange()
         item, next_item = session.items[index], None if following is None else session.items[following]
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
         index = following
+    results.exchange()
 
 
-def _become_a_worker(config: Any, engine: databases.Engine, channel: Any) -> None:
+def _become_a_worker(config: Any, engine: databases.Engine, channel: Any) -> _Results:
     """Give up what belongs to the process that was forked: random numbers, servers, files, and the terminal."""
     random.seed()
     private.own_what_follows()
@@ -214,15 +223,29 @@ def _become_a_worker(config: Any, engine: databases.Engine, channel: Any) -> Non
     directories._basetemp.mkdir()
     terminal = config.pluginmanager.unregister(name="terminalreporter")
     config.pluginmanager.register(SimpleNamespace(_tw=terminal._tw), "terminalreporter")  # what a timeout writes to
-    config.pluginmanager.register(_Reporter(config, channel))
+    results = _Results(config, channel)
+    config.pluginmanager.register(results)
+    return results
 
 
-class _Reporter:
-    """Sends the reports of a worker."""
+class _Results:
+    """The reports of a worker that are not sent yet."""
 
     def __init__(self, config: pytest.Config, channel: Any) -> None:
         self._config = config
         self._channel = channel
+        self._reports: list[Any] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._channel.send(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
+        if report.passed:  # its output is not shown, and it is pickled as it is, which is faster
+            report.sections = []
+            self._reports.append(report)
+        else:
+            self._reports.append(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
+
+    def exchange(self) -> int | None:
+        """Send the reports, and receive the index of the next test, if there is one."""
+        self._channel.send(self._reports)
+        self._reports = []
+        index: int | None = self._channel.recv()
+        return index

@@ -54,13 +54,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect what is not asked for. A skip would hide a test among those that may pass."""
     config.stash[collected] = {item.nodeid.partition("[")[0] for item in items}
     engines = databases.engines(config)
-    only_core = config.getoption("--core")
-    kept: list[pytest.Item] = []
-    deselected: list[pytest.Item] = []
-    for item in items:
-        wanted = any(databases.runs_on(engine, item) for engine in engines) and (not only_core or tiers.is_core(item))
-        (kept if wanted else deselected).append(item)
-    config.hook.pytest_deselected(items=deselected)
+    kept = [item for item in items if any(databases.runs_on(engine, item) for engine in engines)]
+    if config.getoption("--core"):
+        kept = tiers.core(kept)
+    config.hook.pytest_deselected(items=[*{*items} - {*kept}])
     items[:] = kept
 
 

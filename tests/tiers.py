@@ -1,10 +1,12 @@
 """Which tests belong to the core, which `make test` runs: decided by what a test needs.
 
-Outside are killed servers, browsers, and processes that a test starts and waits for. `make all` runs everything.
+Outside are killed servers, browsers, and processes that a test starts and waits for. RabbitMQ is in it for the contract of the
+transports, for Celery and for `PROMISES`. `make all` runs everything.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ TESTS = Path(__file__).parent
 OUTSIDE = {
     "process_environment": "starts commands as processes, and waits for them",
     "run_in_the_shop": "runs the demo",
+    "project": "runs pytest in another project",
+    "rabbitmq_url": "waits for deliveries of RabbitMQ",
     "mortal_postgres": "kills or stalls PostgreSQL",
     "mortal_rabbitmq": "kills or reconfigures RabbitMQ",
     "skewed_by": "starts a server with another clock",
@@ -46,15 +50,32 @@ PROMISES = {
 """One test for each crash of which the README promises that no message is lost. They are in the core, whatever they need."""
 
 
+CASES = 3
+"""Of a test with more parameters the core has so many. All are in `make all`."""
+
+
 def fixtures(item: pytest.Item) -> set[str]:
     return set(getattr(item, "fixturenames", ()))
 
 
+def core(items: list[pytest.Item]) -> list[pytest.Item]:
+    cases: Counter[str] = Counter()
+    chosen = []
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        if is_core(item) and (cases[function] < CASES or _keeps_a_promise(item)):
+            cases[function] += 1
+            chosen.append(item)
+    return chosen
+
+
 def is_core(item: pytest.Item) -> bool:
-    if item.nodeid.removeprefix("tests/") in PROMISES:
-        return True
-    return not (
+    return _keeps_a_promise(item) or not (
         item.get_closest_marker("long")
         or fixtures(item) & OUTSIDE.keys()
         or any(item.path.is_relative_to(TESTS / directory) for directory in DIRECTORIES)
     )
+
+
+def _keeps_a_promise(item: pytest.Item) -> bool:
+    return item.nodeid.removeprefix("tests/") in PROMISES
