@@ -36,7 +36,7 @@ CHUNK = 10
 """How many tests of one module a worker gets at once: they may share fixtures."""
 
 LONGEST_SECONDS = 420
-"""For a test with its fixtures: its own timeout cannot end a wait in a finaliser. The worker ends, with every thread's stack."""
+"""For a test with its fixtures: its own timeout cannot end a wait in a finaliser. The worker ends, and prints its stacks."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -134,6 +134,7 @@ def test_without_support_for_multiple_acks_each_delivery_is_acknowledged_by_its_
     assert len(client.acks) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("multiple", [True, False])
 @given(data=st.data())
 def test_in_any_order_exactly_the_settled_deliveries_are_acknowledged_once(data, multiple):

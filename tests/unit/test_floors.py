@@ -174,6 +174,7 @@ class TestLookFromTheStart:
             relay.clock.advance(0.01)
             assert relay.floors.begin(), "no look has ended yet"
 
+    @pytest.mark.long
     @given(taking=st.floats(0.0, 30.0), between=st.floats(0.05, 1.0))
     @settings(max_examples=60, deadline=None)
     def test_looks_from_the_start_take_at_most_a_fiftieth_of_the_time(self, taking, between):
@@ -274,6 +275,7 @@ class TestFloorsAfterAFailover:
 
         assert not relay.floors.now
 
+    @pytest.mark.long
     def test_a_row_found_below_a_floor_clears_all_floors(self):
         relay = LookingRelay()
         relay.reads(100)

@@ -89,6 +89,7 @@ class TestHeadersOfRabbitMQ:
 
 
 class TestSameBytesAsPyAmqp:
+    @pytest.mark.long
     @given(headers=st.dictionaries(names, values, max_size=8), body=st.binary(max_size=200), priority=st.integers(0, 9))
     @example(headers={"x": True, "y": 1, "z": 1.0, "ä": "ü€😀", "": ""}, body=b"", priority=9)
     @settings(max_examples=300, deadline=None)

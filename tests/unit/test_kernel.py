@@ -282,6 +282,7 @@ class TestWatchdog:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
         return done.returncode, done.stderr
 
+    @pytest.mark.long
     def test_a_silent_loop_ends_the_process_and_its_stack_is_printed(self):
         status, shown = self.exit_status_of("StopRequest().wait(90)", limit=1)
 
@@ -289,6 +290,7 @@ class TestWatchdog:
         assert "silent" in shown
         assert "in wait" in shown
 
+    @pytest.mark.long
     def test_a_loop_that_sends_heartbeats_is_left_alone(self):
         body = f"{MANUAL_CLOCK}\nfor _ in range(30):\n    now[0] += 1; dog.beat(); stop.wait(0.05)"
 
@@ -370,6 +372,7 @@ class TestSuspendedMachine:
 
         assert done.stdout.strip() == "3600"
 
+    @pytest.mark.long
     def test_the_watchdog_does_not_take_a_suspended_machine_for_a_silent_loop(self):
         program = (
             f"{SUSPENDING}from datetime import timedelta\n"

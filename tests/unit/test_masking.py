@@ -107,6 +107,7 @@ TEMPLATES = st.sampled_from(
 SCHEMES = st.sampled_from(["amqp", "amqps", "redis", "sqs", "sqla+postgresql", "unix", "ampq", "", "AMQP"])
 
 
+@pytest.mark.long
 @hypothesis.given(TEMPLATES, SCHEMES, AROUND, AROUND, AROUND)
 @hypothesis.settings(max_examples=600)
 def test_no_spelling_of_a_url_shows_the_password(template, scheme, user, before, after):

@@ -166,6 +166,7 @@ def test_secret_of_standard_webhooks_that_is_not_base64_is_refused_and_not_shown
     assert secret not in str(refused.value).replace('"whsec_…"', "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", [StandardWebhooks, Stripe])
 @pytest.mark.parametrize("tolerance", [timedelta(), timedelta(seconds=-1), 300, None])
 def test_tolerance_that_is_not_a_positive_duration_is_refused(scheme, tolerance):
@@ -173,6 +174,7 @@ def test_tolerance_that_is_not_a_positive_duration_is_refused(scheme, tolerance)
         scheme(STANDARD_SECRET, tolerance=tolerance)
 
 
+@pytest.mark.long
 def test_verifier_does_not_show_its_secret():
     for verifier in (StandardWebhooks(STANDARD_SECRET), Stripe(STRIPE_SECRET), GitHub(GITHUB_SECRET)):
         assert "ecret" not in repr(verifier)

@@ -96,6 +96,7 @@ def test_positions_passed_a_moment_ago_and_not_seen_are_missing_for_a_quarter_of
     assert (table.newest, table.missing) == (13, [])
 
 
+@pytest.mark.long
 def test_no_more_than_two_thousand_positions_are_missing():
     table = Timetable(slots=8, tick=0.01, now=0.0)
     table.take([Upcoming(1_000_000, "topic", "2026-01-01", 9.0, "")], now=0.1)

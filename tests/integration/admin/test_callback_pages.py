@@ -38,6 +38,7 @@ class TestCallbackList:
     def page(self):
         return Page(staff_client(VIEW, VIEW_CALLBACKS).get(reverse(CALLBACKS)))
 
+    @pytest.mark.long
     def test_list_shows_the_next_due_callback_first_and_the_last_error(self):
         later = pending(due_in=60 * HOUR, attempts=3, last_error="no answer\nand more")
         soon = pending(event="dead")

@@ -194,6 +194,7 @@ def test_payload_that_is_too_large_for_the_page_is_left_to_the_command(dead):
     assert "Use the command inbox_edit." in words
 
 
+@pytest.mark.long
 def test_pages_of_both_rows_link_to_each_other_and_the_list_marks_the_correction(dead):
     row = dead()
     client = staff_client(VIEW, EDIT)

@@ -34,6 +34,7 @@ def test_selected_dead_letters_are_a_file_and_each_is_in_the_audit_log():
     assert (entry.action, entry.object_id, entry.parameters) == ("export", str(chosen.message_id), {"messages": 1})
 
 
+@pytest.mark.long
 @pytest.mark.every_database
 def test_all_matching_are_exported_and_only_dead_letters_of_them(monkeypatch):
     monkeypatch.setattr(dead_letters, "_AT_ONCE", 2)
@@ -47,6 +48,7 @@ def test_all_matching_are_exported_and_only_dead_letters_of_them(monkeypatch):
     assert (entry.name, entry.parameters) == ("all messages with q shop.a", {"messages": 5})
 
 
+@pytest.mark.long
 def test_more_messages_than_an_action_may_change_are_exported():
     rows = [an_inbox_message() for _ in range(600)]
     client = staff_client("view_inboxmessage", "export_inboxmessage")

@@ -98,6 +98,7 @@ def test_dry_run_shows_what_the_handler_raises(dead, error, outcome):
     assert untouched(before)
 
 
+@pytest.mark.long
 @pytest.mark.every_database
 def test_handler_that_takes_too_long_is_interrupted(dead):
     ended = threading.Event()

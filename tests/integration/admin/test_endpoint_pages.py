@@ -30,6 +30,7 @@ def the_endpoint():
     return Endpoint.objects.get(name="partner")
 
 
+@pytest.mark.long
 def test_list_shows_state_url_and_the_messages_that_wait(endpoint):
     Endpoint.objects.create(name="other", url="https://example.org/", state="paused", reason="POST … was answered with 500.")
     store_message(

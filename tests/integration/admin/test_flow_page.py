@@ -150,6 +150,7 @@ def test_messages_that_name_each_other_as_their_cause_are_shown_once_each():
     assert sorted(topic for _depth, topic in names(chain_of("loop"))) == ["one", "two"]
 
 
+@pytest.mark.long
 def test_long_chain_is_cut_and_the_page_says_so():
     OutboxMessage.objects.bulk_create(
         OutboxMessage(topic="shop.sms", biz_id=str(number), shard=1, body=b"{}", correlation_id="cart-1",
@@ -218,6 +219,7 @@ def test_hostile_texts_add_no_element():
     assert shapes[0] == shapes[1]
 
 
+@pytest.mark.long
 @pytest.mark.every_database
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])
 def test_statements_of_a_chain_use_indexes_among_many_messages():

@@ -164,6 +164,7 @@ class TestExecution:
         assert (entry.was, entry.became) == ("dead", "skipped")
         assert entry.reason == f"because; operation {operation.pk} by {operation.requested_by}"
 
+    @pytest.mark.long
     def test_rate_limit_bounds_each_batch(self, monkeypatch):
         dead_rows(5)
         operation = planned(staff_client(VIEW, RETRY), "retry", rate="2")
@@ -205,6 +206,7 @@ class TestExecution:
         operation.refresh_from_db()
         assert operation.state == "cancelled"
 
+    @pytest.mark.long
     def test_operation_whose_batches_fail_is_stopped_and_says_why(self, monkeypatch):
         dead_rows(1)
         operation = planned(staff_client(VIEW, RETRY), "retry")
@@ -273,6 +275,7 @@ class TestCanary:
 
         return plan
 
+    @pytest.mark.long
     def test_canary_stops_by_itself_when_the_same_failure_returns(self, canary):
         operation = canary(20, [ValueError("still broken")])
         executor = inbox_operations.executor()
@@ -289,6 +292,7 @@ class TestCanary:
         assert page.all("a", href=reverse("admin:inbox_inboxmessage_change", args=[failing.pk]))
         assert not page.all("button", value="continue")
 
+    @pytest.mark.long
     def test_stopped_canary_is_continued_with_one_of_the_messages_that_are_left(self, canary):
         operation = canary(20, errors := [ValueError("broken")])
         executor = inbox_operations.executor()
@@ -315,6 +319,7 @@ class TestCanary:
         ]
         assert not OperationPart.objects.exists()
 
+    @pytest.mark.long
     def test_canary_retries_1_10_and_100_messages_while_they_succeed(self, canary):
         operation = canary(40, errors := [ValueError("broken")])
         errors.clear()
@@ -331,6 +336,7 @@ class TestCanary:
         assert (operation.succeeded, operation.failed_again) == (40, 0)
         assert states() == ["done"] * 40
 
+    @pytest.mark.long
     def test_another_failure_does_not_stop_a_canary(self, canary):
         operation = canary(2, errors := [ValueError("first"), KeyError("second")])
         del errors[0]

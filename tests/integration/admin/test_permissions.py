@@ -342,6 +342,7 @@ class TestRoles:
             name for name in every if name.startswith("view_")
         }
 
+    @pytest.mark.long
     def test_viewer_sees_every_page_without_any_action(self, a_row):
         self.run("exactly_once_roles")
         user = User.objects.create_user("viewer", is_staff=True)

@@ -111,6 +111,7 @@ class TestScheduledList:
 
 
 # The plan is that of PostgreSQL, so the test runs there only.
+@pytest.mark.long
 @pytest.mark.parametrize("query", [{}, {"due": "hour"}], ids=["no filter", "due within an hour"])
 def test_list_query_reads_the_due_index_without_sorting(query, django_assert_num_queries):
     OutboxMessage.objects.bulk_create(

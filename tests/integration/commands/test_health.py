@@ -210,6 +210,7 @@ def test_view_answers_503_while_the_database_is_frozen_and_recovers_with_it(app,
     wait_until(lambda: ready(client, app) == {"database": "not migrated"})
 
 
+@pytest.mark.long
 @override_settings(ROOT_URLCONF=__name__)
 @BOTH
 def test_view_answers_503_while_a_query_waits(app, client):

@@ -258,6 +258,7 @@ class TestOneAppAlone:
 
 
 class TestDatabaseSettings:
+    @pytest.mark.long
     @pytest.mark.parametrize(
         ("settings", "named"),
         [

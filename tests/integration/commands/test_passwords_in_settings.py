@@ -109,6 +109,7 @@ MARKS = st.text(alphabet="/?#@:;&=%+ []\\'\"\n\t\x00é℀a1", max_size=5)
 VALUES = st.sampled_from([*MISTYPED, *ODD, "amqp://user:{secret}@host//"])
 
 
+@pytest.mark.long
 @hypothesis.given(st.sampled_from([*OPTIONS, *OTHER_OPTIONS]), VALUES, MARKS, MARKS, st.booleans())
 @hypothesis.settings(max_examples=100)
 def test_check_prints_no_password_whatever_its_characters_and_wherever_it_is_written(option, value, before, after, repeated):

@@ -128,6 +128,7 @@ class TestLifeOfAMessage:
 
 
 class TestTrailCommand:
+    @pytest.mark.long
     @pytest.mark.parametrize("columns", [80, 140])
     def test_trail_fits_the_width_of_the_terminal(self, monkeypatch, handles, columns):
         monkeypatch.setenv("COLUMNS", str(columns))

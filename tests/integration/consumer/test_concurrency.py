@@ -881,6 +881,7 @@ def effects_at(url):
 
 
 class TestOnRedis:
+    @pytest.mark.long
     def test_handler_waiting_for_its_rate_limit_delays_no_other_handler_on_redis(self, handles, redis_url):
         """On one channel, deliveries of all queues would share its prefetch."""
         slow = handles(the_effect, name="tests.slow", topic="slow", rate_limit="1/h")

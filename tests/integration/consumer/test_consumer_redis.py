@@ -37,6 +37,7 @@ def waiting(redis_url):
     return count
 
 
+@pytest.mark.long
 def test_message_with_unusual_headers_is_handled_and_delays_no_other(stored_beside_another, broker):
     headers = {"a\x00b": "c\x00d", "\ud800": [None]}
 
@@ -66,6 +67,7 @@ def write(broker, body, *, encoding="utf-8", **properties):
         client.lpush(queue, json.dumps(written))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("encoding", ["utf-8", "binary", "no-such-encoding"])
 def test_message_written_without_base64_is_handled_and_delays_no_other(stored_beside_another, broker, encoding):
     body = '{"name": "Zoë"}'
@@ -76,6 +78,7 @@ def test_message_written_without_base64_is_handled_and_delays_no_other(stored_be
     assert effects("odd") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("body", "stored", "reason"),
     [
@@ -91,6 +94,7 @@ def test_body_that_is_not_text_is_a_dead_letter_and_the_consumer_goes_on(stored_
     assert reason in row.last_error
 
 
+@pytest.mark.long
 def test_stopping_finishes_the_running_handler_and_returns_the_rest_to_redis(handling, redis_url, waiting):
     begun, go_on = threading.Event(), threading.Event()
 

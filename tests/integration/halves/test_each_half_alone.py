@@ -243,6 +243,7 @@ def test_the_inbox_alone_handles_a_foreign_producers_message_once_although_it_is
     assert not project.tables("outbox")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("half", "action"), [("outbox", "cancel"), ("inbox", "skip")])
 def test_admin_of_each_half_alone_finds_its_templates_and_its_style_sheet(half, action, tmp_path):
     project = Project(tmp_path, half, BROKER_URL="amqp://localhost//")

@@ -532,6 +532,7 @@ class TestConcurrentDuplicates:
 
         assert effects_by_name() == dict.fromkeys(names_of(10), 1)
 
+    @pytest.mark.long
     def test_eight_concurrent_copies_of_a_load_have_one_effect_per_message(self, together):
         handler, envelopes = together(), named(*names_of(20))
 
@@ -547,6 +548,7 @@ class TestConcurrentDuplicates:
         assert (len(duplicates), sum(duplicates)) == (20, counted[DUPLICATE] + counted[STORED])
 
 
+@pytest.mark.long
 @every_database
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(

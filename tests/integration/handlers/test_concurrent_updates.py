@@ -69,6 +69,7 @@ def test_handler_with_a_stale_version_is_deferred_without_counting_an_attempt(ha
     assert count(counter) == 42
 
 
+@pytest.mark.long
 def test_deadlocked_handler_is_run_again_at_once_without_counting_an_attempt(handles):
     rows = [Effect.objects.create(name=name, detail="0") for name in ("first", "second")]
     both_have_one = threading.Barrier(2)

@@ -85,6 +85,7 @@ class TestLocally:
         with override_settings(OUTBOX={"BROKER_URL": "local://"}, INBOX={}):
             yield
 
+    @pytest.mark.long
     def test_from_the_first_it_sees_every_message_once_in_the_order_of_its_key_before_new_ones(self, handles, monkeypatch):
         monkeypatch.setattr(starting, "_BATCH", 4)
         other = handles(the_effect, topic=TOPIC, name="other")
@@ -100,6 +101,7 @@ class TestLocally:
         assert not InboxMessage.objects.filter(handler=other.name, duplicates__gt=0).exists()
         assert InboxMessage.objects.filter(handler=other.name).count() == 21
 
+    @pytest.mark.long
     def test_past_of_which_a_whole_batch_is_purged_meanwhile_is_handed_over_without_it(self, handles, monkeypatch):
         monkeypatch.setattr(starting, "_BATCH", 3)
         read_published = backfilling.read_published
@@ -120,6 +122,7 @@ class TestLocally:
         assert has_its_past(new)
         assert handled() == {"k0": [3], "k1": [4], "k2": [5]}
 
+    @pytest.mark.long
     def test_from_the_first_it_sees_the_messages_of_all_its_topics_in_the_order_of_their_keys(self, handles, monkeypatch):
         monkeypatch.setattr(starting, "_BATCH", 4)
         handles(the_effect, topic=[TOPIC, "shop.cancelled", "shop.other"], name="other")
@@ -134,6 +137,7 @@ class TestLocally:
         assert has_its_past(new)
         assert handled() == of_each_key(18)
 
+    @pytest.mark.long
     def test_start_from_an_instant_hands_over_messages_published_since(self, handles):
         handles(the_effect, topic=TOPIC, name="other")
         old, _new = published(payload={"n": 1}), published(payload={"n": 2})
@@ -146,6 +150,7 @@ class TestLocally:
         assert list(Effect.objects.filter(detail="2").values_list("detail")) == [("2",)]
         assert InboxMessage.objects.filter(handler=handler.name).count() == 1
 
+    @pytest.mark.long
     def test_from_the_last_it_sees_new_messages_only(self, handles):
         handles(the_effect, topic=TOPIC, name="other")
         published()
@@ -172,6 +177,7 @@ class TestLocally:
         assert has_its_past(handler)
         assert HandlerStart.objects.get().handed_over == 0
 
+    @pytest.mark.long
     def test_the_maximum_message_age_does_not_apply_to_the_past(self, handles):
         handles(the_effect, topic=TOPIC, name="other")
         message = published(payload={"n": 1})
@@ -196,6 +202,7 @@ class TestLocally:
         assert has_its_past(handler)
         assert not InboxMessage.objects.filter(handler=handler.name).exists()
 
+    @pytest.mark.long
     def test_two_relays_hand_over_nothing_twice_while_new_messages_keep_coming(self, handles, monkeypatch):
         monkeypatch.setattr(starting, "_BATCH", 10)
         monkeypatch.setattr(starting, "_LONGEST_STOP_SECONDS", 0.0)

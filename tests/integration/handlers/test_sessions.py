@@ -99,6 +99,7 @@ def test_handler_that_sets_for_its_transaction_only_keeps_the_session(handles, s
     assert len(set(pids)) == 1
 
 
+@pytest.mark.long
 def test_session_that_a_function_of_the_database_changed_is_replaced_after_the_first_error(handles):
     """No statement says that it changes a setting, so the next handler fails once."""
     changing = handles(through_the_driver("SET statement_timeout = '500ms'"), name="tests.changing")

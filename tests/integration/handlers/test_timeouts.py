@@ -198,6 +198,7 @@ class TestSlowStatement:
         assert (the_row().state, effects()) == (State.RETRYING, 0)
         assert "took longer than its timeout" in the_row().last_error
 
+    @pytest.mark.long
     def test_timeout_among_short_statements_leaves_the_connection_usable(self, handles):
         def handle(message):
             the_effect(message)
@@ -289,6 +290,7 @@ class TestTimeoutAtTheEndOfARun:
         yield
         sys.setswitchinterval(before)
 
+    @pytest.mark.long
     @pytest.mark.usefixtures("_switching_all_the_time")
     def test_timeout_at_the_end_of_a_run_interrupts_inside_the_run_or_not_at_all(self):
         limit, astray, ended = 0.002, [], {True: 0, False: 0}
@@ -318,6 +320,7 @@ class TestTimeoutAtTheEndOfARun:
         assert astray == []
         assert min(ended.values()) > 0, "none ended near its limit"
 
+    @pytest.mark.long
     @every_database
     def test_timeout_at_the_end_of_a_run_leaves_every_effect_once(self, handles):
         dice, limit = random.Random(7), 0.02

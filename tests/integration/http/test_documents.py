@@ -89,6 +89,7 @@ def test_schemathesis_finds_no_answer_that_the_document_does_not_describe(side, 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.django_db(transaction=True)
 def test_generated_client_publishes_and_gets_typed_answers(served, tmp_path, monkeypatch):
     config = tmp_path / "config.yml"

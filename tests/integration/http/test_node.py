@@ -21,6 +21,7 @@ def base(live_server, own_handlers):
         yield f"{live_server.url}/api/"
 
 
+@pytest.mark.long
 @pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
 def test_messages_that_a_node_client_publishes_are_done_once_although_their_first_reader_dies(base):

@@ -80,6 +80,7 @@ class TestAllCome:
         with pytest.raises(KeyError):
             join["other"]
 
+    @pytest.mark.long
     @pytest.mark.every_database
     def test_duplicates_in_random_order_do_not_start_a_run_again(self, joins):
         joins(report)
@@ -283,6 +284,7 @@ class TestUnderStricterIsolation:
             drain()
             assert effects() == [("monday", ALL)]
 
+    @pytest.mark.long
     def test_messages_of_many_runs_that_arrive_together_do_not_collide_under_serializable_isolation(self, joins):
         joins(report)
         with the_default_at(OPTIONS={"isolation_level": psycopg.IsolationLevel.SERIALIZABLE}):

@@ -727,6 +727,7 @@ class TestOrder:
 
         assert handled == [1, 2]
 
+    @pytest.mark.long
     def test_message_retried_out_of_order_does_not_run_concurrently_with_its_key_under_leases(self, leased, given):
         slow, handled = Slow(), []
 

@@ -227,6 +227,7 @@ def test_consumer_frozen_past_its_lease_settles_nothing(consumer, job, is_settle
     assert settled["attempts"] == 2
 
 
+@pytest.mark.long
 def test_database_that_does_not_answer_costs_no_lease_on_another_database(handles, lease_store):
     """Its server accepts connections and does not answer, so extending a lease there waits until it does."""
     begun, go_on = {"default": threading.Event(), "other": threading.Event()}, threading.Event()

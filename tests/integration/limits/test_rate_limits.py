@@ -213,6 +213,7 @@ class TestLimiter:
 
         assert limiter.take(1) == 1
 
+    @pytest.mark.long
     def test_take_does_not_wait_for_a_transaction_that_locks_the_bucket(self, handles):
         limiter = Limiter(handles(the_effect, rate_limit="2/s"))
         lease_tokens("default", limiter._name, rate=2.0, burst=1.2, most=1)
@@ -222,6 +223,7 @@ class TestLimiter:
 
         wait_until(lambda: limiter.take(1))
 
+    @pytest.mark.long
     def test_lessor_thread_ends_when_idle_and_starts_again_on_demand(self, limiter):
         limiter.take(1)
         wait_until(TokenBucket.objects.exists)  # only the thread has asked the database

@@ -685,6 +685,7 @@ class TestConcurrency:
         drain()
         assert in_the_order_of_their_effects() == ["a1", "a2"]
 
+    @pytest.mark.long
     def test_concurrent_consumers_of_the_same_messages_store_each_once_and_in_order(self, handles):
         handler = handles(the_effect, ordered=True)
         messages = [a_message(f"{number}", key=f"key-{number % 5}") for number in range(100)]
@@ -705,6 +706,7 @@ class TestConcurrency:
         }
         assert states_of_all().count("received") == 5
 
+    @pytest.mark.long
     def test_several_runners_keep_the_order_of_every_key_while_messages_arrive(self, handles):
         behaviour = OneAtATime()
         handler = handles(behaviour, ordered=True, name="ordered")
@@ -837,6 +839,7 @@ class TestRowsRead:
             cursor.execute(f"VACUUM ANALYZE {dialect.TABLE}, {dialect.RECEIPTS}")
         return handler
 
+    @pytest.mark.long
     def test_rows_read_do_not_grow_with_the_backlog(self, a_backlog):
         (due,) = InboxMessage.objects.filter(biz_id="500").values_list("pk", flat=True)
         fetched = rows_read(

@@ -76,6 +76,7 @@ class TestDays:
         assert old in days.existing("default")
         assert set(InboxMessage.objects.values_list("handler", flat=True)) == {"tests.elsewhere"}
 
+    @pytest.mark.long
     def test_messages_of_a_day_that_cannot_be_dropped_for_long_are_deleted(self, handles, days):
         """A handler's transaction holds a lock of history, and there may be one at every moment."""
         deliver(handles(the_effect, name="tests.done"))

@@ -294,6 +294,7 @@ def test_async_decisions_are_rolled_back_with_the_transaction_around_them():
     assert is_about(row_of(message).available_at, timezone.now() + HOUR)
 
 
+@pytest.mark.long
 @every_database
 @pytest.mark.timeout(600)  # of CANCELS=10000
 def test_message_cancelled_at_its_due_time_is_either_cancelled_or_published(peer):

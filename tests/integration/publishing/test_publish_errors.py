@@ -100,6 +100,7 @@ def assert_stored(message, payload, headers, topic, key):
     assert json.loads(bytes(row.body)) == json.loads(json.dumps(payload)), "tuples become lists, nothing else changes"
 
 
+@pytest.mark.long
 @pytest.mark.every_database
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(payload=anything, headers=anything, topic=st.text(max_size=5), key=st.text(max_size=5) | anything)

@@ -266,6 +266,7 @@ class TestUniqueMessages:
         assert run("--all", "--dry-run").split("\n\n")[1].startswith("1 message would be restored, 1 of them overdue")
         assert run("--all") == "1 message restored: 1 ready. 1 left: 1 replaced.\n"
 
+    @pytest.mark.long
     @pytest.mark.django_db(transaction=True)
     def test_concurrent_publishing_cancelling_and_restoring_leave_one_live_message_of_a_name(self):
         names, done = [f"b{n}" for n in range(3)], []
@@ -306,6 +307,7 @@ def test_restore_of_a_message_that_is_cancelled_meanwhile_returns_its_present_st
 
 
 # As above, PostgreSQL only.
+@pytest.mark.long
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("ending", ["commits", "rolls back"])
 def test_restore_waits_for_a_concurrent_publish_of_the_same_unique_message(ending):
@@ -326,6 +328,7 @@ def test_restore_waits_for_a_concurrent_publish_of_the_same_unique_message(endin
     assert TrailEntry.objects.filter(became=State.READY, was=State.CANCELLED).count() == restored
 
 
+@pytest.mark.long
 @pytest.mark.django_db(transaction=True)
 def test_restore_leaves_a_message_that_a_long_transaction_is_replacing_and_restores_the_others(monkeypatch):
     monkeypatch.setattr("outbox.store.deciding.OPERATORS_WAIT", timedelta(milliseconds=50))

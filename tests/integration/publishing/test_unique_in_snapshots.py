@@ -41,6 +41,7 @@ def test_message_cancelled_since_is_replaced_once(level):
     assert (found.id, found.created, found.state) == (second.id, False, State.READY)
 
 
+@pytest.mark.long
 def test_restore_leaves_the_message_that_was_replaced_since(level):
     messages = [in_state(State.CANCELLED, biz_id=f"order-{n}", unique=True) for n in range(8)]
     with a_snapshot(level):

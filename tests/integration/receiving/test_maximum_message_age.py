@@ -204,6 +204,7 @@ class TestClockSkew:
         """Shift this machine's clock: `clock(skew)`."""
         return lambda skew: monkeypatch.setattr(reading, "utcnow", lambda: utcnow() + skew)
 
+    @pytest.mark.long
     @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         producer=st.floats(-2, 2),

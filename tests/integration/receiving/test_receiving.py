@@ -212,6 +212,7 @@ def test_first_prepared_statement_of_a_fresh_delivery_inserts_the_inbox_row(hand
 
 @pytest.mark.every_database
 class TestDuplicates:
+    @pytest.mark.long
     def test_twenty_threads_with_one_biz_id_run_the_handler_once(self, handles):
         handler = handles(the_effect)
         copies = [an_envelope(biz_id="order-1") for _ in range(20)]

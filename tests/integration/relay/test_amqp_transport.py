@@ -87,6 +87,7 @@ class TestConfirms:
 
         assert outcomes(second) == {2: NACKED}
 
+    @pytest.mark.long
     def test_missed_deadline_closes_the_connection_of_a_broker_that_answers_nothing(self, peer, transport):
         peer.hold()
         peer.mute = True
@@ -294,6 +295,7 @@ class TestEndOfAConnection:
 
 
 class TestSilence:
+    @pytest.mark.long
     def test_broker_that_sends_only_heartbeats_does_not_extend_the_deadline(self):
         """Each heartbeat restarts the timeout of py-amqp's own confirms, so they may wait forever."""
         with FakeAmqpPeer(heartbeat=1, heartbeat_every=0.02) as peer, connected(peer.url) as transport:
@@ -304,6 +306,7 @@ class TestSilence:
             assert outcomes(sent) == {1: CONFIRMED}
             assert [*transport.unconfirmed()] == [2, 3]
 
+    @pytest.mark.long
     def test_broker_that_reads_nothing_is_given_up_at_the_deadline(self, peer, transport):
         peer.pause_reading()
 
@@ -316,6 +319,7 @@ class TestSilence:
         peer.resume_reading()
         peer.wait_for(lambda: peer.open_connections == 0)
 
+    @pytest.mark.long
     def test_idle_transport_sends_heartbeats_that_keep_the_connection(self):
         # We send one after half an interval of silence; two intervals without one of the peer's end the connection.
         with FakeAmqpPeer(heartbeat=4) as peer, connected(peer.url) as transport:
@@ -411,6 +415,7 @@ class TestConnecting:
         listed = rabbitmq_server.ctl("list_exchanges", "-p", rabbitmq_url.rpartition("/")[2], "name", "type", "durable")
         assert f"{EXCHANGE}\ttopic\ttrue" in listed
 
+    @pytest.mark.long
     def test_broker_that_answers_nothing_is_unavailable(self, peer):
         peer.mute = True
 
@@ -456,6 +461,7 @@ answers = st.lists(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(answers=answers, end=st.sampled_from(["silence", "close_channel", "close_connection", "drop"]))
 def test_any_schedule_of_answers_confirms_exactly_the_acked_messages(answers, end):

@@ -155,6 +155,7 @@ def test_two_concurrent_relays_keep_the_order_of_every_key(peer):
 
 
 class TestTransactionBounds:
+    @pytest.mark.long
     def test_relay_frozen_past_its_transaction_bound_settles_nothing(self):
         message = published()
         shard, woken = row_of(message).shard, []
@@ -306,6 +307,7 @@ def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
     assert any("unnest" in query["sql"] for query in captured)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("before", ["", "ANALYZE", "VACUUM ANALYZE"])
 def test_plans_that_were_kept_when_the_table_was_empty_find_a_backlog_by_the_right_index(before, peer):
     """With a plan that reads the whole table, or all messages of a state, a sudden backlog would stop the relay."""
@@ -754,6 +756,7 @@ def a_ready_row(position, **values):
     return RelayedMessage(**{**dict.fromkeys(RelayedMessage._fields, ""), "position": position, "shard": 0, **values})
 
 
+@pytest.mark.long
 @given(ready_rows_of_a_shard())
 @settings(max_examples=500, deadline=None)
 def test_partial_reads_of_both_ready_indexes_never_overtake_within_a_key(given_rows):
@@ -809,6 +812,7 @@ class TestFloors:
 
         wait_until(condition)
 
+    @pytest.mark.long
     def test_floors_stay_below_a_transaction_that_commits_after_thousands_of_later_ones(self, peer, never_from_the_start):
         """A high-water mark would never find its message."""
         with relaying(peer.url) as relays:
@@ -846,6 +850,7 @@ class TestFloors:
 
         assert ids(peer.published).count(str(unknown.id)) > 1
 
+    @pytest.mark.long
     def test_row_made_ready_by_sql_below_the_floor_is_published(self, peer):
         """An UPDATE past our functions leaves it below the floor; a read from the start finds it."""
         message = published()
@@ -856,6 +861,7 @@ class TestFloors:
 
         assert ids(peer.published).count(str(message.id)) == 2
 
+    @pytest.mark.long
     def test_floors_of_three_relays_skip_no_message_and_keep_the_order_of_keys(self, peer, never_from_the_start):
         """Each writer has a key of its own and transactions of different durations."""
 

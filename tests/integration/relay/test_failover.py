@@ -165,6 +165,7 @@ class TestConnecting:
         with connected(several(peer.url, second.url)):
             assert (peer.open_connections, second.connections) == (1, 0)
 
+    @pytest.mark.long
     def test_broker_that_accepts_connections_and_never_answers_is_skipped(self, silent_broker, peer):
         with connected(several(silent_broker, peer.url)):
             assert peer.open_connections == 1

@@ -292,6 +292,7 @@ class TestWhoWaits:
             changes[step]()
         changes[step]()
 
+    @pytest.mark.long
     def test_relay_settles_after_making_a_day_timed_out_behind_a_reader_of_history(self, today):
         message = published()
         with a_session(f"SELECT count(*) FROM {TABLE}"):
@@ -427,6 +428,7 @@ class TestUnique:
         assert (decision.state, "unique=True" in decision.why) == (State.CANCELLED, True)
         assert state_of(message) == State.CANCELLED
 
+    @pytest.mark.long
     def test_biz_ids_published_settled_cancelled_and_restored_concurrently_stay_unique(self):
         """Each message is published or cancelled at random, so a cancelled one often meets a published one of its biz-id."""
         names = [f"order-{n}" for n in range(10)]
@@ -490,6 +492,7 @@ class TestHousekeeping:
 
         assert (answers[0].outcome, part_of(message)) == (Outcome.CANCELLED, DAYS.name(today))
 
+    @pytest.mark.long
     def test_days_are_made_and_dropped_while_the_passes_of_relays_always_take_long(self, today, peer):
         """A broker that confirms late keeps every pass in its transaction, which has locked history."""
         DAYS.make("default", today - 20)
@@ -550,6 +553,7 @@ class TestHousekeeping:
         keeping.drain(StopRequest())
         assert today + 1 in DAYS.existing("default")
 
+    @pytest.mark.long
     def test_rows_of_a_day_are_deleted_if_the_statement_that_drops_it_is_canceled(self, today, monkeypatch):
         """As by `statement_timeout`, while another transaction reads history."""
         monkeypatch.setattr("exactly_once.sql.partitions.LONGEST_WAIT", timedelta(seconds=60))

@@ -89,6 +89,7 @@ def in_key(messages, drafts, key):
     return [message for message, draft in zip(messages, drafts, strict=True) if draft.key == key]
 
 
+@pytest.mark.long
 def test_local_handlers_get_large_messages_whole_and_a_new_one_gets_its_past(handles):
     first, new = [], []
     handles(lambda message: first.append(len(message.payload)), topic=TOPIC, name="first", ordered=True)

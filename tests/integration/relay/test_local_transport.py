@@ -205,6 +205,7 @@ class TestFailing:
         assert len(tries) == 2
         assert (message.correlation_id, message.causation_id) == (str(published.id), str(published.id))
 
+    @pytest.mark.long
     def test_drain_relays_what_handlers_publish_during_the_drain(self, handles):
         def countdown(message):
             the_effect(message)

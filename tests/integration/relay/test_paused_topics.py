@@ -93,6 +93,7 @@ class TestPausedByAnOperator:
         assert sent == ids([*before, *during[:-1]])
         assert set(of(BAD).values_list("attempts", flat=True)) == {1}
 
+    @pytest.mark.long
     def test_operator_takes_over_what_the_circuit_breaker_has_paused(self, peer, room, short_pauses):
         many(60)
         with relaying(peer.url, MAX_ATTEMPTS=1000):
@@ -226,6 +227,7 @@ class TestProbes:
         assert len(peer.published) <= sent + 5
         assert count(BAD, State.PAUSED) >= 195
 
+    @pytest.mark.long
     def test_probe_that_becomes_due_ends_the_wait_of_an_idle_relay_that_did_not_pause_the_topic(self, peer):
         many(8)
         of(BAD).update(state=State.PAUSED)
@@ -280,6 +282,7 @@ class TestProbes:
         assert (row.is_resuming, row.paused_by, row.reason, row.pause_seconds) == (False, "", "full", 1.0)
         assert not pausing.pause_refused("default", BAD, "full", 1.0, timedelta(seconds=1)), "another relay has done it"
 
+    @pytest.mark.long
     def test_queue_that_accepts_a_few_messages_and_is_full_again_costs_few_others_an_attempt(self, peer):
         room = []
         peer.script = lambda m: [lambda: (peer.ack if room and room.pop() else peer.nack)(m)]
@@ -356,6 +359,7 @@ class TestResuming:
 
 
 class TestCost:
+    @pytest.mark.long
     def test_message_is_written_once_when_it_is_paused_once_when_it_is_resumed_and_never_in_between(
         self, peer, room, short_pauses
     ):

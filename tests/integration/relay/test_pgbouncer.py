@@ -104,6 +104,7 @@ def test_connections_of_these_tests_go_through_pgbouncer(pgbouncer):
     assert any(server["database"] == connection.settings_dict["NAME"] for server in pgbouncer.show("servers"))
 
 
+@pytest.mark.long
 def test_messages_are_published_relayed_and_handled(peer, handles):
     handler = handles(the_effect)
     messages = a_backlog(50)
@@ -129,6 +130,7 @@ def test_concurrent_duplicates_have_one_effect(handles):
     assert effects() == 1
 
 
+@pytest.mark.long
 def test_several_relays_publish_every_message_once_and_every_key_in_order(peer):
     messages = a_backlog(A_LOT)
 

@@ -73,6 +73,7 @@ def assert_within_the_rate(instants, per_second, burst):
             assert last - first + 1 <= per_second * (instants[last] - begin) + 2 * burst + 1
 
 
+@pytest.mark.long
 def test_two_relays_together_send_no_more_than_the_rate(peer, instants):
     many(80)
     with relaying(peer.url, relays=2, **at(f"{PER_SECOND}/s")):
@@ -112,6 +113,7 @@ def test_messages_of_a_key_keep_their_order_also_beside_another_topic(peer):
     assert ids(peer.published) == ids(sent)
 
 
+@pytest.mark.long
 def test_large_backlog_of_a_limited_topic_delays_no_other_topic_and_is_read_once(peer, instants):
     many(3000)
     with relaying(peer.url, relays=2, **at("1/h")):
@@ -125,6 +127,7 @@ def test_large_backlog_of_a_limited_topic_delays_no_other_topic_and_is_read_once
     assert len(instants) == 1
 
 
+@pytest.mark.long
 def test_everything_is_sent_once_the_rate_is_no_longer_in_the_settings(peer):
     messages = many(200, key="k")
     with relaying(peer.url, **at("1/h")):
@@ -136,6 +139,7 @@ def test_everything_is_sent_once_the_rate_is_no_longer_in_the_settings(peer):
     assert ids(peer.published) == ids(messages)
 
 
+@pytest.mark.long
 def test_raised_rate_applies_at_once_although_the_next_message_was_due_in_an_hour(peer, instants):
     many(30)
     with relaying(peer.url, **at("1/h")):

@@ -109,6 +109,7 @@ class TestSelection:
         assert "In another state and not sent: 1;" in shown
         assert not Operation.objects.exists()
 
+    @pytest.mark.long
     @pytest.mark.every_database
     def test_messages_are_selected_by_period_topic_and_biz_id(self, handles):
         handles(the_effect, topic=TOPIC)
@@ -247,6 +248,7 @@ class TestLocally:
         assert Operation.objects.get().state == "finished"
         assert InboxMessage.objects.count() == 2
 
+    @pytest.mark.long
     def test_an_ordered_handler_gets_the_messages_of_a_key_in_their_order(self, handles):
         seen = []
         handles(lambda message: seen.append((message.key, message.payload["n"])), topic=TOPIC, ordered=True)
@@ -351,6 +353,7 @@ class TestRabbitMQ:
         assert list(dict.fromkeys(ids(deliveries))) == ids(messages)
         assert len(deliveries) < 3 * len(messages)
 
+    @pytest.mark.long
     def test_replay_to_a_broker_that_confirms_fewer_messages_in_time_than_a_batch_has_ends(self, peer):
         """It confirms ten messages of a connection. So a batch of ten is the largest that can be confirmed."""
         messages = sent(60)
@@ -366,6 +369,7 @@ class TestRabbitMQ:
         assert Operation.objects.get().done == 60
         assert len(peer.published) < 5 * len(messages)
 
+    @pytest.mark.long
     @pytest.mark.parametrize("batch_bytes", [1, 20], ids=["[a], [k1], [k2]", "[a, k1], [k2]"])
     def test_unconfirmed_message_stops_the_parts_after_it_and_keeps_those_before(self, peer, batch_bytes):
         """A batch of large messages is sent in parts."""

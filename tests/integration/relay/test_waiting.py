@@ -274,6 +274,7 @@ class TestReleasing:
 
 
 class TestDrain:
+    @pytest.mark.long
     def test_drain_publishes_every_waiting_message_that_can_be_released(self, peer):
         published_many(1500, key=lambda n: f"key-{n}")
         OutboxMessage.objects.update(state=State.WAITING)
@@ -334,6 +335,7 @@ class TestCostOfWaiting:
 
         assert rows_read(in_hand) == before
 
+    @pytest.mark.long
     def test_rows_read_by_a_release_grow_with_the_keys_and_not_with_the_messages(self):
         def cost(messages):
             OutboxMessage.objects.all().delete()

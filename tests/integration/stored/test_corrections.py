@@ -187,6 +187,7 @@ class TestCorrectedMessage:
         assert "\\u202e" in text
         assert "ä🙂" in text
 
+    @pytest.mark.long
     def test_payload_that_indentation_would_make_a_thousand_times_longer_is_not_edited(self, handler):
         nested = b"[" * 900 + b"]" * 900
         _, row = dead(handler, body=b'{"amount": [' + b", ".join([nested] * 20) + b"]}")

@@ -103,6 +103,7 @@ class TestWithLocalHandlers:
         assert effects() == ["a"]
         assert outbox_assert_published("tests.second").causation_id == outbox_assert_published(TOPIC).id
 
+    @pytest.mark.long
     def test_failing_handler_leaves_no_effect_and_the_test_goes_on(self, handles, outbox_run_relay):
         def fail(message):
             the_effect(message)
@@ -265,6 +266,7 @@ class TestMisuse:
         with transaction.atomic(), pytest.raises(RuntimeError, match="call it after that block"):
             outbox_run_relay()
 
+    @pytest.mark.long
     @pytest.mark.parametrize("call", ["run_relay()", "travel(timedelta(days=1))"])
     def test_use_outside_of_tests_is_refused(self, call):
         code = f"import django; django.setup(); from datetime import timedelta; from outbox.testing import *; {call}"

@@ -52,6 +52,7 @@ def test_unroutable_message_is_tried_again(handles):
     assert state() == "published"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("transaction_of_the_test")
 def test_handler_that_asks_for_later_is_called_again_then(handles):
     calls = []

@@ -112,6 +112,7 @@ class TestScheduledMessages:
 
         wait_until(lambda: timer._turn() is not None and is_ready(first))
 
+    @pytest.mark.long
     def test_message_cancelled_or_rescheduled_after_it_was_read_is_not_made_ready(self):
         timer = a_timer()
         cancelled, deferred, advanced, unchanged = messages = [published(delay=10 * SOON) for _ in range(4)]
@@ -125,6 +126,7 @@ class TestScheduledMessages:
         assert state_of(cancelled) == State.CANCELLED
         assert state_of(deferred) == State.SCHEDULED
 
+    @pytest.mark.long
     def test_scheduled_messages_become_ready_once_when_the_wheel_is_discarded(self):
         timer = a_timer()
         messages = [published(delay=n * SOON) for n in range(1, 5)]
@@ -231,6 +233,7 @@ def test_timer_takes_over_when_the_lease_of_the_other_expires(monkeypatch):
 
 
 # SQLite reads within this process.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "read",
     [

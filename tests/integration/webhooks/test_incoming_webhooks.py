@@ -317,6 +317,7 @@ def test_request_whose_transaction_fails_is_not_answered_with_200(monkeypatch):
     assert published() == []
 
 
+@pytest.mark.long
 @pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
 def test_provider_that_repeats_forges_and_contradicts_causes_one_effect_per_event(handles):

@@ -96,12 +96,14 @@ class TestCall:
 
         assert wire_of(the_row()).headers["argsrepr"] == "(1, 2)"
 
+    @pytest.mark.long
     def test_call_outside_a_transaction_goes_to_the_broker(self, add):
         with pytest.raises(OperationalError):
             add.delay(1, 2)
 
         assert rows() == []
 
+    @pytest.mark.long
     def test_outbox_using_writes_the_row_to_another_database(self, app):
         def nothing():
             pass
@@ -122,6 +124,7 @@ class TestCall:
 
         assert rows() == []
 
+    @pytest.mark.long
     def test_delay_on_commit_goes_to_the_broker(self, add):
         with pytest.raises(OperationalError), transaction.atomic():
             add.delay_on_commit(1, 2)
@@ -432,6 +435,7 @@ class TestRow:
 class TestInDjangoTestCase:
     pytestmark = pytest.mark.django_db(transaction=False)
 
+    @pytest.mark.long
     def test_transaction_of_the_test_case_does_not_count(self, add):
         with pytest.raises(OperationalError):
             add.delay(1, 2)
