@@ -278,5 +278,5 @@ class BreakerAgainstModel(RuleBasedStateMachine):
         assert self.stored.paused.keys() == self.paused
 
 
-TestBreakerAgainstAModel = BreakerAgainstModel.TestCase
+TestBreakerAgainstAModel = pytest.mark.long(BreakerAgainstModel.TestCase)
 TestBreakerAgainstAModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,5 +1,6 @@
 """A confirm is credited to the publish that its tag names, in any order of the answers and with any repetition."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -106,5 +107,5 @@ class TrackerAgainstModel(RuleBasedStateMachine):
         self.answers[number - 1] = self.expected[number] = outcome
 
 
-TestConfirmTrackerAgainstAModel = TrackerAgainstModel.TestCase
+TestConfirmTrackerAgainstAModel = pytest.mark.long(TrackerAgainstModel.TestCase)
 TestConfirmTrackerAgainstAModel.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)

@@ -259,7 +259,7 @@ class FloorsAgainstTransactions(RuleBasedStateMachine):
         assert not [row for row in rows if row[0] <= self.floors.now.get(row[1], 0)]
 
 
-TestFloorsAgainstTransactions = FloorsAgainstTransactions.TestCase
+TestFloorsAgainstTransactions = pytest.mark.long(FloorsAgainstTransactions.TestCase)
 TestFloorsAgainstTransactions.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
 
 

@@ -1,0 +1,66 @@
+"""The workers that run the tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.support import ROOT
+
+OF_THIS_RUN = ("PYTEST_", "DATABASE_", "OTHER_")
+
+
+def run_in_workers(directory, text, *arguments):
+    (directory / "test_it.py").write_text(text)
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-c",
+            ROOT / "pyproject.toml",
+            "--rootdir",
+            directory,
+            "--workers",
+            "2",
+            *arguments,
+            directory,
+        ],
+        cwd=ROOT,
+        env={**{name: value for name, value in os.environ.items() if not name.startswith(OF_THIS_RUN)}, "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+def test_worker_that_dies_fails_its_test_and_the_others_run(tmp_path):
+    text = "import os\ndef test_before(): pass\ndef test_dies(): os._exit(3)\ndef test_after(): pass\n"
+
+    done = run_in_workers(tmp_path, text)
+
+    assert done.returncode == 1
+    assert "The worker ended with status 3 while it ran this test." in done.stdout
+    assert "1 failed, 2 passed" in done.stdout
+
+
+def test_marked_test_runs_on_both_databases_and_another_on_postgresql_only(tmp_path):
+    text = (
+        "import pytest\nfrom django.conf import settings\n"
+        "def engine(): return settings.DATABASES['default']['ENGINE'].rpartition('.')[2]\n"
+        "@pytest.mark.every_database\ndef test_both(): assert not engine()\n"
+        "def test_one(): assert not engine()\n"
+    )
+
+    done = run_in_workers(tmp_path, text, "--db", "both")
+
+    failed = sorted(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
+    assert [line.partition("::")[2].split(" - ")[0] for line in failed] == [
+        "test_both (postgres)",
+        "test_both (sqlite)",
+        "test_one (postgres)",
+    ]
+    assert ["'postgresql'" in line for line in failed] == [True, False, True]
