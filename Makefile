@@ -9,7 +9,7 @@ EXTRAS := postgres,redis,celery,prometheus,opentelemetry,http,terminal
 WORKERS ?= 5
 PYTEST := $(BIN)/python -m pytest --workers $(WORKERS) --db both
 
-# Every worker and every process of a test would compile all modules again.
+# Every process of a test would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help

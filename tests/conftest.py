@@ -1,4 +1,4 @@
-"""Servers and databases for the tests. Each server starts with the first test that asks for it, once a session."""
+"""Servers and databases for the tests. A server starts when a test asks for it, once in each worker; RabbitMQ once for all."""
 
 from __future__ import annotations
 

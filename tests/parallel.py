@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import pytest
 
 from tests import databases, tiers
-from tests.support.servers import RabbitServer, private
+from tests.support.servers import RabbitServer, ServerFailed, ServerUnavailable, private
 
 rabbitmq = pytest.StashKey[RabbitServer]()
 """The server that all workers share."""
@@ -35,8 +35,10 @@ NEED_RABBITMQ = {"rabbitmq_server", "shared_rabbitmq", "broker"}
 CHUNK = 10
 """How many tests of one module a worker gets at once: they may share fixtures."""
 
-LONGEST_SECONDS = 420
-"""For a test with its fixtures: its own timeout cannot end a wait in a finaliser. The worker ends, and prints its stacks."""
+FIXTURES_SECONDS = 300
+"""How much longer than its own timeout a test may take with its fixtures: that timeout cannot interrupt a finaliser."""
+
+END_SECONDS = 60
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,6 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if not session.config.option.workers or session.config.option.collectonly:
         return None
+    if session.config.option.usepdb:
+        raise pytest.UsageError("--pdb does not work with --workers.")
     if session.testsfailed and not session.config.option.continue_on_collection_errors:
         raise session.Interrupted(f"{session.testsfailed} errors during collection")
     _Run(session).run(session.config.option.workers)
@@ -66,29 +70,53 @@ class _Run:
         session.testscollected = sum(len(chunk) for chunks in self._left.values() for chunk in chunks)
 
     def run(self, count: int) -> None:
-        self._start_workers(count)
         try:
+            self._start_workers(count)
             while self._workers:
                 for channel in wait(list(self._workers), timeout=1):
                     self._hear(self._workers[channel])
-                for worker in self._workers.values():
-                    worker.end_if_it_hangs()
+                self._end_those_that_hang()
                 if self._session.shouldfail or self._session.shouldstop:
-                    for chunks in self._left.values():
-                        chunks.clear()
+                    self._left = {engine: deque() for engine in self._left}
+                    for worker in self._workers.values():
+                        worker.chunk.clear()
         finally:
-            for worker in self._workers.values():
-                worker.channel.close()
-            for worker in self._workers.values():
-                os.waitpid(worker.pid, 0)
+            self._end_all()
         if self._session.shouldfail:
             raise self._session.Failed(self._session.shouldfail)
         if self._session.shouldstop:
             raise self._session.Interrupted(self._session.shouldstop)
 
+    def _end_those_that_hang(self) -> None:
+        for worker in list(self._workers.values()):
+            if worker.channel.poll():
+                continue
+            pid, status = os.waitpid(worker.pid, os.WNOHANG)
+            if pid:  # a process that it has forked may hold its end of the channel open
+                self._has_ended(worker, status)
+            elif worker.unfinished and worker.silent_seconds > self._limit_of(self._session.items[worker.unfinished[0]]):
+                os.kill(worker.pid, signal.SIGABRT)  # the handler of faulthandler prints the stacks
+
+    def _limit_of(self, item: pytest.Item) -> float:
+        mark = item.get_closest_marker("timeout")
+        return FIXTURES_SECONDS + float(mark.args[0] if mark else self._session.config.getini("timeout"))
+
+    def _end_all(self) -> None:
+        """Without their channels, workers end after the test that they run."""
+        for worker in self._workers.values():
+            worker.channel.close()
+        deadline = time.monotonic() + END_SECONDS
+        for worker in self._workers.values():
+            while os.waitpid(worker.pid, os.WNOHANG) == (0, 0):
+                if time.monotonic() > deadline:
+                    os.kill(worker.pid, signal.SIGKILL)
+                time.sleep(0.05)
+
     def _start_workers(self, count: int) -> None:
         if any(NEED_RABBITMQ & tiers.fixtures(item) for item in self._session.items):
-            self._session.config.stash[rabbitmq] = RabbitServer(spins=False).start(waits=False)
+            # Without it, the tests that need one say what is missing.
+            with contextlib.suppress(ServerUnavailable, ServerFailed):
+                self._session.config.stash[rabbitmq] = RabbitServer(spins=False).start(waits=False)
         first, *others = self._left
         # One worker for each other database: when it has run all tests, one for the first takes its place.
         for engine in (*others, *[first] * count)[:count]:
@@ -109,9 +137,8 @@ class _Run:
     def _hear(self, worker: _Worker) -> None:
         try:
             reports = worker.channel.recv()
-            worker.give(self._left[worker.engine])
         except (EOFError, ConnectionError):
-            self._has_ended(worker)
+            self._has_ended(worker, os.waitpid(worker.pid, 0)[1])
             return
         hook, config = self._session.config.hook, self._session.config
         for report in reports:
@@ -120,22 +147,26 @@ class _Run:
             if report.when == "teardown":
                 worker.unfinished.popleft()
             self._report(worker, report)
+        with contextlib.suppress(ConnectionError):  # the next turn finds that it has ended
+            worker.give(self._left[worker.engine])
 
-    def _has_ended(self, worker: _Worker) -> None:
+    def _has_ended(self, worker: _Worker, status: int) -> None:
         del self._workers[worker.channel]
         worker.channel.close()
-        _, status = os.waitpid(worker.pid, 0)
+        if status and not worker.unfinished:
+            self._session.shouldstop = f"a worker ended with status {os.waitstatus_to_exitcode(status)} outside of any test"
         if worker.unfinished:
             item = self._session.items[worker.unfinished.popleft()]
             text = f"The worker ended with status {os.waitstatus_to_exitcode(status)} while it ran this test."
             self._report(worker, pytest.TestReport(item.nodeid, item.location, {item.name: 1}, "failed", text, "call"))
         if unfinished := [*worker.unfinished, *worker.chunk]:
             self._left[worker.engine].appendleft(unfinished)
-        if engine := next((engine for engine in (worker.engine, *self._left) if self._left[engine]), None):
+        engine = next((engine for engine in (worker.engine, *self._left) if self._left[engine]), None)
+        if engine and not (self._session.shouldfail or self._session.shouldstop):
             self._start(engine)
 
     def _report(self, worker: _Worker, report: pytest.TestReport) -> None:
-        if len(self._left) > 1:
+        if worker.engine != next(iter(self._left)):
             report.nodeid += f" ({worker.engine})"
         # As pytest-xdist does, for the terminal: tests overlap.
         report.node = SimpleNamespace(  # type: ignore[attr-defined]
@@ -165,21 +196,21 @@ class _Worker:
             self.unfinished.append(index)
         self.channel.send(index)
 
-    def end_if_it_hangs(self) -> None:
-        if time.monotonic() - self._heard_at > LONGEST_SECONDS:
-            os.kill(self.pid, signal.SIGABRT)  # the handler of faulthandler prints the stacks
+    @property
+    def silent_seconds(self) -> float:
+        return time.monotonic() - self._heard_at
 
 
 def _chunks(tests: list[tuple[int, pytest.Item]]) -> Iterator[list[int]]:
-    """First what takes longest: what needs a RabbitMQ of its own, in one worker; the others outside of the core, one by one."""
-    kinds: dict[str, list[tuple[int, pytest.Item]]] = {"mortal": [], "long": [], "core": []}
+    """Long tests first: those with a RabbitMQ of their own as one chunk, each other one alone. Then the rest."""
+    kinds: dict[str, list[tuple[int, pytest.Item]]] = {"mortal": [], "long": [], "short": []}
     for index, item in tests:
-        kind = "mortal" if "mortal_rabbitmq" in tiers.fixtures(item) else "core" if tiers.is_core(item) else "long"
+        kind = "mortal" if "mortal_rabbitmq" in tiers.fixtures(item) else "short" if tiers.is_core(item) else "long"
         kinds[kind].append((index, item))
     if kinds["mortal"]:
         yield [index for index, _ in kinds["mortal"]]
     yield from ([index] for index, _ in kinds["long"])
-    for _, module in groupby(kinds["core"], key=lambda test: test[1].path):
+    for _, module in groupby(kinds["short"], key=lambda test: test[1].path):
         indices = [index for index, _ in module]
         yield from (indices[start : start + CHUNK] for start in range(0, len(indices), CHUNK))
 
@@ -195,8 +226,10 @@ def _work(session: pytest.Session, engine: databases.Engine, channel: Any) -> No
     except BaseException:  # noqa: BLE001 - the process ends here
         traceback.print_exc()
     finally:
-        atexit._run_exitfuncs()
-        os._exit(status)
+        try:
+            atexit._run_exitfuncs()
+        finally:
+            os._exit(status)
 
 
 def _run_tests(session: pytest.Session, results: _Results) -> None:
@@ -210,7 +243,8 @@ def _run_tests(session: pytest.Session, results: _Results) -> None:
 
 
 def _become_a_worker(config: Any, engine: databases.Engine, channel: Any) -> _Results:
-    """Give up what belongs to the process that was forked: random numbers, servers, files, and the terminal."""
+    """Replace what belongs to the parent: random numbers, servers, files and the terminal."""
+    config.option.maxfail = 0  # the parent counts
     random.seed()
     private.own_what_follows()
     databases.switch_to(engine, config)
@@ -237,7 +271,7 @@ class _Results:
         self._reports: list[Any] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.passed:  # its output is not shown, and it is pickled as it is, which is faster
+        if report.passed:  # pickling it takes less time than the general form, and its output is not shown
             report.sections = []
             self._reports.append(report)
         else:

@@ -19,6 +19,7 @@ FETCHED_FOR: dict[str, list[Callable[[], object]]] = {
     "_mortal_postgres": [binaries.postgres],
     "pgbouncer": [binaries.pgbouncer],
     "rabbitmq_server": [binaries.rabbitmq],
+    "mortal_rabbitmq": [binaries.rabbitmq],
     "redis_server": [binaries.redis],
     "broker": [binaries.rabbitmq, binaries.redis],  # it asks for either by its name
     "skewed_by": [binaries.faketime],
@@ -42,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None]:
     """A wrapper, so that it comes before pytest-django reads the settings."""
     given = early_config.known_args_namespace
-    if not getattr(given, "workers", 0):
+    if not given.workers:
         if given.db == "both":
             raise pytest.UsageError("--db both needs --workers: one process has one database.")
         databases.choose(given.db, early_config)
@@ -57,6 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [item for item in items if any(databases.runs_on(engine, item) for engine in engines)]
     if config.getoption("--core"):
         kept = tiers.core(kept)
+        if config.args_source is pytest.Config.ArgsSource.TESTPATHS and (missing := tiers.PROMISES - tiers.names(kept)):
+            raise pytest.UsageError(f"tests/tiers.py names tests that do not exist: {', '.join(sorted(missing))}")
     config.hook.pytest_deselected(items=[*{*items} - {*kept}])
     items[:] = kept
 

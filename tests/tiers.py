@@ -1,4 +1,4 @@
-"""Which tests belong to the core, which `make test` runs: decided by what a test needs.
+"""Which tests belong to the core, which `make test` runs: decided by their fixtures, their place, and the mark `long`.
 
 Outside are killed servers, browsers, and processes that a test starts and waits for. RabbitMQ is in it for the contract of the
 transports, for Celery and for `PROMISES`. `make all` runs everything.
@@ -51,7 +51,7 @@ PROMISES = {
 
 
 CASES = 2
-"""Of a test with more parameters the core has so many. All are in `make all`."""
+"""The core runs at most this many cases of a parametrised test, of those for one database and of those for both."""
 
 
 def fixtures(item: pytest.Item) -> set[str]:
@@ -59,12 +59,12 @@ def fixtures(item: pytest.Item) -> set[str]:
 
 
 def core(items: list[pytest.Item]) -> list[pytest.Item]:
-    cases: Counter[str] = Counter()
+    cases: Counter[tuple[str, bool]] = Counter()
     chosen = []
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        if is_core(item) and (cases[function] < CASES or _keeps_a_promise(item)):
-            cases[function] += 1
+        kind = item.nodeid.partition("[")[0], item.get_closest_marker("every_database") is None
+        if is_core(item) and (cases[kind] < CASES or _keeps_a_promise(item)):
+            cases[kind] += 1
             chosen.append(item)
     return chosen
 
@@ -77,5 +77,9 @@ def is_core(item: pytest.Item) -> bool:
     )
 
 
+def names(items: list[pytest.Item]) -> set[str]:
+    return {item.nodeid.removeprefix("tests/") for item in items}
+
+
 def _keeps_a_promise(item: pytest.Item) -> bool:
-    return item.nodeid.removeprefix("tests/") in PROMISES
+    return bool(PROMISES & names([item]))

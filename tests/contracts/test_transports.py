@@ -87,7 +87,6 @@ def transport(place):
 
 
 class TestEveryTransport:
-    @pytest.mark.long
     def test_sent_messages_are_confirmed_and_arrive_in_order(self, place, transport):
         messages = [a_message(position, body=f'{{"n":{position}}}'.encode()) for position in (7, 3, 9)]
 

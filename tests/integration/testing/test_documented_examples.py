@@ -57,7 +57,7 @@ def run(project, *arguments):
 
 
 def run_pytest(project, *arguments):
-    without = [word for plugin in ("cacheprovider", "xdist", "schemathesis") for word in ("-p", f"no:{plugin}")]
+    without = [word for plugin in ("cacheprovider", "schemathesis") for word in ("-p", f"no:{plugin}")]
     return run(project, "pytest", "-q", *without, *arguments)
 
 
