@@ -565,7 +565,8 @@ class TestMessageAge:
         assert deliver(task, "o-1", inbox_sent_at=self.sent_at(days=366)) == (states.SUCCESS, {"order": "o-1"})
         assert the_row().duplicates == 1
 
-    def test_quarantined_delivery_runs_after_an_operators_override(self, a_task):
+    def test_quarantined_delivery_runs_after_an_operators_override(self, a_task, local_app, current):
+        current(local_app)
         task = a_task(the_effect, biz_id="order_id")
         deliver(task, "o-1", inbox_sent_at=self.sent_at(days=366))
         assert not decisions.retry("default", the_row().pk)
