@@ -138,6 +138,8 @@ class _Run:
         try:
             reports = worker.channel.recv()
         except (EOFError, ConnectionError):
+            reports = None
+        if reports is None:  # outside of the handler, whose error a new worker would inherit
             self._has_ended(worker, os.waitpid(worker.pid, 0)[1])
             return
         hook, config = self._session.config.hook, self._session.config

@@ -5,7 +5,6 @@ ORDERED_CHAOS_MESSAGES and ORDERED_CHAOS_KEYS make it longer, for example 20000 
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import logging
 import os
@@ -59,17 +58,10 @@ logger = logging.getLogger(__name__)
 pytestmark = [
     pytest.mark.django_db(transaction=True, databases=["default", "other"]),
     pytest.mark.timeout(LONGEST_SECONDS + 100),
-    pytest.mark.usefixtures("_longer_traceback_timeout"),
 ]
 
 HANDLER = Handler(name="testordered.step", topics=(STEP,), function=print, biz_id=None, using="default", ordered=Ordered())
 """Declares the queue only; the function is in the processes."""
-
-
-@pytest.fixture
-def _longer_traceback_timeout():
-    """The suite ends any test after some minutes; this test has a longer limit of its own."""
-    faulthandler.dump_traceback_later(LONGEST_SECONDS + 200, exit=True)
 
 
 @pytest.fixture

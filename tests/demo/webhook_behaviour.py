@@ -11,7 +11,7 @@ from demo_shop.payments.models import Alert, Payment, State
 from demo_shop.payments.services import request_payment, sign
 from outbox.testing import published, run_relay, travel
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
 
 
 @pytest.fixture
