@@ -689,15 +689,19 @@ class TestHousekeeping:
         assert DAYS.existing("default")
 
     def test_dropping_a_day_leaves_no_dead_rows(self, today):
+        def dead_rows():
+            execute("SELECT pg_stat_force_next_flush()")
+            others = "relname LIKE %s AND relname <> %s"
+            ((count,),) = execute(f"SELECT sum(n_dead_tup) FROM pg_stat_user_tables WHERE {others}", f"{TABLE}%", LIVE_PART)
+            return count
+
+        before = dead_rows()  # those of earlier tests
         DAYS.make("default", today)
         a_history(2000)
 
         assert history.HISTORY.drop_day("default", today)
 
-        execute("SELECT pg_stat_force_next_flush()")
-        history_and_days = "relname LIKE %s AND relname <> %s"
-        dead = execute(f"SELECT sum(n_dead_tup) FROM pg_stat_user_tables WHERE {history_and_days}", f"{TABLE}%", LIVE_PART)
-        assert dead == [(0,)]
+        assert dead_rows() <= before
 
 
 @pytest.mark.django_db
