@@ -474,7 +474,7 @@ def collected_from(files):
     """The test functions that pytest collects from these files, as node ids without parameters."""
     present = sorted(name for name in files if (ROOT / name).is_file())
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "--quiet", "--numprocesses=0", "-p", "no:cacheprovider", *present],
+        [sys.executable, "-m", "pytest", "--collect-only", "--quiet", "-p", "no:cacheprovider", *present],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
         capture_output=True,
