@@ -15,9 +15,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from django.db import connections
+from django.db import connections, transaction
 
 from exactly_once.sql.now import NOW
+from exactly_once.sql.prepared_statements import KEEP_PLANS
 from exactly_once.wire.formats import RUN_ELSEWHERE
 from inbox.models import PausedHandler
 from inbox.states import DUE
@@ -110,12 +111,18 @@ def stored_handlers(alias: str) -> list[str]:
 
 def _of_stored_handlers(alias: str, what: str, also: str = "", *, after: str = "") -> list[Any]:
     """An expression of `wanted.handler`, for each handler with messages that are run when due: one index lookup for each."""
-    first = f"SELECT min(stored.handler) FROM {TABLE} stored WHERE {STORED} AND stored.handler >"
+    first = f"(SELECT handler FROM {TABLE} stored WHERE {STORED} AND handler > {{}} ORDER BY handler LIMIT 1)"
     sql = (
-        f"WITH RECURSIVE wanted(handler) AS (SELECT ({first} %s) UNION ALL SELECT ({first} wanted.handler) FROM wanted "
-        f"WHERE wanted.handler IS NOT NULL) SELECT {what} FROM wanted WHERE handler IS NOT NULL {also}"
+        f"WITH RECURSIVE wanted(handler) AS (SELECT {first.format('%s')} UNION ALL SELECT {first.format('wanted.handler')} "
+        f"FROM wanted WHERE wanted.handler IS NOT NULL) SELECT {what} FROM wanted WHERE handler IS NOT NULL {also}"
     )
-    return [found for (found,) in fetch(connections[alias], sql, [after])]
+    connection = connections[alias]
+    if connection.vendor != "postgresql" or connection.in_atomic_block:
+        return [found for (found,) in fetch(connection, sql, [after])]
+    # A table that was never analysed may be filled at once: the planner then takes a sort of all entries for cheaper.
+    with transaction.atomic(using=alias):
+        fetch(connection, f"SELECT {KEEP_PLANS}")
+        return [found for (found,) in fetch(connection, sql, [after])]
 
 
 def paused_handlers(alias: str) -> frozenset[str]:

@@ -9,7 +9,7 @@ from exactly_once.sql.faults import SERIALIZATION_FAILURE
 from inbox.consumer.runner import Runner
 from inbox.models import InboxMessage
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import OPTIONS, an_envelope, drain, effects, handed_over, running, the_effect
+from tests.support.deliveries import OPTIONS, an_envelope, drain, effects, handed_over, the_effect
 from tests.support.inbox_rows import NEXT_ID, RECEIPTS
 from tests.support.refused_rows import cleared, refused
 from tests.support.sql import another_session, executed
@@ -81,9 +81,12 @@ def insert_beside(*kinds):
 @pytest.fixture
 def table():
     """The inbox's table, which no autovacuum reads or analyses meanwhile."""
-    executed("ALTER TABLE inbox_inboxmessage_live SET (autovacuum_enabled = off)")
+    partitions = ("inbox_inboxmessage_live", "inbox_inboxmessage_history_default")
+    for partition in partitions:
+        executed(f"ALTER TABLE {partition} SET (autovacuum_enabled = off)")
     yield
-    executed("ALTER TABLE inbox_inboxmessage_live RESET (autovacuum_enabled)")
+    for partition in partitions:
+        executed(f"ALTER TABLE {partition} RESET (autovacuum_enabled)")
 
 
 def pages_read():
@@ -111,8 +114,9 @@ def test_running_a_message_reads_few_pages_beside(beside, statistics, handles, t
     lock_some_of_it(operator)
     before = pages_read()
 
-    with running():
-        wait_until(lambda: Effect.objects.filter(name__startswith="ours ").count() == FEW)
+    runner = Runner(OPTIONS)
+    while Effect.objects.filter(name__startswith="ours ").count() < FEW:
+        runner.turn()
 
     most = MOST_PAGES_PAST_LOCKS if "has locked" in beside else MOST_PAGES
     assert pages_read() - before < FEW * most
