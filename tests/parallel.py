@@ -149,7 +149,8 @@ class _Run:
                 worker.unfinished.popleft()
             self._report(worker, report)
         with contextlib.suppress(ConnectionError):  # the next turn finds that it has ended
-            worker.give(self._left[worker.engine])
+            if not worker.is_leaving:
+                worker.give(self._left[worker.engine])
 
     def _has_ended(self, worker: _Worker, status: int) -> None:
         del self._workers[worker.channel]
@@ -185,6 +186,7 @@ class _Worker:
         self.engine = engine
         self.unfinished: deque[int] = deque()
         self.chunk: deque[int] = deque()
+        self.is_leaving = False
         self._heard_at = time.monotonic()
 
     def give(self, chunks: deque[list[int]]) -> None:
@@ -193,6 +195,7 @@ class _Worker:
         if not self.chunk and chunks:
             self.chunk.extend(chunks.popleft())
         index = self.chunk.popleft() if self.chunk else None
+        self.is_leaving = index is None
         if index is not None:
             self.unfinished.append(index)
         self.channel.send(index)
@@ -245,7 +248,7 @@ def _run_tests(session: pytest.Session, results: _Results) -> None:
         item, next_item = session.items[index], None if following is None else session.items[following]
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
         index = following
-    results.exchange()
+    results.send()
 
 
 def _become_a_worker(config: Any, engine: databases.Engine, channel: Any) -> _Results:
@@ -285,7 +288,10 @@ class _Results:
 
     def exchange(self) -> int | None:
         """Send the reports, and receive the index of the next test, if there is one."""
-        self._channel.send(self._reports)
-        self._reports = []
+        self.send()
         index: int | None = self._channel.recv()
         return index
+
+    def send(self) -> None:
+        self._channel.send(self._reports)
+        self._reports = []

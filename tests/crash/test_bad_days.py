@@ -30,6 +30,7 @@ from tests.support.crash.points import AWAIT, SEND, SETTLE, WRITE
 from tests.support.crash.witness import everything_is_published
 from tests.support.crash.world import RELAY
 from tests.support.servers import FaultProxy
+from tests.support.waiting import wait_until
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,11 @@ LANES = ["main-loop", "lane_0"]
 
 
 def locked_shards():
-    """The shards that a relay holds now."""
+    """The shards that a relay holds now.
+
+    A stopped process has sent statements that the server still executes: they may lock more.
+    """
+    wait_until(lambda: not working_sessions())
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT objid::bigint FROM pg_locks WHERE locktype = 'advisory' AND granted AND classid = %s "
@@ -66,6 +71,12 @@ def locked_shards():
             [LOCK_SPACE % 2**32],
         )
         return {shard for (shard,) in cursor.fetchall()}
+
+
+def working_sessions():
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pid FROM pg_stat_activity WHERE application_name = %s AND state = 'active'", [RELAY])
+        return cursor.fetchall()
 
 
 def working_relay(world, **how):

@@ -11,13 +11,13 @@ TICKS = (0.01, 0.05)
 most of the time."""
 
 
-def wait_until(condition, within=A_WHILE):
+def wait_until(condition, within=A_WHILE, report=str):
     """The result of `condition` when it came true."""
     began_at = time.monotonic()
     shortest, longest = TICKS
     while not (answer := condition()):
         waited = time.monotonic() - began_at
-        assert waited < within, f"waited {within} s in vain"
+        assert waited < within, f"waited {within} s in vain {report()}"
         time.sleep(min(max(waited / 20, shortest), longest))
     return answer
 

@@ -79,6 +79,12 @@ def last_settled():
     return InboxMessage.objects.latest("settled_at").settled_at.timestamp()
 
 
+def what_is_stored():
+    """The effects, and the rows by what became of them."""
+    columns = ("state", "attempts", "duplicates", "last_error")
+    return effects(), *InboxMessage.objects.values_list(*columns).annotate(Count("pk"))
+
+
 def test_rate_limit_holds_for_two_consumers_together_and_the_backlog_drains(two_consumers, rabbitmq_url, length):
     with two_consumers() as consumers:
         # Watched from before the first message: it may be handled before the last one is sent.
@@ -87,7 +93,7 @@ def test_rate_limit_holds_for_two_consumers_together_and_the_backlog_drains(two_
         begun = watch.answer
         wait_until(lambda: length() == 0)
         # Deliveries that wait for a token near the acknowledgement timeout are stored, and run by the runner.
-        wait_until(lambda: effects() == A_BURST)
+        wait_until(lambda: effects() == A_BURST, report=what_is_stored)
         for consumer in consumers:
             consumer.terminate()
             assert consumer.ends() == 0
