@@ -5,13 +5,20 @@ transaction again at once. During an *outage* (connection lost, server shutting 
 memory) it waits and counts no attempt. A *canceled* statement took too long: the caller asks for less. Any other error is the
 fault of the code that ran the statement. For a statement of this project only its values or the database can be the cause; a
 missing table or privilege then counts as an unavailable database.
+
+What decides, in this order: whether a connection was being opened, the SQLSTATE and the severity, the class of the error, its
+text. An error whose cause is not known is an outage, because an outage blames no message.
 """
 
+import inspect
 import re
 from collections.abc import Iterator
-from typing import Any
+from traceback import walk_tb
+from typing import Any, TypeGuard
 
+from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, DataError, IntegrityError, InterfaceError, OperationalError
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 
 from exactly_once.sql.partitions import DEFAULT_SUFFIX
@@ -19,10 +26,13 @@ from exactly_once.sql.partitions import DEFAULT_SUFFIX
 SERIALIZATION_FAILURE, DEADLOCK, LOCK_TIMEOUT = "40001", "40P01", "55P03"
 _CANCELED = "57014"
 CHECK_VIOLATION, INSUFFICIENT_PRIVILEGE, DUPLICATE_TABLE = "23514", "42501", "42P07"
-_COLLISIONS = {SERIALIZATION_FAILURE, DEADLOCK, LOCK_TIMEOUT}
+_SNAPSHOT_TOO_OLD = "72000"
+_COLLISIONS = {SERIALIZATION_FAILURE, DEADLOCK, LOCK_TIMEOUT, _SNAPSHOT_TOO_OLD}
 _READ_ONLY, _RESOURCES, _SYSTEM = "25006", "53...", "58..."
-_LOST_SESSION = re.compile(r"08...|57P0[1-5]|25P03")
-_OUTAGE = re.compile(rf"{_LOST_SESSION.pattern}|{_READ_ONLY}|{_RESOURCES}|{_SYSTEM}")
+_LOST_SESSION = re.compile(r"08...|28...|57P0.|25P0[34]")
+_OUTAGE = re.compile(rf"{_LOST_SESSION.pattern}|{_READ_ONLY}|{_RESOURCES}|{_SYSTEM}|40003|57000|F0...|HV00N")
+"""Also: completion unknown, operator intervention, the server's files, a foreign server that cannot be reached."""
+_OUTAGE_OF_SQLITE = re.compile(r"SQLITE_(FULL|IOERR|CANTOPEN|READONLY|NOMEM|PROTOCOL)")
 _LIMIT_OF_A_VALUE = "54"
 _SCHEMA_DIFFERS = re.compile(r"23502|NOT NULL constraint failed.*")  # this version does not write the column
 UNDEFINED_TABLE = "42P01"
@@ -36,14 +46,20 @@ _REMEDIES = (
     (_SYSTEM, "Its server reports an I/O or system error; see the server's log."),
 )
 """Patterns of SQLSTATEs, and the operator's remedy."""
-_LOST = re.compile(r"connection|terminat|server closed|SSL|EOF|could not receive|could not send", re.IGNORECASE)
+_OF_THE_STATEMENT = re.compile(
+    r"number of parameters|command string is a null|in progress|pipeline mode|COPY|row mode|rows mode", re.IGNORECASE
+)
+"""Of libpq's errors without a SQLSTATE, those of the program that uses it."""
+_LOST = re.compile(
+    r"connect|terminat|server closed|SSL|EOF|could not receive|could not send|resolve host|host name|timed out|^\(2006",
+    re.IGNORECASE,
+)
+_CONNECT = inspect.unwrap(BaseDatabaseWrapper.connect).__code__
 
 
 def is_collision(error: BaseException) -> bool:
     """Did two transactions conflict? PostgreSQL's documentation says to run this one again."""
-    return any(
-        getattr(link, "sqlstate", None) in _COLLISIONS or _is_sqlite_busy(link) or _is_misrouted(link) for link in _chain(error)
-    )
+    return any(_sqlstate(link) in _COLLISIONS or _is_sqlite_busy(link) or _is_misrouted(link) for link in _chain(error))
 
 
 def _is_misrouted(error: BaseException) -> bool:
@@ -51,7 +67,7 @@ def _is_misrouted(error: BaseException) -> bool:
 
     PostgreSQL reports it as the violation of a CHECK constraint without a name, like any row that its partition does not take.
     """
-    if getattr(error, "sqlstate", None) != CHECK_VIOLATION:
+    if _sqlstate(error) != CHECK_VIOLATION:
         return False
     found: Any = getattr(error, "diag", None)
     return found.constraint_name is None and (found.table_name or "").endswith(DEFAULT_SUFFIX)
@@ -59,15 +75,13 @@ def _is_misrouted(error: BaseException) -> bool:
 
 def is_lock_timeout(error: BaseException) -> bool:
     """Did another transaction hold a lock for longer than lock_timeout?"""
-    return any(getattr(link, "sqlstate", None) == LOCK_TIMEOUT for link in _chain(error))
+    return any(_sqlstate(link) == LOCK_TIMEOUT for link in _chain(error))
 
 
 def is_outage(error: BaseException) -> bool:
-    """Is the database unavailable, or did it end the transaction of a frozen process?
-
-    The SQLSTATE decides. A statement that never reached the server has none; then the text of the error decides.
-    """
-    return _says(error, _OUTAGE)
+    """Is the database unavailable, or did it end the transaction of a frozen process?"""
+    of_sqlite = (_OUTAGE_OF_SQLITE.match(getattr(link, "sqlite_errorname", None) or "") for link in _chain(error))
+    return _says(error, _OUTAGE) or any(of_sqlite)
 
 
 def is_lost(error: BaseException) -> bool:
@@ -92,7 +106,7 @@ def may_be_of_a_row(error: BaseException) -> bool:
 
 def sqlstate_of(error: BaseException) -> str:
     """PostgreSQL's SQLSTATE, or "" if the statement did not reach it."""
-    return next(filter(None, (getattr(link, "sqlstate", None) for link in _chain(error))), "")
+    return next(filter(None, map(_sqlstate, _chain(error))), "")
 
 
 def remedy(error: BaseException, alias: str) -> str:
@@ -105,21 +119,36 @@ def remedy(error: BaseException, alias: str) -> str:
 
 
 def _says(error: BaseException, sqlstates: re.Pattern[str]) -> bool:
+    if _failed_to_connect(error):
+        return not is_collision(error)
+    links = [*_chain(error)]
+    if any(getattr(getattr(link, "diag", None), "severity_nonlocalized", None) in {"FATAL", "PANIC"} for link in links):
+        return True
     if sqlstate := sqlstate_of(error):
         return bool(sqlstates.fullmatch(sqlstate))
-    # A statement that never reached the server. SQLite has no server.
-    lost = isinstance(error, OperationalError | InterfaceError) and bool(_LOST.search(str(error)))
-    return lost and not any(hasattr(link, "sqlite_errorname") for link in _chain(error))
+    # libpq made the error, or the driver. SQLite has no server.
+    if any(hasattr(link, "sqlite_errorname") for link in links):
+        return False
+    if any(_is_of_postgresql(link) for link in links) and (isinstance(error, OperationalError) or type(error) is DatabaseError):
+        return not _OF_THE_STATEMENT.search(str(error))
+    return isinstance(error, OperationalError | InterfaceError) and bool(_LOST.search(str(error)))
+
+
+def _failed_to_connect(error: BaseException) -> bool:
+    """Was a connection being opened? The class of the error may be that of a pool, or of a service that issues passwords."""
+    return not isinstance(error, ImproperlyConfigured) and any(
+        frame.f_code is _CONNECT for frame, _ in walk_tb(error.__traceback__)
+    )
 
 
 def is_canceled(error: BaseException) -> bool:
     """Did the server cancel the statement, because of `statement_timeout` or an operator?"""
-    return any(getattr(link, "sqlstate", None) == _CANCELED for link in _chain(error))
+    return any(_sqlstate(link) == _CANCELED for link in _chain(error))
 
 
 def why_unavailable(error: BaseException, alias: str) -> str:
     """The reason to log for an outage: the database's message, or the cause and the remedy if they are known."""
-    if any(getattr(link, "sqlstate", None) == _READ_ONLY for link in _chain(error)):
+    if any(_sqlstate(link) == _READ_ONLY for link in _chain(error)):
         return f"it is a standby or read-only; point DATABASES[{alias!r}] at the primary, or make it writable"
     return str(error)
 
@@ -134,8 +163,17 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     link: BaseException | None = error
     # Django's wrapper has the driver's error as its cause. A handler's own `raise … from` may wrap it again; that is the
     # handler's error, not the database's.
-    while isinstance(link, DatabaseError | InterfaceError) or (link is not None and hasattr(link, "sqlstate")):
+    while isinstance(link, DatabaseError | InterfaceError) or _is_of_postgresql(link):
         yield link
         link = link.__cause__
     if link is not None and hasattr(link, "sqlite_errorname"):
         yield link
+
+
+def _is_of_postgresql(link: BaseException | None) -> TypeGuard[BaseException]:
+    return hasattr(link, "sqlstate") or hasattr(link, "pgcode")
+
+
+def _sqlstate(link: BaseException) -> str | None:
+    """Of psycopg 3, or of psycopg2."""
+    return getattr(link, "sqlstate", None) or getattr(link, "pgcode", None)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from django.db import DataError, OperationalError
 from kombu.utils.compat import detect_environment
 
-from exactly_once.sql.faults import SERIALIZATION_FAILURE
+from exactly_once.sql.faults import SERIALIZATION_FAILURE, sqlstate_of
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -240,7 +240,7 @@ def _run(
 
 
 def _raise_if_lost(error: Exception, statements: Sequence[PreparedStatement], at_hand: _AtHand) -> None:
-    sqlstate = getattr(error.__cause__ or error, "sqlstate", None)
+    sqlstate = sqlstate_of(error)
     if sqlstate in {_MISSING, _EXISTS}:
         for statement in statements:
             statement._forget_if_named(str(error), at_hand)  # noqa: SLF001 - of this module

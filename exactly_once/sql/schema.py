@@ -17,6 +17,7 @@ from django.core.management.base import CommandError
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections, router, transaction
 from django.db.migrations.loader import MigrationLoader
 
+from exactly_once.sql.faults import sqlstate_of
 from exactly_once.sql.labels import label_of
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def is_missing(error: BaseException) -> bool:
     """Does the error say that a table or column is missing?"""
     if not isinstance(error, DatabaseError):
         return False
-    if sqlstate := getattr(error.__cause__, "sqlstate", None):
+    if sqlstate := sqlstate_of(error):
         return sqlstate in _MISSING
     return str(error).startswith(_MISSING_IN_SQLITE)
 

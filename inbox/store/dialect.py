@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from django.db import DatabaseError, InterfaceError, OperationalError, connections
+from django.db import OperationalError, connections
 from django.db.models import JSONField
 
 from exactly_once.sql.connections import is_postgresql
@@ -115,7 +115,7 @@ def is_reachable(alias: str) -> bool:
         connection.close()
         with connection.cursor() as cursor:
             cursor.execute("SELECT 1")
-    except (DatabaseError, InterfaceError):
+    except Exception:  # noqa: BLE001 - a pool, or a service that issues passwords, has errors of its own
         connection.close()
         return False
     return True

@@ -30,3 +30,14 @@ def the_default_at(**settings):
     finally:
         connection.close()
         connection.settings_dict.update(before)
+
+
+@contextmanager
+def unresolvable(alias="default"):
+    """The host name of this database does not resolve: for every connection that is opened during the block."""
+    settings = connections[alias].settings_dict
+    before, settings["HOST"] = settings["HOST"], "database.invalid"
+    try:
+        yield
+    finally:
+        settings["HOST"] = before

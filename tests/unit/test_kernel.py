@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -73,19 +74,47 @@ def driver_error(sqlstate, message="", kind=OperationalError):
     return error
 
 
+def of_sqlite(code, message):
+    cause = sqlite3.OperationalError(message)
+    cause.sqlite_errorcode, cause.sqlite_errorname = code, {1: "SQLITE_ERROR", 13: "SQLITE_FULL"}[code]
+    error = OperationalError(message)
+    error.__cause__ = cause
+    return error
+
+
+def of_psycopg2(pgcode):
+    cause = type("OperationalError", (Exception,), {"pgcode": pgcode})("could not translate host name")
+    error = OperationalError(str(cause))
+    error.__cause__ = cause
+    return error
+
+
+OF_THE_PROGRAM = ["number of parameters must be between 0 and 65535", "another command is already in progress"]
 NO_CONNECTION = ["connection refused", "the connection is closed", "server closed the connection unexpectedly"]
 COLLISIONS = [
-    *map(driver_error, ["40001", "40P01", "55P03"]),  # serialization failures, deadlocks, lock timeouts
+    *map(driver_error, ["40001", "40P01", "55P03", "72000"]),  # serialization failures, deadlocks, lock timeouts, old snapshots
     *map(OperationalError, ["database is locked", "database table is locked: outbox"]),  # of SQLite
 ]
+NOT_RESOLVED = ["failed to resolve host 'db': …", 'could not translate host name "db" to address: …']
 OUTAGES = [
-    *map(driver_error, ["08006", "08003", "57P01", "57P02", "57P03", "25006", "53100", "53300", "58030"]),
-    # PostgreSQL classifies it as an invalid transaction state, and Django as an internal error.
+    *map(driver_error, ["08006", "08003", "08P01", "28P01", "57P01", "57P02", "57P03", "57P05", "57000"]),
+    *map(driver_error, ["25006", "40003", "53100", "53300", "58030", "F0000", "HV00N"]),
+    # PostgreSQL classifies them as invalid transaction states, and Django as internal errors.
     driver_error("25P03", "terminating connection due to idle-in-transaction timeout", InternalError),
-    *(driver_error(None, message) for message in NO_CONNECTION),
+    driver_error("25P04", "terminating connection due to transaction timeout", InternalError),
+    *(driver_error(None, message) for message in [*NO_CONNECTION, *NOT_RESOLVED, "out of memory", "what no list has"]),
+    driver_error(None, "error with status PGRES_TUPLES_OK and no message from the libpq", DatabaseError),
     *map(InterfaceError, NO_CONNECTION),
+    OperationalError(2006, "…"),  # of a MySQL, which a handler's `biz_id` may read
+    of_sqlite(13, "database or disk is full"),
+    of_psycopg2("57P01"),
+    of_psycopg2(None),
 ]
 NEITHER = [
+    *(driver_error(None, f"sending query failed: {message}") for message in OF_THE_PROGRAM),
+    driver_error(None, "the last operation didn't produce records", ProgrammingError),
+    of_sqlite(1, "no such function: connection"),
+    of_psycopg2("22001"),
     *(driver_error(sqlstate, "canceling statement") for sqlstate in ("57014", "42P01", "42501")),
     driver_error("40001", "order refused", ValueError),  # of an application, caused by a database error
     *(DatabaseError("connection"), ValueError("connection refused"), ValueError("database is locked")),
@@ -117,12 +146,24 @@ class TestDatabaseErrors:
     @pytest.mark.parametrize(
         ("sqlstate", "lost"),
         [
-            *((code, True) for code in ("08006", "57P01", "25P03")),
+            *((code, True) for code in ("08006", "57P01", "25P03", "25P04", "28000")),
             *((code, False) for code in ("25006", "53100", "58030", "42P01")),
         ],
     )
     def test_a_session_is_lost_if_the_server_ended_it_and_not_if_it_answers_with_an_error(self, sqlstate, lost):
         assert is_lost(driver_error(sqlstate)) is lost
+
+    def test_whatever_fails_while_a_connection_is_opened_is_an_outage_unless_it_collides(self, monkeypatch):
+        fresh = connection.copy()
+        for error, outage in [(RuntimeError("no token"), True), (OperationalError("database is locked"), False)]:
+
+            def refuse(*given, error=error):
+                raise error
+
+            monkeypatch.setattr(fresh, "get_new_connection", refuse)
+            with pytest.raises(type(error)) as caught:
+                fresh.connect()
+            assert is_outage(caught.value) is is_lost(caught.value) is outage
 
     @pytest.mark.parametrize(
         ("sqlstate", "alias", "expected"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from django.db import connection
+from django.db import connection, connections
 
 from inbox.models import InboxMessage
 from inbox.states import State
+from tests.support.aliases import unresolvable
 from tests.support.deliveries import OPTIONS, TOPIC, an_envelope, deliver, effects, run_to_the_end, the_effect, the_row
 from tests.support.waiting import wait_until
 from tests.support.workers import broker_options, consuming, declare, send
@@ -19,6 +20,30 @@ def takes_too_much(message):
         with connection.cursor() as cursor:
             cursor.execute("DO $$ BEGIN RAISE EXCEPTION 'too large' USING ERRCODE = '53400'; END $$")
     return message.id
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["unordered", "ordered"])
+def test_messages_wait_while_the_name_of_the_database_of_their_biz_id_does_not_resolve(handles, rabbitmq_url, caplog, ordered):
+    options = broker_options(rabbitmq_url)
+
+    def reads_elsewhere(message):
+        with connections["other"].cursor() as cursor:
+            cursor.execute("SELECT %s", [message.id])
+            return cursor.fetchone()[0]
+
+    handler = handles(the_effect, biz_id=reads_elsewhere, ordered=ordered)
+    declare(handler, options)
+    connections["other"].close()
+    with unresolvable("other"):
+        for number in range(10):
+            send(rabbitmq_url, TOPIC, {}, message_id=f"m-{number}")
+        with consuming([handler], options):
+            wait_until(lambda: "database.invalid" in caplog.text)
+            assert not InboxMessage.objects.filter(state=State.DEAD).exists()
+    with consuming([handler], options):
+        wait_until(lambda: effects() == 10)
+    assert [record for record in caplog.records if record.exc_info] == []
+    assert not InboxMessage.objects.filter(attempts__gt=1).exists()
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["unordered", "ordered"])

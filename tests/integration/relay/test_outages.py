@@ -15,6 +15,7 @@ from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store.dialect import live
 from outbox.transports.amqp import AmqpTransport
+from tests.support.aliases import unresolvable
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     TOPIC,
@@ -312,6 +313,20 @@ class TestDatabaseOutage:
             wait_until(lambda: state_of(second) == State.PUBLISHED)
 
         assert errors(caplog) == [], "an ended session is an outage and not an unexpected error"
+
+    @pytest.mark.long
+    def test_relay_waits_while_the_name_of_its_database_does_not_resolve(self, peer, caplog):
+        with relaying(peer.url, timed=True):
+            first = published()
+            wait_until(lambda: state_of(first) == State.PUBLISHED)
+            with unresolvable():
+                assert end_other_sessions() >= 1, "that of the relay"
+                second = published()
+                wait_until(lambda: said(caplog, "failed to resolve host"))
+                assert untouched(second)
+            wait_until(lambda: state_of(second) == State.PUBLISHED)
+
+        assert [record for record in caplog.records if record.exc_info] == []
 
     @pytest.mark.every_database
     def test_missing_table_is_one_error_with_the_remedy_and_waited_for(self, peer, caplog):
