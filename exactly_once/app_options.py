@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from exactly_once import settings as options
 from exactly_once.http_options import HttpOptions, read_http
 from exactly_once.masking import masked, quoted
+from exactly_once.tls import TlsOptions
 
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
@@ -65,6 +66,7 @@ class AppOptions:
     """The options that both apps have.
 
     Attributes:
+        BROKER_SSL: the options of TLS to the broker and to its management API, see `exactly_once.tls.TlsOptions`.
         RETRY_BASE, RETRY_CAP: delay after the first failed attempt, and the longest one.
         TRAIL: the transitions to record in the trail: "decisions", those that matter to an operator, or "all".
         TRAIL_RETENTION: how long trail entries are kept, and bulk operations after their end, with their outcomes.
@@ -81,6 +83,7 @@ class AppOptions:
         SHUTDOWN_GRACE: longest time from SIGTERM to the end of the process.
     """
 
+    BROKER_SSL: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # see ALERTS
     RETRY_BASE: timedelta = timedelta(seconds=10)
     RETRY_CAP: timedelta = timedelta(hours=2)
     TRAIL: str = "decisions"
@@ -99,11 +102,12 @@ class AppOptions:
         options.require_positive(self)
         if self.TRAIL not in {"decisions", "all"}:
             raise ValueError(f"TRAIL is {quoted(self.TRAIL)}: it must be 'decisions' or 'all'.")
+        _read_tls(self.BROKER_SSL)
         _read_alerts(self.ALERTS)
         read_http(self.HTTP)
 
     def in_force(self, name: str) -> dict:  # type: ignore[type-arg] # see ALERTS
-        """The value of ALERTS or HTTP."""
+        """The value of ALERTS, HTTP or BROKER_SSL."""
         value: dict = getattr(self, name)  # type: ignore[type-arg] # see ALERTS
         return value
 
@@ -113,12 +117,25 @@ class AppOptions:
         return self.TRAIL == "all"
 
     @cached_property
+    def tls(self) -> TlsOptions:
+        return _read_tls(self.in_force("BROKER_SSL"))
+
+    @cached_property
+    def own_tls(self) -> TlsOptions | None:
+        """None if this app has no BROKER_SSL."""
+        return _read_tls(self.BROKER_SSL) if self.BROKER_SSL else None
+
+    @cached_property
     def alerts(self) -> AlertOptions:
         return _read_alerts(self.in_force("ALERTS"))
 
     @cached_property
     def http(self) -> HttpOptions:
         return read_http(self.in_force("HTTP"))
+
+
+def _read_tls(given: object) -> TlsOptions:
+    return options.parse(TlsOptions, "BROKER_SSL", given)
 
 
 def _read_alerts(given: object) -> AlertOptions:

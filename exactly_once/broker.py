@@ -6,17 +6,22 @@ This module ensures that kombu tries each of them, and that they are of one kind
 This module opens no connection.
 """
 
+import inspect
 import socket
+import ssl
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from amqp.exceptions import AccessRefused, AMQPError, FrameSyntaxError, NotAllowed
 from amqp.method_framing import frame_handler
+from kombu import Connection
 from kombu.exceptions import KombuError
 from kombu.transport import TRANSPORT_ALIASES, get_transport_cls
+from kombu.utils.url import url_to_parts
 
-from exactly_once.masking import is_url, why_unreadable
+from exactly_once.masking import is_url, quoted, why_unreadable
+from exactly_once.tls import DEFAULT_TLS, TlsOptions
 from exactly_once.wire.text import fit, why_unfit
 
 EXCHANGE_TYPE = "topic"
@@ -31,6 +36,10 @@ _HEADER_FRAME = 2
 # Class, weight and body size; the flags and the properties follow.
 _HEADER_PREFIX = 12
 _AMQP_SCHEMES = {"amqp", "amqps", "pyamqp"}
+_REDIS_SCHEMES = {"redis", "rediss", "valkey", "valkeys"}
+_ENCRYPTED_SCHEMES = {"amqps", "rediss", "valkeys"}
+_OPTIONS_IN_A_URL = {"heartbeat", "login_method"}
+"""Of those that kombu knows, the ones that work as text."""
 LOCAL_BROKER = "local://"
 _LOCAL = "local"
 _CHUNK_BYTES = 16_384
@@ -81,8 +90,12 @@ def speaks_amqp(url: str) -> bool:
     return scheme_of(url) in _AMQP_SCHEMES
 
 
-def why_unusable(url: str) -> str | None:
-    """Why kombu cannot use `url`, or one URL of a list; None if it can try."""
+def why_unusable(url: str, tls: TlsOptions | None = None) -> str | None:
+    """Why kombu cannot use `url`, or one URL of a list; None if it can try.
+
+    Args:
+        tls: the BROKER_SSL that is given for this URL.
+    """
     urls = url.split(";")
     schemes = [_scheme(one) for one in urls]
     if len(urls) > 1 and _LOCAL in schemes:
@@ -93,6 +106,10 @@ def why_unusable(url: str) -> str | None:
     if not scheme_of(url):
         kinds = " and ".join(f"{scheme}://" for scheme in dict.fromkeys(schemes))
         return f"its URLs are of different kinds, {kinds}, and a list is for the brokers of one cluster"
+    if tls and not _ENCRYPTED_SCHEMES.intersection(schemes):
+        return "BROKER_SSL is set, but the connection would not be encrypted; write amqps:// or rediss://"
+    if tls and tls.server_hostname and scheme_of(url) in _REDIS_SCHEMES:
+        return "BROKER_SSL has server_hostname, which the library for Redis does not know; write that name as the host"
     return None
 
 
@@ -107,7 +124,30 @@ def _why_unusable(url: str) -> str | None:
         transport = get_transport_cls(_scheme(url))
     except (ImportError, NameError, AttributeError) as error:  # some modules of kombu use names of a library that is missing
         return f"a library that kombu needs for it is missing ({error}); it is in an extra of kombu, such as kombu[redis]"
-    return None if transport.can_parse_url else why_unreadable(url)
+    return None if transport.can_parse_url else why_unreadable(url) or _why_misread(url)
+
+
+def _why_misread(url: str) -> str | None:
+    """Why kombu would fail at an option of `url` whenever it connects, or None."""
+    if "+" in url.partition("://")[0]:
+        return None
+    query = url_to_parts(url).query
+    for name in query:
+        if speaks_amqp(url) and name not in _OPTIONS_IN_A_URL:
+            return f"its option {quoted(name)} is not understood; options of TLS are given in BROKER_SSL"
+        if _scheme(url) in _REDIS_SCHEMES and name.startswith("ssl_") and name not in _options_of_redis():
+            return f"its option {quoted(name)} is not understood"
+    try:
+        Connection(url, ssl=True)
+    except (TypeError, ValueError, KeyError):
+        return f"one of its options is not understood, or has a wrong value: {', '.join(map(quoted, query))}"
+    return None
+
+
+def _options_of_redis() -> Collection[str]:
+    from redis import SSLConnection  # noqa: PLC0415 - an extra
+
+    return inspect.signature(SSLConnection).parameters
 
 
 def _scheme(url: str) -> str:
@@ -127,8 +167,32 @@ def why_no_exchange(name: str) -> str | None:
     return why_unfit(name)
 
 
+class BrokerConnection(Connection):  # type: ignore[misc] # kombu has no types
+    """A connection of kombu, encrypted as BROKER_SSL says if the scheme of its URL says that it is.
+
+    Each broker of a list has a host name to compare. kombu has one set of options for all, and writes the first name into it.
+    """
+
+    def __init__(self, *given: Any, tls: TlsOptions = DEFAULT_TLS, **named: Any) -> None:
+        self._tls = tls
+        super().__init__(*given, **named)
+
+    def clone(self, **named: Any) -> "BrokerConnection":
+        cloned: BrokerConnection = super().clone(tls=self._tls, **named)
+        return cloned
+
+    def _init_params(self, **params: Any) -> None:
+        # kombu calls it for the first URL, and for each one that it switches to.
+        scheme = params["transport"]
+        if scheme == "amqps":
+            params["ssl"] = self._tls.for_amqp(params["hostname"])
+        elif scheme in _ENCRYPTED_SCHEMES:
+            params["ssl"] = {**self._tls.for_redis(), **(params["ssl"] or {})}
+        super()._init_params(**params)
+
+
 def connection_options(url: str, **transport_options: Any) -> dict[str, Any]:
-    """Keyword arguments for `kombu.Connection(url, …)`."""
+    """Keyword arguments for `BrokerConnection(url, …)`."""
     seconds = min(_CONNECT_SECONDS, _ALL_CONNECT_SECONDS / _count(url))
     if not speaks_amqp(url):
         # kombu's Redis transport reads the transport option.
@@ -180,12 +244,19 @@ def _read_frames_of_anybody(connection: Any, callback: Any) -> Any:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Does the broker refuse this login or virtual host, or does the user lack a permission? Waiting does not help then."""
+    """Does the broker refuse this login or virtual host, or does the user lack a permission? Waiting does not help then.
+
+    Nor does it if the certificate of the broker is not accepted.
+    """
     link: BaseException | None = error
     while link is not None:
-        if isinstance(link, AccessRefused | NotAllowed) or _REFUSALS_OF_REDIS & {kind.__name__ for kind in type(link).__mro__}:
+        if isinstance(link, AccessRefused | NotAllowed | ssl.SSLCertVerificationError):
             return True
-        link = link.__cause__
+        if _REFUSALS_OF_REDIS & {kind.__name__ for kind in type(link).__mro__}:
+            return True
+        # The library for Redis raises its own error while it handles that of a certificate.
+        cause, context = link.__cause__, link.__context__
+        link = context if cause is None and isinstance(context, ssl.SSLCertVerificationError) else cause
     return False
 
 

@@ -18,6 +18,7 @@ import kombu
 
 from exactly_once.broker import scheme_of, speaks_amqp
 from exactly_once.process.clock import monotonic
+from exactly_once.tls import TlsOptions
 
 _DEFAULTS = {"amqp": (5672, "http", 15672), "pyamqp": (5672, "http", 15672), "amqps": (5671, "https", 15671)}
 """By the broker's scheme: its default port, and the scheme and default port of the API."""
@@ -34,11 +35,12 @@ class QueueDepths:
 
     Args:
         broker_url: of the broker; only an AMQP broker is asked.
+        tls: how its certificate is verified.
         url: of the API; "" for its default port, if the broker uses its own default port.
     """
 
-    def __init__(self, broker_url: str, url: str) -> None:
-        self._broker_url, self._url = broker_url, url
+    def __init__(self, broker_url: str, url: str, tls: TlsOptions) -> None:
+        self._broker_url, self._url, self._tls = broker_url, url, tls
         self._lock = threading.Lock()
         self._reading: threading.Thread | None = None
         self._known: Mapping[str, int] | None = None
@@ -63,7 +65,7 @@ class QueueDepths:
         broker = kombu.Connection(self._broker_url)
         url = self._url or default_url(self._broker_url, broker)
         try:
-            queues = read_list(url, broker, "queues", "?columns=name,messages") if url else None
+            queues = read_list(url, broker, "queues", "?columns=name,messages", tls=self._tls) if url else None
             self._known = None if queues is None else {queue["name"]: int(queue.get("messages", 0)) for queue in queues}
         except Exception:  # noqa: BLE001 - whatever an API answers, the page shows that the depths are unknown
             self._known = None
@@ -76,14 +78,16 @@ def default_url(broker_url: str, broker: kombu.Connection) -> str:
     return f"{scheme}://{broker.hostname}:{api_port}" if (broker.port or port) == port else ""
 
 
-def read_list(url: str, broker: kombu.Connection, kind: str, query: str = "") -> list[dict[str, Any]]:
+def read_list(url: str, broker: kombu.Connection, kind: str, query: str = "", *, tls: TlsOptions) -> list[dict[str, Any]]:
     """The objects of this kind in the broker's virtual host. Raises any error."""
     at = urlsplit(url)
     user, password = (at.username, at.password) if at.username else (broker.userid or "guest", broker.password or "guest")
     credentials = base64.b64encode(f"{user}:{password}".encode()).decode()
-    connection = (HTTPSConnection if at.scheme == "https" else HTTPConnection)(
-        at.hostname or "", at.port, timeout=_TIMEOUT_SECONDS
-    )
+    host, port = at.hostname or "", at.port
+    if at.scheme == "https":
+        connection: HTTPConnection = HTTPSConnection(host, port, timeout=_TIMEOUT_SECONDS, context=tls.context())
+    else:
+        connection = HTTPConnection(host, port, timeout=_TIMEOUT_SECONDS)
     connection.connect()
     # Of the class socket, because that of an SSLSocket would let the reading thread go on unencrypted.
     end = threading.Timer(_LONGEST_SECONDS, partial(socket.socket.shutdown, connection.sock, socket.SHUT_RDWR))

@@ -90,7 +90,7 @@ def check_broker(chosen: InboxOptions) -> Iterator[CheckMessage]:
     """inbox.E004: a broker that cannot be used. One of `OUTBOX` is reported by the outbox, if that is installed."""
     url = chosen.broker_url
     is_own = chosen.BROKER_URL or not apps.is_installed("outbox")
-    if is_own and not is_local(url) and (reason := why_unusable(url)):
+    if is_own and not is_local(url) and (reason := why_unusable(url, chosen.own_tls)):
         yield Error(
             f"The inbox's broker is {masked(url)}, which cannot be used: {reason}.",
             hint=SEVERAL_HINT if ";" in url else _BROKER_HINT,
@@ -99,14 +99,37 @@ def check_broker(chosen: InboxOptions) -> Iterator[CheckMessage]:
 
 
 @check_with(inbox_options)
+def check_broker_tls(chosen: InboxOptions) -> Iterator[CheckMessage]:
+    """inbox.W010: files of BROKER_SSL that this process cannot use."""
+    if chosen.own_tls and (reason := chosen.own_tls.why_unloadable()):
+        yield Warning(f"INBOX: {reason}.", hint="A consumer does not start without them.", id="inbox.W010")
+
+
+@check_with(inbox_options)
 def check_lease_store(chosen: InboxOptions) -> Iterator[CheckMessage]:
-    """inbox.E007: LEASE_STORE is Redis, but the Redis library is not installed."""
+    """inbox.E007: LEASE_STORE is Redis, but the Redis library is not installed, or does not understand the URL."""
     if chosen.LEASE_STORE != IN_THE_DATABASE and find_spec("redis") is None:
         yield Error(
             f"INBOX['LEASE_STORE'] is {masked(chosen.LEASE_STORE)}, but the Python library for Redis is not installed.",
             hint='Run `pip install "django-exactly-once[redis]"`, or set LEASE_STORE to "database".',
             id="inbox.E007",
         )
+    elif chosen.LEASE_STORE != IN_THE_DATABASE and not _is_understood(chosen.LEASE_STORE):
+        yield Error(
+            f"INBOX['LEASE_STORE'] is {masked(chosen.LEASE_STORE)}: an option is not understood, or has a wrong value.",
+            hint="Give the options that the library for Redis knows, such as ssl_ca_certs.",
+            id="inbox.E007",
+        )
+
+
+def _is_understood(url: str) -> bool:
+    from redis import ConnectionPool, RedisError  # noqa: PLC0415 - an extra
+
+    try:
+        ConnectionPool.from_url(url).make_connection()
+    except (TypeError, ValueError, RedisError):
+        return False
+    return True
 
 
 @check_with(inbox_options)

@@ -30,8 +30,8 @@ _REDIS = ("redis://", "rediss://", "unix://"), "'database' or a URL like redis:/
 
 @dataclass(frozen=True, kw_only=True)
 class InboxOptions(AppOptions):
-    """The options of `INBOX`, with their defaults, besides those that both apps have. ALERTS, HTTP, REDACT and REDACT_ERRORS
-    that are empty are taken from `OUTBOX`.
+    """The options of `INBOX`, with their defaults, besides those that both apps have. BROKER_SSL, ALERTS, HTTP, REDACT
+    and REDACT_ERRORS that are empty are taken from `OUTBOX`.
 
     Attributes:
         BROKER_URL: any kombu URL or `local://`; "" takes `OUTBOX["BROKER_URL"]`, so that a service sets it once.
@@ -110,7 +110,7 @@ class InboxOptions(AppOptions):
             raise ValueError(f"LEASE_STORE is {masked(self.LEASE_STORE)}: {reason}.")
 
     def in_force(self, name: str) -> Any:
-        """The value of ALERTS or HTTP, if it is empty that of `OUTBOX`."""
+        """The value of ALERTS, HTTP or BROKER_SSL, if it is empty that of `OUTBOX`."""
         return getattr(self, name) or _given_to_the_outbox(name, {})
 
     @cached_property
@@ -179,7 +179,7 @@ def inbox_options() -> InboxOptions:
     given, outbox = getattr(settings, "INBOX", None), getattr(settings, "OUTBOX", None)
     if _latest is None or _latest[0] is not given or _latest[1] is not outbox:
         read = options.parse(InboxOptions, "INBOX", {} if given is None else given)
-        _ = read.broker_url, read.exchange, read.redact, read.redact_errors
+        _ = read.broker_url, read.tls, read.exchange, read.redact, read.redact_errors
         _latest = given, outbox, read
     return _latest[2]
 

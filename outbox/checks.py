@@ -72,7 +72,14 @@ def _why_no_transport(url: str) -> str | None:
         transport_class(url)
     except ImportError as error:
         return str(error)
-    return None if is_local(url) else why_unusable(url)
+    return None if is_local(url) else why_unusable(url, outbox_options().own_tls)
+
+
+@check_with(outbox_options)
+def check_broker_tls(chosen: OutboxOptions) -> Iterator[CheckMessage]:
+    """outbox.W009: files of BROKER_SSL that this process cannot use."""
+    if chosen.own_tls and (reason := chosen.own_tls.why_unloadable()):
+        yield Warning(f"OUTBOX: {reason}.", hint="A relay does not start without them.", id="outbox.W009")
 
 
 @check_with(outbox_options)

@@ -16,6 +16,7 @@ _FIRST_REMINDER_SECONDS = 10.0
 _LONGEST_REMINDER_SECONDS = 600.0
 _NOTHING_LOST = "no message is lost and no attempt is counted"
 _REFUSAL_REMEDY = "Correct its user, password or virtual host, or grant the user its permissions on the broker."
+_CERTIFICATE_REMEDY = "Name its authority in BROKER_SSL['ca_certs'], and in the URL the host that the certificate is for."
 _DRAIN_WAITS = (
     "This process drains: it ends once the broker is available and nothing is due. To end it before that, send SIGTERM."
 )
@@ -137,5 +138,8 @@ def wait_for_broker(
     if not refused:
         outage.wait(f"{masked(url)}: {reason}", stop, remedy=drains)
         return
-    remedy, refusal = f"{_REFUSAL_REMEDY} {drains}".strip(), f"The broker refuses {setting}, {masked(url)}: {reason}."
+    remedy, refusal = _REFUSAL_REMEDY, f"The broker refuses {setting}, {masked(url)}: {reason}."
+    if "CERTIFICATE_VERIFY_FAILED" in reason:
+        remedy, refusal = _CERTIFICATE_REMEDY, f"The certificate of the broker in {setting}, {masked(url)}, fails: {reason}."
+    remedy = f"{remedy} {drains}".strip()
     outage.wait(reason, stop, remedy=remedy, describe_error=lambda: refusal)

@@ -108,7 +108,7 @@ def _names(alias: str, most: int) -> list[str]:
 def _depths() -> Mapping[str, int] | None:
     """The messages in the queues of each handler of this process; one whose queues do not exist is left out."""
     options = inbox_options()
-    known = _read_depths(options.broker_url, options.MANAGEMENT_URL).known()
+    known = _read_depths(options.broker_url, options.MANAGEMENT_URL, options.tls).known()
     if known is None:
         return None
     queues = {handler.name: [queue.name for queue in queues_of(handler, options)] for handler in registry.all()}

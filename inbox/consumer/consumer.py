@@ -20,6 +20,7 @@ from amqp.exceptions import ChannelError
 
 from exactly_once.broker import (
     BROKER_FAILURES,
+    BrokerConnection,
     connection_attempts,
     connection_options,
     dispatch_what_is_read,
@@ -177,7 +178,7 @@ class Consumer:
         if self._connection is not None:
             return
         url = self._options.broker_url
-        self._connection = kombu.Connection(url, **connection_options(url))
+        self._connection = BrokerConnection(url, tls=self._options.tls, **connection_options(url))
         self._connection.ensure_connection(**connection_attempts(url))
         self._policies.read()
         self._unusable = self._declare()

@@ -53,7 +53,7 @@ def serve(
     leave_pools()
     options = inbox_options()
     local = is_local(options.broker_url)
-    if not local and (reason := why_unusable(options.broker_url)):
+    if not local and (reason := why_unusable(options.broker_url, options.own_tls) or options.tls.why_unloadable()):
         raise ImproperlyConfigured(f"{options.broker_setting} is {masked(options.broker_url)}, which cannot be used: {reason}.")
     stop = StopRequest() if stop is None else stop
     watchdog = Watchdog(limit=options.WATCHDOG, kind="consumer")

@@ -174,6 +174,7 @@ class Policies:
         # Classic queues have no delivery limit; only a queue declared earlier may still be a quorum queue.
         self._unavailable_level = logging.WARNING if options.QUEUE_TYPE == "quorum" else logging.INFO
         self._url = options.MANAGEMENT_URL
+        self._tls = options.tls
         self._known: dict[str, list[dict[str, Any]]] = {}
 
     def read(self) -> None:
@@ -185,7 +186,7 @@ class Policies:
             self._log_unavailable("is not queried, because the broker does not use its default port")
             return
         try:
-            self._known = {kind: read_list(url, broker, kind) for kind in _KINDS}
+            self._known = {kind: read_list(url, broker, kind, tls=self._tls) for kind in _KINDS}
         except Exception as error:  # noqa: BLE001 - whatever an API answers
             self._log_unavailable(f"at {masked(url)} is unavailable ({describe(error)})")
 

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from django.apps import apps
 from django.utils.module_loading import import_string
 
-from exactly_once.broker import scheme_of, why_unusable
+from exactly_once.broker import is_local, scheme_of, why_unusable
 from exactly_once.transport import Transport
+from outbox.conf import outbox_options
 
 _BY_SCHEME = {
     "local": "inbox.local.LocalTransport",
@@ -35,4 +36,6 @@ def transport_class(url: str) -> type[Transport]:
 def open_transport(url: str, *, alias: str, exchange: str) -> Transport:
     """A transport to `url` for messages of the database `alias`; not connected yet."""
     make: Callable[..., Transport] = transport_class(url)
-    return make(url, alias=alias, exchange=exchange)
+    if is_local(url):
+        return make(url, alias=alias, exchange=exchange)
+    return make(url, alias=alias, exchange=exchange, tls=outbox_options().tls)

@@ -22,6 +22,7 @@ from amqp.exceptions import NotFound, RecoverableConnectionError
 from exactly_once.broker import (
     BROKER_FAILURES,
     EXCHANGE_TYPE,
+    BrokerConnection,
     Frame,
     connection_attempts,
     connection_options,
@@ -30,6 +31,7 @@ from exactly_once.broker import (
     read_in_chunks,
 )
 from exactly_once.process.clock import monotonic
+from exactly_once.tls import DEFAULT_TLS, TlsOptions
 from exactly_once.transport import (
     CONFIRMED,
     BrokerRefused,
@@ -108,8 +110,8 @@ class AmqpTransport(Transport):
 
     capabilities = Capabilities(confirms=True)
 
-    def __init__(self, url: str, *, alias: str, exchange: str) -> None:
-        self._url = url
+    def __init__(self, url: str, *, alias: str, exchange: str, tls: TlsOptions = DEFAULT_TLS) -> None:
+        self._url, self._tls = url, tls
         self._exchange = exchange
         self._connection: kombu.Connection | None = None
         self._amqp: Any = None
@@ -233,7 +235,7 @@ class AmqpTransport(Transport):
         self._exchanges = {""}
         events = {"on_blocked": self._on_blocked, "on_unblocked": self._on_unblocked}
         try:
-            self._connection = kombu.Connection(self._url, **connection_options(self._url, **events))
+            self._connection = BrokerConnection(self._url, tls=self._tls, **connection_options(self._url, **events))
             self._connection.ensure_connection(**connection_attempts(self._url))
             # Stored here, because kombu's own `connection` attribute silently reconnects after this connection is closed.
             self._amqp = self._connection.connection

@@ -11,8 +11,17 @@ from typing import Any
 import kombu
 from kombu.transport.virtual import Channel as VirtualChannel
 
-from exactly_once.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_attempts, connection_options, is_refusal, scheme_of
+from exactly_once.broker import (
+    BROKER_FAILURES,
+    EXCHANGE_TYPE,
+    BrokerConnection,
+    connection_attempts,
+    connection_options,
+    is_refusal,
+    scheme_of,
+)
 from exactly_once.process.clock import monotonic
+from exactly_once.tls import DEFAULT_TLS, TlsOptions
 from exactly_once.transport import (
     CONFIRMED,
     BrokerRefused,
@@ -56,9 +65,9 @@ def capabilities_of(url: str) -> Capabilities:
 class VirtualTransport(Transport):
     """Publishes through any kombu transport, one message after the other."""
 
-    def __init__(self, url: str, *, alias: str, exchange: str) -> None:
+    def __init__(self, url: str, *, alias: str, exchange: str, tls: TlsOptions = DEFAULT_TLS) -> None:
         self.capabilities = capabilities_of(url)
-        self._url = url
+        self._url, self._tls = url, tls
         self._exchange = kombu.Exchange(exchange, EXCHANGE_TYPE, durable=True)
         self._connection: kombu.Connection | None = None
         self._channel: Any = None
@@ -68,7 +77,7 @@ class VirtualTransport(Transport):
     def connect(self) -> None:
         if self._connection is not None:
             return
-        connection = kombu.Connection(self._url, **connection_options(self._url))
+        connection = BrokerConnection(self._url, tls=self._tls, **connection_options(self._url))
         try:
             connection.ensure_connection(**connection_attempts(self._url))
             self._channel = connection.channel()

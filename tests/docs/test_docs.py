@@ -13,6 +13,7 @@ import dataclasses
 import inspect
 import os
 import re
+import ssl
 import subprocess
 import sys
 from datetime import timedelta
@@ -43,6 +44,7 @@ import outbox.metrics
 import outbox.signals
 import outbox.testing
 from exactly_once import metrics
+from exactly_once.tls import TlsOptions
 from inbox import states
 from inbox.conf import InboxOptions
 from inbox.models import InboxMessage, Receipt
@@ -98,8 +100,15 @@ def test_every_option_of_a_dictionary_in_a_setting_is_documented_with_its_defaul
     assert defaults_in(table) == vars(getattr(OutboxOptions(), name))
 
 
+def test_every_option_of_tls_is_documented_with_its_default():
+    table = rows(page("how-to/tls.md"), "option of `BROKER_SSL`", "default", "meaning")
+
+    assert defaults_in(table) == vars(TlsOptions())
+
+
 def defaults_in(table):
-    return {name.strip("`"): eval(default.strip("`"), {"timedelta": timedelta}) for name, default, _ in table}
+    names = {"timedelta": timedelta, "ssl": ssl}
+    return {name.strip("`"): eval(default.strip("`"), names) for name, default, _ in table}
 
 
 def default_of(field):

@@ -44,6 +44,8 @@ def _require_transport(url: str) -> None:
         transport_class(url)
     except ImportError as error:
         raise CommandError(f"OUTBOX['BROKER_URL'] is {masked(url)}, which cannot be used: {error}.") from error
+    if not is_local(url) and (reason := outbox_options().tls.why_unloadable()):
+        raise CommandError(f"OUTBOX: {reason}.")
 
 
 def _relay(alias: str, stop: StopRequest, *, drain: bool) -> None:
