@@ -18,7 +18,7 @@ import kombu
 
 from exactly_once.broker import scheme_of, speaks_amqp
 from exactly_once.process.clock import monotonic
-from exactly_once.tls import TlsOptions
+from exactly_once.tls import DEFAULT_TLS, TlsOptions
 
 _DEFAULTS = {"amqp": (5672, "http", 15672), "pyamqp": (5672, "http", 15672), "amqps": (5671, "https", 15671)}
 """By the broker's scheme: its default port, and the scheme and default port of the API."""
@@ -39,7 +39,7 @@ class QueueDepths:
         url: of the API; "" for its default port, if the broker uses its own default port.
     """
 
-    def __init__(self, broker_url: str, url: str, tls: TlsOptions) -> None:
+    def __init__(self, broker_url: str, url: str, tls: TlsOptions = DEFAULT_TLS) -> None:
         self._broker_url, self._url, self._tls = broker_url, url, tls
         self._lock = threading.Lock()
         self._reading: threading.Thread | None = None
@@ -78,7 +78,9 @@ def default_url(broker_url: str, broker: kombu.Connection) -> str:
     return f"{scheme}://{broker.hostname}:{api_port}" if (broker.port or port) == port else ""
 
 
-def read_list(url: str, broker: kombu.Connection, kind: str, query: str = "", *, tls: TlsOptions) -> list[dict[str, Any]]:
+def read_list(
+    url: str, broker: kombu.Connection, kind: str, query: str = "", *, tls: TlsOptions = DEFAULT_TLS
+) -> list[dict[str, Any]]:
     """The objects of this kind in the broker's virtual host. Raises any error."""
     at = urlsplit(url)
     user, password = (at.username, at.password) if at.username else (broker.userid or "guest", broker.password or "guest")
