@@ -21,6 +21,7 @@ from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import arrivals
 from outbox import publish
+from tests.support.aliases import unresolvable
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import OPTIONS, an_envelope, deliver
@@ -478,3 +479,17 @@ class TestSessions:
                     publish(JOB, {}, biz_id=name, using="other")
             execute(f"ALTER DATABASE {database()} RESET default_transaction_read_only")
             relay.until(lambda: len(effects_on_other()) == 20)
+
+
+def test_consumer_waits_while_the_name_of_its_database_does_not_resolve(handler, rabbitmq_url, caplog):
+    with consuming([handler], broker_options(rabbitmq_url)):
+        send_ten(rabbitmq_url)
+        wait_until(lambda: effects_on_other() == Counter(names(10)))
+        with unresolvable("other"):
+            end_other_sessions()
+            send_all(rabbitmq_url, TOPIC, [(f"late-{number}", {}) for number in range(5)])
+            wait_until(lambda: "failed to resolve host" in caplog.text)
+        wait_until(lambda: sum(effects_on_other().values()) == 15)
+
+    assert [record for record in caplog.records if record.exc_info] == []
+    assert not InboxMessage.objects.using("other").filter(attempts__gt=1).exists()
