@@ -21,6 +21,7 @@ from django.utils.text import capfirst
 from django.utils.translation import gettext
 
 from exactly_once.display import identifier, number, visible
+from exactly_once.operators.clock import Dated, ahead
 from exactly_once.operators.failure_groups import FailureGroups
 from exactly_once.operators.minutes import Minutes
 from exactly_once.sql.counts import Count
@@ -117,6 +118,13 @@ class Attention:
     objects: Sequence[str] | None = ("",)
     more: Sequence[tuple[Text, Link]] = ()
     is_urgent: bool | None = None
+
+
+def clock_was_ahead(alias: str, kinds: Sequence[Dated]) -> Iterator[Attention]:
+    """A line for the rows of each kind that wait because the database's clock was ahead."""
+    for found in ahead(alias, kinds):
+        words = gettext("%(problem)s exactly_once_status has the statement that makes them due.")
+        yield Attention(condition="clock_ahead", text=words % {"problem": found})
 
 
 def waiting(processes: Iterable[Any], one: Text, several: Text) -> Iterator[Attention]:

@@ -22,6 +22,7 @@ from django.utils.translation import gettext_lazy
 
 from exactly_once.cli.command import TranslatedCommand
 from exactly_once.cli.terminal import BOLD, RED, Line, Table, age
+from exactly_once.operators.clock import Ahead, Dated, ahead
 from exactly_once.operators.dead_letters import Letters
 from exactly_once.operators.heartbeat_table import ProcessKind, process_kinds
 from exactly_once.operators.history import History
@@ -63,6 +64,7 @@ class Part:
         letters: its dead letters.
         history: of its messages.
         remains: by name, what is deleted besides, each with `rows` and `deletions`.
+        dated: its rows that wait until an instant.
         trail: the model of the trail's entries.
         operations: its bulk operations.
         options: returns its settings.
@@ -73,6 +75,7 @@ class Part:
     letters: Letters
     history: History
     remains: Mapping[str, Any] = MappingProxyType({})
+    dated: Sequence[Dated] = ()
     trail: type[Model]
     operations: OperationTable
     options: Callable[[], Any]
@@ -101,6 +104,10 @@ class Part:
     def life_signs(self) -> list[LifeSign]:
         """Of its running processes on this host."""
         return life_signs(self.kind)
+
+    def ahead(self, alias: str) -> list[Ahead]:
+        """The rows that wait because the database's clock was ahead."""
+        return list(ahead(alias, self.dated))
 
     def further_checks(self, alias: str, heartbeats: Sequence[Any]) -> list[Check]:
         """Checks of health besides those of the database, the processes and the broker."""
@@ -242,6 +249,13 @@ def _counts(process: Any) -> str:
     return ", ".join(count for kind in process_kinds() if kind.app == process.app for count in kind.counts(process))
 
 
+def _heartbeat(process: Any) -> str:
+    early = process.beat_at - process.database_now
+    if process.silent and early > timedelta():
+        return _("%(time)s ahead") % {"time": timedelta(seconds=int(early.total_seconds()))}
+    return age(process.beat_at, process.database_now)
+
+
 def _milliseconds(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f} ms"
 
@@ -267,7 +281,7 @@ _COLUMNS = [
     _Column("id", lambda process: str(process.pk)[:8], is_brief=False),
     _Column(gettext_lazy("version"), lambda process: process.version),
     _Column(gettext_lazy("started"), lambda process: age(process.started_at, process.database_now)),
-    _Column(gettext_lazy("heartbeat"), lambda process: age(process.beat_at, process.database_now)),
+    _Column(gettext_lazy("heartbeat"), _heartbeat),
     # The present rate of a silent process is unknown.
     _Column(gettext_lazy("per second"), lambda row: "-" if row.silent or row.stopped_at else f"{row.rate:,.1f}"),
     _Column(

@@ -94,7 +94,9 @@ class HeartbeatTable:
     def known(self, alias: str) -> QuerySet[Any]:
         """`rows`, and after them the processes that have stopped within the last hour."""
         lately = Q(stopped_at=None) | Q(stopped_at__gte=DatabaseTime(-heartbeat.STOPPED_SHOWN_FOR))
-        silent = Q(stopped_at=None, beat_at__lt=DatabaseTime(-heartbeat.SILENT_AFTER))
+        # A heartbeat from the future is that of a process which ended while the clock was ahead.
+        late, early = DatabaseTime(-heartbeat.SILENT_AFTER), DatabaseTime(heartbeat.SILENT_AFTER)
+        silent = Q(Q(beat_at__lt=late) | Q(beat_at__gt=early), stopped_at=None)
         known: QuerySet[Any] = self._rows(alias).annotate(
             has_stopped=Q(stopped_at__isnull=False), silent=silent, database_now=DatabaseTime()
         )

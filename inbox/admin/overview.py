@@ -18,6 +18,7 @@ from exactly_once.admin.sections import (
     Reading,
     Section,
     Traffic,
+    clock_was_ahead,
     count_text,
     failing_dead,
     listed,
@@ -37,6 +38,7 @@ from inbox.consumer.topology import queues_of
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler
 from inbox.operators import accounting
+from inbox.operators.accounting import DATED
 from inbox.operators.alerting import newly_conflicting
 from inbox.operators.housekeeping import HISTORY
 from inbox.operators.operations import groups
@@ -78,6 +80,7 @@ def _attention(alias: str, counts: Mapping[State, Count], alive: Sequence[Any], 
         )
         yield Attention(condition="no_consumer", objects=names, text=format_html(words, named(names), what_to_start()))
     yield from waiting(alive, _("Consumer {} waits for {}."), _("Consumers {} wait for {}."))
+    yield from clock_was_ahead(alias, DATED)
     received = counts[State.RECEIVED].oldest
     if received is not None and now - received > inbox_options().STUCK_AFTER:
         words = gettext("A message was received %(duration)s ago and has not been run.")
@@ -139,6 +142,7 @@ register(
         conditions={
             "no_consumer": Condition(link=lambda name: listed(Process, app="inbox")),
             "waiting": Condition(link=lambda name: listed(Process, app="inbox")),
+            "clock_ahead": Condition(link=lambda name: listed(InboxMessage, state=State.RECEIVED)),
             "lag": Condition(link=lambda name: listed(InboxMessage, handler=name, stuck="overdue")),
             "dead": Condition(link=lambda name: listed(InboxMessage, state=State.DEAD)),
             "conflicts": Condition(link=lambda name: listed(InboxMessage, handler=name, duplicates="conflicting")),

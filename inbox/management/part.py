@@ -40,6 +40,7 @@ _STYLES: Mapping[str, str] = {State.DEAD: RED, State.RETRYING: YELLOW, State.WAI
 class InboxPart(Part):
     processes, kind, history, remains = CONSUMERS, "consumer", housekeeping.HISTORY, housekeeping.remains
     letters, trail, operations, options = letters, TrailEntry, operations, staticmethod(inbox_options)
+    dated = accounting.DATED
 
     def retention(self) -> timedelta:
         return inbox_options().KEEP_HISTORY

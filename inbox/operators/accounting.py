@@ -11,6 +11,7 @@ from datetime import datetime
 from django.db import connections
 from django.db.models import Count, Min
 
+from exactly_once.operators.clock import Dated
 from exactly_once.sql import counts as counting
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import FIRST_DAY
@@ -18,7 +19,7 @@ from inbox.models import InboxMessage, TrailEntry
 from inbox.operators.housekeeping import HISTORY
 from inbox.states import SETTLED, State
 from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE
-from inbox.store.due import longest_due
+from inbox.store.due import longest_due, stored_handlers
 
 _OPEN = tuple(state for state in State if state not in SETTLED)
 _RARE = (State.SKIPPED, State.SHED)
@@ -29,6 +30,17 @@ _INDEXES = {
     **dict.fromkeys(_RARE, f"state IN ('skipped', 'shed') AND state <> 'done' AND day >= {FIRST_DAY}"),
 }
 """The condition of the index of each state, on SQLite and on PostgreSQL."""
+DATED = tuple(
+    Dated(
+        table=TABLE,
+        due="next_attempt_at",
+        written=written,
+        where=f"{IS_OPEN} AND state = '{state}'",
+        first=lambda alias: ("handler", stored_handlers(alias)),
+    )
+    for state, written in ((State.RECEIVED, "received_at"), (State.RETRYING, "failed_at"))
+)
+"""Rows that wait until an instant."""
 _PAIRS = {
     "postgresql": (
         "WITH RECURSIVE pairs AS ("

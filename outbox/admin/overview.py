@@ -53,6 +53,7 @@ def _attention(
     if not alive:
         yield sections.Attention(condition="no_relay", text=_("No relay is running: no message is published."))
     yield from sections.waiting(alive, _("Relay {} waits for {}."), _("Relays {} wait for {}."))
+    yield from sections.clock_was_ahead(alias, figures.DATED)
     if overdue is not None and overdue > outbox_options().STUCK_AFTER:
         words = gettext("A message has been due for %(duration)s and is not published.")
         yield sections.Attention(condition="lag", text=words % {"duration": duration(overdue)})
@@ -87,6 +88,7 @@ sections.register(
         conditions={
             "no_relay": sections.Condition(link=lambda name: sections.listed(Process, app="outbox")),
             "waiting": sections.Condition(link=lambda name: sections.listed(Process, app="outbox")),
+            "clock_ahead": sections.Condition(link=lambda name: sections.listed(OutboxMessage, state=State.RETRYING)),
             "lag": sections.Condition(link=lambda name: sections.listed(OutboxMessage, stuck="overdue")),
             "dead": sections.Condition(link=lambda name: sections.listed(OutboxMessage, state=State.DEAD)),
             "stuck_prepared": sections.Condition(link=lambda name: sections.listed(OutboxMessage, state=State.STUCK)),

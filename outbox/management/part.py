@@ -17,6 +17,7 @@ from outbox.models import TrailEntry
 from outbox.operators.callbacks import PendingCalls, pending_calls
 from outbox.operators.counts import count_states, topics_unchecked
 from outbox.operators.dead_letters import letters
+from outbox.operators.figures import DATED
 from outbox.operators.operations import operations
 from outbox.operators.relays import RELAYS
 from outbox.states import State
@@ -26,7 +27,7 @@ _STYLES = {State.DEAD: RED, State.STUCK: RED, State.RETRYING: YELLOW, State.WAIT
 
 
 class OutboxPart(Part):
-    processes, kind = RELAYS, "relay"
+    processes, kind, dated = RELAYS, "relay", DATED
     letters, history, trail, operations, options = (
         letters,
         history.HISTORY,

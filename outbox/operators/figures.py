@@ -5,12 +5,13 @@ from datetime import datetime, timedelta
 
 from django.db import connections
 
+from exactly_once.operators.clock import Dated
 from exactly_once.operators.minutes import database_time
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.counts import Count, count_each, count_up_to_limit, earliest, estimated, instant
 from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.now import now_after
-from outbox.models import SHARDS, PausedTopic, TrailEntry
+from outbox.models import SHARDS, PausedTopic, PendingCallback, TrailEntry
 from outbox.states import SETTLED, State
 from outbox.store.claiming import SECONDARY, STREAM
 from outbox.store.dialect import HISTORY, TABLE, live
@@ -18,6 +19,13 @@ from outbox.store.dialect import HISTORY, TABLE, live
 _BY_DUE_TIME = (State.SCHEDULED, State.RETRYING, State.PREPARED, State.STUCK)
 WAITING = (State.READY, State.WAITING, State.SCHEDULED, State.RETRYING)
 """States whose earliest due time is of interest, once it has passed."""
+
+DATED = (
+    Dated(table=TABLE, due="available_at", written="failed_at", where=f"day = {LIVE} AND state = '{State.RETRYING}'"),
+    Dated(table=PendingCallback._meta.db_table, due="available_at", written="settled_at", where="id IS NOT NULL"),
+    Dated(table=PausedTopic._meta.db_table, due="probe_at", written="paused_at", where="paused_by = ''"),
+)
+"""Rows that wait until an instant. Those of a scheduled message may be its publisher's, and are not among them."""
 
 
 def counts(alias: str) -> dict[State, Count]:

@@ -52,6 +52,10 @@ class Command(PartsCommand):
 def _as_json(part: Part, options: dict[str, Any]) -> dict[str, Any]:
     alias = options["database"]
     figures = part.figures(alias, conflicts=options["conflicts"])
+    figures["ahead_of_the_clock"] = [
+        {"table": found.table, "rows": found.number, "seconds": found.by.total_seconds(), "statement": found.mend}
+        for found in part.ahead(alias)
+    ]
     return {**figures, f"{part.kind}s": [process_as_json(process) for process in part.heartbeats(alias)]}
 
 
@@ -61,5 +65,7 @@ def _tables(chosen: list[Part], options: dict[str, Any], rates: Any) -> Iterator
         yield from part.tables(alias, rates, conflicts=options["conflicts"])
         if processes := part.heartbeats(alias):
             yield process_table(processes, brief=True)
+        for found in part.ahead(alias):
+            yield sentence(_("%(problem)s To make them due now: %(mend)s") % {"problem": found, "mend": found.mend}, RED)
         if missing := part.processes.missing(alias):
             yield sentence(missing, RED)

@@ -192,6 +192,7 @@ class TestInbox:
     def test_status_of_an_empty_inbox_is_all_zeros(self):
         assert status("inbox") == {
             "states": dict.fromkeys((str(state) for state in InboxState), 0),
+            "ahead_of_the_clock": [],
             "duplicates_suppressed": 0,
             "duplicates_by_cause": {"redelivery": 0, "resend": 0, "replay": 0, "business": 0},
             "duplicates_conflicting": 0,

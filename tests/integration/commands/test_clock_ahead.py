@@ -1,0 +1,120 @@
+"""A clock of the database that was ahead, as on a host that it was moved to: what waits because of it is named and mended.
+
+The rows are as that clock would have written them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from datetime import timedelta
+
+import pytest
+from django.core.management import call_command
+from django.db.models import F
+from django.urls import reverse
+
+from exactly_once.models import Process
+from exactly_once.sql.now import DatabaseTime
+from inbox.models import InboxMessage
+from outbox.models import OutboxMessage, PausedTopic
+from outbox.states import State
+from tests.support.admin_pages import staff_client
+from tests.support.deliveries import drain, effects, handed_over, the_effect
+from tests.support.heartbeats import a_consumer, a_relay
+from tests.support.relaying import published, set_columns
+from tests.support.sql import executed
+
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
+
+HOUR = timedelta(hours=1)
+
+
+def status(**options):
+    out = io.StringIO()
+    call_command("exactly_once_status", stdout=out, **options)
+    return out.getvalue()
+
+
+def mended():
+    """Execute the statements that the status offers."""
+    found = json.loads(status(json=True))
+    statements = [one["statement"] for app in ("outbox", "inbox") for one in found[app]["ahead_of_the_clock"]]
+    for statement in statements:
+        executed(statement)
+    return len(statements)
+
+
+def overview():
+    permissions = ["view_overview", "view_outboxmessage", "view_inboxmessage"]
+    return staff_client(*permissions).get(reverse("admin:exactly_once_overview_changelist")).content.decode()
+
+
+@pytest.fixture
+def waits(handles):
+    """Three messages that were handed over an hour ahead of the clock."""
+    handler = handles(the_effect)
+    for _ in range(3):
+        handed_over(handler)
+    InboxMessage.objects.update(received_at=F("received_at") + HOUR, next_attempt_at=F("next_attempt_at") + HOUR)
+
+
+def test_messages_that_were_handed_over_ahead_of_the_clock_are_named_and_mended(waits):
+    assert drain() == 0
+    assert "3 rows of inbox_inboxmessage were written when the database's clock was 0:59:5" in status()
+    assert "UPDATE inbox_inboxmessage SET next_attempt_at = " in status()
+    assert "3 rows of inbox_inboxmessage were written" in overview().replace("&#x27;", "'")
+
+    assert mended() == 1
+
+    assert drain() == effects() == 3
+    assert "ahead" not in status()
+    assert mended() == 0
+
+
+def test_retries_and_probes_that_were_computed_ahead_of_the_clock_are_named_and_mended(handles):
+    handler = handles(the_effect)
+    handed_over(handler)
+    soon = DatabaseTime(HOUR + timedelta(seconds=10))
+    InboxMessage.objects.update(state="retrying", failed_at=DatabaseTime(HOUR), next_attempt_at=soon)
+    message = published("t")
+    set_columns(message, state=State.RETRYING, failed_at=DatabaseTime(HOUR), available_at=soon)
+    PausedTopic.objects.create(topic="shop.refused", paused_at=DatabaseTime(HOUR), probe_at=soon)
+
+    assert mended() == 3
+
+    assert drain() == 1
+    assert PausedTopic.objects.filter(probe_at__lte=DatabaseTime()).exists()
+    assert OutboxMessage.objects.filter(available_at__lte=DatabaseTime()).count() == 1
+
+
+def test_messages_that_wait_by_the_present_clock_are_not_named(handles):
+    handler = handles(the_effect)
+    handed_over(handler)
+    InboxMessage.objects.update(state="retrying", failed_at=DatabaseTime(), next_attempt_at=DatabaseTime(HOUR))
+    message = published("t", delay=HOUR)
+    set_columns(message, failed_at=None)
+
+    assert mended() == 0
+
+
+def test_process_whose_heartbeat_is_ahead_of_the_clock_is_silent():
+    a_relay()
+    a_consumer()
+    Process.objects.update(beat_at=DatabaseTime(HOUR))
+
+    text = status()
+
+    assert text.count("silent") == 2
+    assert "0:59:5" in text
+    assert "No relay is running" in overview()
+    found = json.loads(status(json=True))
+    assert [row["silent"] for row in (*found["outbox"]["relays"], *found["inbox"]["consumers"])] == [True, True]
+
+
+@pytest.mark.parametrize("seconds", [-10, 10])
+def test_process_whose_clock_was_corrected_by_seconds_is_not_silent(seconds):
+    a_relay()
+    Process.objects.update(beat_at=DatabaseTime(timedelta(seconds=seconds)))
+
+    assert "silent" not in status()
