@@ -6,13 +6,12 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-import kombu
 from django.apps import AppConfig, apps
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.utils.module_loading import module_has_submodule
 
-from exactly_once.broker import SEVERAL_HINT, is_local, scheme_of, speaks_amqp, why_unusable
+from exactly_once.broker import SEVERAL_HINT, BrokerConnection, is_local, scheme_of, speaks_amqp, why_unusable
 from exactly_once.checks import check_with, warnings_of_history, warnings_of_settings
 from exactly_once.masking import masked
 from exactly_once.redactors import why_not_called
@@ -187,7 +186,7 @@ def _place(url: str) -> tuple[object, ...]:
     kind = "amqp" if speaks_amqp(url) else scheme_of(url)
     if kind == "local" or why_unusable(url):
         return kind, url
-    broker = kombu.Connection(url)
+    broker = BrokerConnection(url)
     host = broker.hostname or "localhost"
     vhost = (broker.virtual_host or "").strip("/")
     return (
