@@ -11,6 +11,7 @@ from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.process.loop import Mode, Request
+from exactly_once.sql.fields import NameField
 from exactly_once.wire.text import NAME_LENGTH
 
 
@@ -83,11 +84,11 @@ class Minute(models.Model):
     """
 
     id = models.BigAutoField(primary_key=True)
-    app = models.CharField(max_length=32)
+    app = NameField(max_length=32)
     """The package that it is about: "outbox" or "inbox"."""
     minute = models.DateTimeField()
     process = models.CharField(max_length=NAME_LENGTH)
-    subject = models.CharField(max_length=NAME_LENGTH)
+    subject = NameField(max_length=NAME_LENGTH)
     counts = models.JSONField(default=dict)
     times = models.JSONField(default=dict)
 
@@ -121,9 +122,9 @@ class AuditEntry(models.Model):
     address = models.CharField(_("address"), max_length=NAME_LENGTH)
     """The IP address of the request, or the host of the command."""
     action = models.CharField(_("action"), max_length=64)
-    kind = models.CharField(_("kind"), max_length=64)
+    kind = NameField(_("kind"), max_length=64)
     """What was acted on: "message", "topic", "handler", "process" and so on."""
-    object_id = models.CharField(_("object"), max_length=NAME_LENGTH, default="", blank=True)
+    object_id = NameField(_("object"), max_length=NAME_LENGTH, default="", blank=True)
     name = models.TextField(_("name"), default="", blank=True)
     parameters = models.JSONField(_("parameters"), default=dict)
 
@@ -167,10 +168,10 @@ class Alert(models.Model):
         CLEARED = "cleared", _("cleared")
 
     id = models.BigAutoField(primary_key=True)
-    app = models.CharField(_("app"), max_length=32)
+    app = NameField(_("app"), max_length=32)
     """The package that it is about: "outbox" or "inbox"."""
-    condition = models.CharField(_("condition"), max_length=64)
-    object = models.CharField(_("object"), max_length=NAME_LENGTH, default="", blank=True)
+    condition = NameField(_("condition"), max_length=64)
+    object = NameField(_("object"), max_length=NAME_LENGTH, default="", blank=True)
     """A topic or a handler; empty for a condition of the whole database."""
     summary = models.TextField(_("summary"))
     state = models.CharField(_("state"), max_length=12, choices=State, default=State.PENDING)
@@ -212,7 +213,7 @@ class Lease(models.Model):
     claimed.
     """
 
-    name = models.CharField(primary_key=True, max_length=64)
+    name = NameField(primary_key=True, max_length=64)
     token = models.UUIDField()
     holder = models.CharField(max_length=NAME_LENGTH)
     valid_from = models.DateTimeField()
@@ -244,7 +245,7 @@ class Operation(models.Model):
     """One action on many messages, with its progress and its outcome."""
 
     id = models.BigAutoField(primary_key=True)
-    app = models.CharField(_("app"), max_length=32)
+    app = NameField(_("app"), max_length=32)
     """The package that it is about: "outbox" or "inbox"."""
     action = models.CharField(_("action"), max_length=32)
     # What was selected, for people, and the states from which a message is changed.
@@ -322,10 +323,10 @@ class FailureNote(models.Model):
     """
 
     id = models.BigAutoField(primary_key=True)
-    app = models.CharField(_("app"), max_length=32)
+    app = NameField(_("app"), max_length=32)
     """The package that it is about: "outbox" or "inbox"."""
-    error_class = models.CharField(max_length=NAME_LENGTH)
-    place = models.CharField(max_length=NAME_LENGTH)
+    error_class = NameField(max_length=NAME_LENGTH)
+    place = NameField(max_length=NAME_LENGTH)
     note = models.TextField()
     written_by = models.CharField(max_length=NAME_LENGTH)
     written_at = models.DateTimeField()

@@ -10,6 +10,7 @@ from django.db.models.functions import Coalesce
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.sql.days import FIRST_DAY, LIVE
+from exactly_once.sql.fields import NameField
 from exactly_once.wire.text import NAME_LENGTH
 from inbox.states import SETTLED, State
 
@@ -25,9 +26,9 @@ class Receipt(models.Model):
     """
 
     id = models.BigAutoField(primary_key=True)
-    handler = models.CharField(max_length=NAME_LENGTH)
-    topic = models.CharField(max_length=NAME_LENGTH)
-    biz_id = models.CharField(_("biz-id"), max_length=NAME_LENGTH)
+    handler = NameField(max_length=NAME_LENGTH)
+    topic = NameField(max_length=NAME_LENGTH)
+    biz_id = NameField(_("biz-id"), max_length=NAME_LENGTH)
     message_id = models.CharField(_("message id"), max_length=NAME_LENGTH)
     digest = models.CharField(max_length=64)
     received_at = models.DateTimeField()
@@ -49,11 +50,11 @@ class InboxMessage(models.Model):
 
     # That of its receipt, so that ids are in the order of arrival.
     id = models.BigIntegerField(primary_key=True)
-    handler = models.CharField(max_length=NAME_LENGTH)
+    handler = NameField(max_length=NAME_LENGTH)
     topic = models.CharField(max_length=NAME_LENGTH)
     biz_id = models.CharField(_("biz-id"), max_length=NAME_LENGTH)
-    message_id = models.CharField(_("message id"), max_length=NAME_LENGTH)
-    key = models.CharField(_("ordering key"), max_length=NAME_LENGTH, default="")
+    message_id = NameField(_("message id"), max_length=NAME_LENGTH)
+    key = NameField(_("ordering key"), max_length=NAME_LENGTH, default="")
     # Its position in the order of its key is its id, or `place`.
     ordered = models.BooleanField(default=False, db_default=False)
     # The dead message whose payload an operator has corrected here, and its place in the order of its key. Its history may be
@@ -62,7 +63,7 @@ class InboxMessage(models.Model):
         "self", null=True, on_delete=models.DO_NOTHING, db_constraint=False, db_index=False, related_name="replacements"
     )
     place = models.BigIntegerField(null=True)
-    state = models.CharField(max_length=12, choices=State)
+    state = NameField(max_length=12, choices=State)
     attempts = models.PositiveIntegerField(_("attempts"), default=0, db_default=0)
     # The fencing token: every claim, lease and retry of this message increments it, and nothing resets it. So a process that
     # was frozen after its claim, or whose lease has ended, begins and settles nothing.
@@ -74,7 +75,7 @@ class InboxMessage(models.Model):
     digest = models.CharField(max_length=64)
     headers = models.JSONField(default=dict)
     source = models.CharField(max_length=NAME_LENGTH, default="")
-    correlation_id = models.CharField(max_length=NAME_LENGTH, default="")
+    correlation_id = NameField(max_length=NAME_LENGTH, default="")
     causation_id = models.CharField(max_length=NAME_LENGTH, default="")
     traceparent = models.CharField(max_length=NAME_LENGTH, default="")
     # Deliveries after the first. Of these: redelivered by the broker, resent by a relay, replayed by an operator; the others
@@ -95,8 +96,8 @@ class InboxMessage(models.Model):
     last_error = models.TextField(default="", db_default="")
     # What failed and where, see `exactly_once.failures`; since when it fails so, and when it last did. A deferred message has
     # a class, but does not fail. The latest failed attempts, each with its traceback, stay when the message is done.
-    error_class = models.CharField(max_length=NAME_LENGTH, default="", db_default="")
-    error_place = models.CharField(max_length=NAME_LENGTH, default="", db_default="")
+    error_class = NameField(max_length=NAME_LENGTH, default="", db_default="")
+    error_place = NameField(max_length=NAME_LENGTH, default="", db_default="")
     failing_since = models.DateTimeField(null=True)
     failed_at = models.DateTimeField(null=True)
     failures = models.JSONField(null=True)
@@ -183,7 +184,7 @@ class Step(models.Model):
     message = models.ForeignKey(
         InboxMessage, on_delete=models.DO_NOTHING, db_constraint=False, db_index=False, related_name="steps"
     )
-    name = models.CharField(max_length=NAME_LENGTH)
+    name = NameField(max_length=NAME_LENGTH)
     result = models.JSONField(null=True)
     taken_at = models.DateTimeField()
 
@@ -202,7 +203,7 @@ class TrailEntry(models.Model):
     """
 
     id = models.BigAutoField(primary_key=True)
-    message_id = models.CharField(_("message id"), max_length=NAME_LENGTH)
+    message_id = NameField(_("message id"), max_length=NAME_LENGTH)
     handler = models.CharField(max_length=NAME_LENGTH)
     was = models.CharField(_("from"), max_length=12)
     became = models.CharField(_("to"), max_length=12)
@@ -226,7 +227,7 @@ class TrailEntry(models.Model):
 class TokenBucket(models.Model):
     """The token bucket of a handler's rate limit, shared by all its processes."""
 
-    handler = models.CharField(max_length=NAME_LENGTH, primary_key=True)
+    handler = NameField(max_length=NAME_LENGTH, primary_key=True)
     tokens = models.FloatField()
     filled_at = models.DateTimeField()
 
@@ -240,7 +241,7 @@ class TokenBucket(models.Model):
 class LeaseMemory(models.Model):
     """Since when a lease store outside this database has complete data. Such a store may lose data."""
 
-    store = models.CharField(max_length=NAME_LENGTH, primary_key=True)
+    store = NameField(max_length=NAME_LENGTH, primary_key=True)
     incarnation = models.CharField(max_length=64)
     remembers_since = models.DateTimeField(null=True)
 
@@ -258,7 +259,7 @@ class PausedHandler(models.Model):
     """
 
     id = models.BigAutoField(primary_key=True)
-    handler = models.CharField(max_length=NAME_LENGTH, unique=True)
+    handler = NameField(max_length=NAME_LENGTH, unique=True)
     paused_by = models.CharField(_("by"), max_length=NAME_LENGTH)
     reason = models.TextField(_("why"), default="", blank=True)
     paused_at = models.DateTimeField(_("since"))
@@ -286,7 +287,7 @@ class HandlerStart(models.Model):
     """
 
     id = models.BigAutoField(primary_key=True)
-    handler = models.CharField(max_length=NAME_LENGTH, unique=True)
+    handler = NameField(max_length=NAME_LENGTH, unique=True)
     # It wants what was published since then; NULL for all there is.
     since = models.DateTimeField(null=True)
     asked_at = models.DateTimeField()

@@ -6,7 +6,7 @@ from django.db.models.functions import Cast
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.sql.days import FIRST_DAY, LIVE
-from exactly_once.sql.fields import InstantField, ReadableJSONField
+from exactly_once.sql.fields import InstantField, NameField, ReadableJSONField
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.identity import new_message_id
 from exactly_once.wire.text import NAME_LENGTH
@@ -37,28 +37,28 @@ class OutboxMessage(models.Model):
 
     id = models.BigAutoField(primary_key=True)
     message_id = models.UUIDField(_("message id"), unique=True, default=new_message_id, editable=False)
-    topic = models.CharField(max_length=NAME_LENGTH)
-    biz_id = models.CharField(_("biz-id"), max_length=NAME_LENGTH)
+    topic = NameField(max_length=NAME_LENGTH)
+    biz_id = NameField(_("biz-id"), max_length=NAME_LENGTH)
     is_unique = models.BooleanField(_("unique by topic and biz-id"), default=False, editable=False)
     # SHA-256 of the HTTP request with an Idempotency-Key that published it.
     request_digest = models.CharField(max_length=64, default="", db_default="", editable=False)
-    key = models.CharField(_("ordering key"), max_length=NAME_LENGTH, default="", blank=True)
+    key = NameField(_("ordering key"), max_length=NAME_LENGTH, default="", blank=True)
     shard = models.PositiveSmallIntegerField(_("shard"), editable=False)
     priority = models.PositiveSmallIntegerField(_("priority"), default=0)
-    state = models.CharField(max_length=12, choices=State, default=State.READY)
+    state = NameField(max_length=12, choices=State, default=State.READY)
     # 0: without a priority, and never made ready since its insert. Otherwise another number of the sequence of positions, which
     # was drawn when it became ready.
     ready_position = models.BigIntegerField(default=0, db_default=0, editable=False)
     body = models.BinaryField()
     headers = ReadableJSONField(default=dict)
     wire = models.TextField(_("wire format"), null=True, editable=False)  # noqa: DJ001 - NULL is the outbox's own format
-    correlation_id = models.CharField(max_length=NAME_LENGTH, default="")
+    correlation_id = NameField(max_length=NAME_LENGTH, default="")
     causation_id = models.CharField(max_length=NAME_LENGTH, default="")
     traceparent = models.CharField(max_length=NAME_LENGTH, default="")
     attempts = models.PositiveIntegerField(_("attempts"), default=0)
     last_error = models.TextField(default="")
     # Why it failed, as one word of `relay.passes`; since when it fails so, and when it last did.
-    error_class = models.CharField(max_length=NAME_LENGTH, default="", db_default="")
+    error_class = NameField(max_length=NAME_LENGTH, default="", db_default="")
     failing_since = InstantField(null=True)
     failed_at = InstantField(null=True)
     created_at = InstantField()
@@ -162,7 +162,7 @@ class PausedTopic(models.Model):
     """
 
     id = models.BigAutoField(primary_key=True)
-    topic = models.CharField(_("topic"), max_length=NAME_LENGTH, unique=True)
+    topic = NameField(_("topic"), max_length=NAME_LENGTH, unique=True)
     paused_by = models.CharField(max_length=NAME_LENGTH, default="")
     """The operator who paused it; empty for the circuit breaker."""
     reason = models.TextField(_("why"), default="", blank=True)

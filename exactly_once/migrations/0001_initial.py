@@ -3,6 +3,8 @@
 import django.db.models.deletion
 from django.db import migrations, models
 
+import exactly_once.sql.fields
+
 
 class Migration(migrations.Migration):
 
@@ -15,7 +17,7 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name='Lease',
             fields=[
-                ('name', models.CharField(max_length=64, primary_key=True, serialize=False)),
+                ('name', exactly_once.sql.fields.NameField(max_length=64, primary_key=True, serialize=False)),
                 ('token', models.UUIDField()),
                 ('holder', models.CharField(max_length=255)),
                 ('valid_from', models.DateTimeField()),
@@ -63,9 +65,9 @@ class Migration(migrations.Migration):
             name='Alert',
             fields=[
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),
-                ('app', models.CharField(max_length=32, verbose_name='app')),
-                ('condition', models.CharField(max_length=64, verbose_name='condition')),
-                ('object', models.CharField(blank=True, default='', max_length=255, verbose_name='object')),
+                ('app', exactly_once.sql.fields.NameField(max_length=32, verbose_name='app')),
+                ('condition', exactly_once.sql.fields.NameField(max_length=64, verbose_name='condition')),
+                ('object', exactly_once.sql.fields.NameField(blank=True, default='', max_length=255, verbose_name='object')),
                 ('summary', models.TextField(verbose_name='summary')),
                 ('state', models.CharField(choices=[('pending', 'pending'), ('raised', 'raised'), ('cleared', 'cleared')], default='pending', max_length=12, verbose_name='state')),
                 ('met', models.PositiveIntegerField(default=0)),
@@ -100,8 +102,8 @@ class Migration(migrations.Migration):
                 ('place', models.CharField(max_length=255, verbose_name='where')),
                 ('address', models.CharField(max_length=255, verbose_name='address')),
                 ('action', models.CharField(max_length=64, verbose_name='action')),
-                ('kind', models.CharField(max_length=64, verbose_name='kind')),
-                ('object_id', models.CharField(blank=True, default='', max_length=255, verbose_name='object')),
+                ('kind', exactly_once.sql.fields.NameField(max_length=64, verbose_name='kind')),
+                ('object_id', exactly_once.sql.fields.NameField(blank=True, default='', max_length=255, verbose_name='object')),
                 ('name', models.TextField(blank=True, default='', verbose_name='name')),
                 ('parameters', models.JSONField(default=dict, verbose_name='parameters')),
             ],
@@ -117,9 +119,9 @@ class Migration(migrations.Migration):
             name='FailureNote',
             fields=[
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),
-                ('app', models.CharField(max_length=32, verbose_name='app')),
-                ('error_class', models.CharField(max_length=255)),
-                ('place', models.CharField(max_length=255)),
+                ('app', exactly_once.sql.fields.NameField(max_length=32, verbose_name='app')),
+                ('error_class', exactly_once.sql.fields.NameField(max_length=255)),
+                ('place', exactly_once.sql.fields.NameField(max_length=255)),
                 ('note', models.TextField()),
                 ('written_by', models.CharField(max_length=255)),
                 ('written_at', models.DateTimeField()),
@@ -136,10 +138,10 @@ class Migration(migrations.Migration):
             name='Minute',
             fields=[
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),
-                ('app', models.CharField(max_length=32)),
+                ('app', exactly_once.sql.fields.NameField(max_length=32)),
                 ('minute', models.DateTimeField()),
                 ('process', models.CharField(max_length=255)),
-                ('subject', models.CharField(max_length=255)),
+                ('subject', exactly_once.sql.fields.NameField(max_length=255)),
                 ('counts', models.JSONField(default=dict)),
                 ('times', models.JSONField(default=dict)),
             ],
@@ -154,7 +156,7 @@ class Migration(migrations.Migration):
             name='Operation',
             fields=[
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),
-                ('app', models.CharField(max_length=32, verbose_name='app')),
+                ('app', exactly_once.sql.fields.NameField(max_length=32, verbose_name='app')),
                 ('action', models.CharField(max_length=32, verbose_name='action')),
                 ('selection', models.CharField(max_length=1000, verbose_name='selection')),
                 ('sources', models.JSONField(default=list)),

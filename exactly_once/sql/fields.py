@@ -1,10 +1,15 @@
-"""Fields that can read any value of their columns.
+"""Fields that compare names by their bytes, and fields that can read any value of their columns.
+
+A collation of the operating system may order texts differently after an upgrade. PostgreSQL then searches an index of text in
+the wrong place: it finds no receipt of a message that was handled, and inserts a second row where a unique index should refuse
+it. The names in our indexes have the collation "C", which never changes: the columns have it, because a search does not use an
+index of another collation than its column's. `db_collation` would not do, because SQLite does not know "C".
 
 PostgreSQL and SQLite can store values that Python cannot represent: the instants `infinity` and `-infinity`, years before 1 and
 after 9999, a number of ten thousand digits inside JSON. One such value, written by hand, would fail every query that returns
-its row: a page of the admin, a claim, a report. These fields replace the value on reading and leave it in the table.
+its row: a page of the admin, a claim, a report. The other fields replace such a value on reading and leave it in the table.
 
-Migrations see the Django fields that they replace.
+Migrations see the Django fields that these replace.
 """
 
 from __future__ import annotations
@@ -16,7 +21,12 @@ from django.db import models
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.models.expressions import Combinable
     from django.db.models.sql.compiler import SQLCompiler
+
+    _CharField = models.CharField[str | Combinable, str]
+else:
+    _CharField = models.CharField
 
 FIRST_INSTANT, LAST_INSTANT = datetime(1, 1, 3, tzinfo=UTC), datetime(9999, 12, 29, tzinfo=UTC)
 """Every instant between them exists in each time zone."""
@@ -37,6 +47,14 @@ _CLAMPED = {
     ),
 }
 _REPEATED = {vendor: clamped.count("{0}") for vendor, clamped in _CLAMPED.items()}
+
+
+class NameField(_CharField):
+    """A `CharField` in an index, compared by its bytes. SQLite compares every text so."""
+
+    def db_parameters(self, connection: BaseDatabaseWrapper) -> Any:
+        parameters: Any = super().db_parameters(connection)
+        return {**parameters, "collation": "C"} if connection.vendor == "postgresql" else parameters
 
 
 class InstantField(models.DateTimeField):  # type: ignore[type-arg]

@@ -10,6 +10,7 @@ from typing import ClassVar
 from django.db import models
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.sql.fields import NameField
 from exactly_once.wire.text import NAME_LENGTH
 from inbox.models import InboxMessage
 
@@ -18,8 +19,8 @@ class Run(models.Model):
     """One run of one join."""
 
     id = models.BigAutoField(primary_key=True)
-    handler = models.CharField(max_length=NAME_LENGTH)
-    run_id = models.CharField(_("run id"), max_length=NAME_LENGTH)
+    handler = NameField(max_length=NAME_LENGTH)
+    run_id = NameField(_("run id"), max_length=NAME_LENGTH)
     # Deleted after its row.
     row = models.OneToOneField(InboxMessage, on_delete=models.DO_NOTHING, db_constraint=False, related_name="+")
     opened_at = models.DateTimeField()
@@ -50,7 +51,7 @@ class Part(models.Model):
 
     id = models.BigAutoField(primary_key=True)
     run = models.ForeignKey(Run, on_delete=models.CASCADE, related_name="parts", db_index=False)
-    topic = models.CharField(max_length=NAME_LENGTH)
+    topic = NameField(max_length=NAME_LENGTH)
     message_id = models.CharField(_("message id"), max_length=NAME_LENGTH)
     key = models.CharField(_("ordering key"), max_length=NAME_LENGTH, default="")
     # The payload as JSON.

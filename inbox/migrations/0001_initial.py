@@ -4,6 +4,7 @@ import django.db.models.deletion
 import django.db.models.functions.comparison
 from django.db import migrations, models
 
+import exactly_once.sql.fields
 from exactly_once.sql.labels import label_of
 from inbox.migrations._partitions import CreateMessages
 
@@ -23,7 +24,7 @@ class Migration(migrations.Migration):
             name='HandlerStart',
             fields=[
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),
-                ('handler', models.CharField(max_length=255, unique=True)),
+                ('handler', exactly_once.sql.fields.NameField(max_length=255, unique=True)),
                 ('since', models.DateTimeField(null=True)),
                 ('asked_at', models.DateTimeField()),
                 ('read_from', models.DateTimeField(null=True)),
@@ -39,7 +40,7 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name='LeaseMemory',
             fields=[
-                ('store', models.CharField(max_length=255, primary_key=True, serialize=False)),
+                ('store', exactly_once.sql.fields.NameField(max_length=255, primary_key=True, serialize=False)),
                 ('incarnation', models.CharField(max_length=64)),
                 ('remembers_since', models.DateTimeField(null=True)),
             ],
@@ -51,7 +52,7 @@ class Migration(migrations.Migration):
             name='PausedHandler',
             fields=[
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),
-                ('handler', models.CharField(max_length=255, unique=True)),
+                ('handler', exactly_once.sql.fields.NameField(max_length=255, unique=True)),
                 ('paused_by', models.CharField(max_length=255, verbose_name='by')),
                 ('reason', models.TextField(blank=True, default='', verbose_name='why')),
                 ('paused_at', models.DateTimeField(verbose_name='since')),
@@ -66,7 +67,7 @@ class Migration(migrations.Migration):
         migrations.CreateModel(
             name='TokenBucket',
             fields=[
-                ('handler', models.CharField(max_length=255, primary_key=True, serialize=False)),
+                ('handler', exactly_once.sql.fields.NameField(max_length=255, primary_key=True, serialize=False)),
                 ('tokens', models.FloatField()),
                 ('filled_at', models.DateTimeField()),
             ],
@@ -78,9 +79,9 @@ class Migration(migrations.Migration):
             name='Receipt',
             fields=[
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),
-                ('handler', models.CharField(max_length=255)),
-                ('topic', models.CharField(max_length=255)),
-                ('biz_id', models.CharField(max_length=255, verbose_name='biz-id')),
+                ('handler', exactly_once.sql.fields.NameField(max_length=255)),
+                ('topic', exactly_once.sql.fields.NameField(max_length=255)),
+                ('biz_id', exactly_once.sql.fields.NameField(max_length=255, verbose_name='biz-id')),
                 ('message_id', models.CharField(max_length=255, verbose_name='message id')),
                 ('digest', models.CharField(max_length=64)),
                 ('received_at', models.DateTimeField()),
@@ -94,14 +95,14 @@ class Migration(migrations.Migration):
             name='InboxMessage',
             fields=[
                 ('id', models.BigIntegerField(primary_key=True, serialize=False)),
-                ('handler', models.CharField(max_length=255)),
+                ('handler', exactly_once.sql.fields.NameField(max_length=255)),
                 ('topic', models.CharField(max_length=255)),
                 ('biz_id', models.CharField(max_length=255, verbose_name='biz-id')),
-                ('message_id', models.CharField(max_length=255, verbose_name='message id')),
-                ('key', models.CharField(default='', max_length=255, verbose_name='ordering key')),
+                ('message_id', exactly_once.sql.fields.NameField(max_length=255, verbose_name='message id')),
+                ('key', exactly_once.sql.fields.NameField(default='', max_length=255, verbose_name='ordering key')),
                 ('ordered', models.BooleanField(db_default=False, default=False)),
                 ('place', models.BigIntegerField(null=True)),
-                ('state', models.CharField(choices=[('received', 'Received'), ('retrying', 'Retrying'), ('waiting', 'Waiting'), ('running', 'Running'), ('done', 'Done'), ('dead', 'Dead'), ('skipped', 'Skipped'), ('shed', 'Shed')], max_length=12)),
+                ('state', exactly_once.sql.fields.NameField(choices=[('received', 'Received'), ('retrying', 'Retrying'), ('waiting', 'Waiting'), ('running', 'Running'), ('done', 'Done'), ('dead', 'Dead'), ('skipped', 'Skipped'), ('shed', 'Shed')], max_length=12)),
                 ('attempts', models.PositiveIntegerField(db_default=0, default=0, verbose_name='attempts')),
                 ('fence', models.PositiveBigIntegerField(db_default=0, default=0)),
                 ('stopping', models.BooleanField(db_default=False, default=False)),
@@ -110,7 +111,7 @@ class Migration(migrations.Migration):
                 ('digest', models.CharField(max_length=64)),
                 ('headers', models.JSONField(default=dict)),
                 ('source', models.CharField(default='', max_length=255)),
-                ('correlation_id', models.CharField(default='', max_length=255)),
+                ('correlation_id', exactly_once.sql.fields.NameField(default='', max_length=255)),
                 ('causation_id', models.CharField(default='', max_length=255)),
                 ('traceparent', models.CharField(default='', max_length=255)),
                 ('duplicates', models.PositiveIntegerField(db_default=0, default=0)),
@@ -124,8 +125,8 @@ class Migration(migrations.Migration):
                 ('conflicting_attributes', models.JSONField(null=True)),
                 ('quarantined', models.BooleanField(db_default=False, default=False)),
                 ('last_error', models.TextField(db_default='', default='')),
-                ('error_class', models.CharField(db_default='', default='', max_length=255)),
-                ('error_place', models.CharField(db_default='', default='', max_length=255)),
+                ('error_class', exactly_once.sql.fields.NameField(db_default='', default='', max_length=255)),
+                ('error_place', exactly_once.sql.fields.NameField(db_default='', default='', max_length=255)),
                 ('failing_since', models.DateTimeField(null=True)),
                 ('failed_at', models.DateTimeField(null=True)),
                 ('failures', models.JSONField(null=True)),
@@ -151,7 +152,7 @@ class Migration(migrations.Migration):
             name='Step',
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('name', models.CharField(max_length=255)),
+                ('name', exactly_once.sql.fields.NameField(max_length=255)),
                 ('result', models.JSONField(null=True)),
                 ('taken_at', models.DateTimeField()),
                 ('message', models.ForeignKey(db_constraint=False, db_index=False, on_delete=django.db.models.deletion.DO_NOTHING, related_name='steps', to=f'{LABEL}.inboxmessage')),
@@ -165,7 +166,7 @@ class Migration(migrations.Migration):
             name='TrailEntry',
             fields=[
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),
-                ('message_id', models.CharField(max_length=255, verbose_name='message id')),
+                ('message_id', exactly_once.sql.fields.NameField(max_length=255, verbose_name='message id')),
                 ('handler', models.CharField(max_length=255)),
                 ('was', models.CharField(max_length=12, verbose_name='from')),
                 ('became', models.CharField(max_length=12, verbose_name='to')),

@@ -10,6 +10,7 @@ from django.db import models
 from django.db.models.functions import Now
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.sql.fields import NameField
 from exactly_once.wire.text import NAME_LENGTH, why_no_topic
 from inbox.outgoing_webhooks.addresses import why_no_url
 from inbox.outgoing_webhooks.signing import new_secret
@@ -42,7 +43,7 @@ class Endpoint(models.Model):
 
     id = models.BigAutoField(primary_key=True)
     # Part of the name of its handler, so it does not change.
-    name = models.CharField(
+    name = NameField(
         max_length=64,
         unique=True,
         validators=[RegexValidator(r"\A[a-z0-9][a-z0-9._-]*\Z", _("Use lower-case letters, digits, '.', '_' and '-'."))],

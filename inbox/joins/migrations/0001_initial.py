@@ -3,6 +3,7 @@
 import django.db.models.deletion
 from django.db import migrations, models
 
+import exactly_once.sql.fields
 from exactly_once.sql.labels import label_of
 
 INBOX, LABEL = label_of('inbox'), label_of('inbox.joins')
@@ -21,8 +22,8 @@ class Migration(migrations.Migration):
             name='Run',
             fields=[
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),
-                ('handler', models.CharField(max_length=255)),
-                ('run_id', models.CharField(max_length=255, verbose_name='run id')),
+                ('handler', exactly_once.sql.fields.NameField(max_length=255)),
+                ('run_id', exactly_once.sql.fields.NameField(max_length=255, verbose_name='run id')),
                 ('opened_at', models.DateTimeField()),
                 ('deadline_at', models.DateTimeField(verbose_name='deadline')),
                 ('started_by', models.CharField(db_default='', default='', max_length=255)),
@@ -39,7 +40,7 @@ class Migration(migrations.Migration):
             name='Part',
             fields=[
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),
-                ('topic', models.CharField(max_length=255)),
+                ('topic', exactly_once.sql.fields.NameField(max_length=255)),
                 ('message_id', models.CharField(max_length=255, verbose_name='message id')),
                 ('key', models.CharField(default='', max_length=255, verbose_name='ordering key')),
                 ('body', models.BinaryField()),

@@ -2,6 +2,7 @@ import django.core.validators
 import django.db.models.functions.datetime
 from django.db import migrations, models
 
+import exactly_once.sql.fields
 import inbox.outgoing_webhooks.models
 import inbox.outgoing_webhooks.signing
 from exactly_once.sql.labels import label_of
@@ -20,7 +21,7 @@ class Migration(migrations.Migration):
             name='Endpoint',
             fields=[
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),
-                ('name', models.CharField(help_text='It cannot be changed later.', max_length=64, unique=True, validators=[django.core.validators.RegexValidator('\\A[a-z0-9][a-z0-9._-]*\\Z', "Use lower-case letters, digits, '.', '_' and '-'.")])),
+                ('name', exactly_once.sql.fields.NameField(help_text='It cannot be changed later.', max_length=64, unique=True, validators=[django.core.validators.RegexValidator('\\A[a-z0-9][a-z0-9._-]*\\Z', "Use lower-case letters, digits, '.', '_' and '-'.")])),
                 ('url', models.CharField(max_length=2000, validators=[inbox.outgoing_webhooks.models.valid_url], verbose_name='URL')),
                 ('topics', models.JSONField(blank=True, default=list, help_text='A list, ["shop.order.placed"]. [] means all.', validators=[inbox.outgoing_webhooks.models.valid_topics])),
                 ('concurrency', models.PositiveSmallIntegerField(default=2, help_text='The maximum number of requests at a time in one process.', validators=[django.core.validators.MinValueValidator(1), django.core.validators.MaxValueValidator(64)])),
