@@ -13,9 +13,11 @@ from django.db import DatabaseError, InterfaceError, connections, router
 from exactly_once.operators.history import History
 from exactly_once.redactors import why_not_loaded
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.integrity import without_identity
 from exactly_once.sql.schema import our_apps
 
 _Options = TypeVar("_Options")
+_Found = TypeVar("_Found")
 
 _SUPPORTED_VENDORS = ("postgresql", "sqlite")
 _FOREIGN_OPTIONS = {
@@ -85,15 +87,33 @@ def warnings_of_history(history: History, databases: Sequence[str], *, id: str) 
             id=id,
         )
         for alias in databases
-        if router.allow_migrate_model(alias, history.model) and _lacks_rights(alias, history)
+        if router.allow_migrate_model(alias, history.model)
+        and is_postgresql(connections[alias])
+        and _read(history.days.may_be_made, alias) is False
     ]
 
 
-def _lacks_rights(alias: str, history: History) -> bool:
+def warnings_of_partitions(history: History, databases: Sequence[str], *, id: str) -> list[CheckMessage]:  # noqa: A002 - as in a CheckMessage
+    """One for each partition in these databases whose rows cannot be changed while a publication has them."""
+    return [
+        Warning(
+            f"In the database {alias!r}, the partition {name} has no primary key and no replica identity. While a publication "
+            "has it, as one FOR ALL TABLES, its messages cannot be counted as duplicates, restored or purged.",
+            hint=f"Run `ALTER TABLE {name} ADD PRIMARY KEY ({history.by})`.",
+            id=id,
+        )
+        for alias in databases
+        if router.allow_migrate_model(alias, history.model)
+        for name in _read(without_identity, alias, history.model) or ()
+    ]
+
+
+def _read(function: Callable[..., _Found], *arguments: Any) -> _Found | None:
+    """What a function has found; None if the database is not migrated, which another check says, or unavailable."""
     try:
-        return is_postgresql(connections[alias]) and not history.days.may_be_made(alias)
+        return function(*arguments)
     except (DatabaseError, InterfaceError):
-        return False  # not migrated, which another check says, or unavailable
+        return None
 
 
 @register()

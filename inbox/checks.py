@@ -12,7 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
 from exactly_once.broker import LOCAL_BROKER, SEVERAL_HINT, is_local, speaks_amqp, why_unusable
-from exactly_once.checks import check_with, warnings_of_history, warnings_of_settings
+from exactly_once.checks import check_with, warnings_of_history, warnings_of_partitions, warnings_of_settings
 from exactly_once.masking import masked
 from exactly_once.redactors import why_not_called
 from exactly_once.settings import InvalidOptions
@@ -54,6 +54,14 @@ def check_history(
 ) -> list[CheckMessage]:
     """inbox.W008: a database user that may not make and drop the partitions of history."""
     return warnings_of_history(HISTORY, databases or (), id="inbox.W008")
+
+
+@register(Tags.database)
+def check_partitions(
+    app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
+) -> list[CheckMessage]:
+    """inbox.W011: a partition of history whose rows cannot be changed while it is published."""
+    return warnings_of_partitions(HISTORY, databases or (), id="inbox.W011")
 
 
 @register()

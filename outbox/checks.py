@@ -12,7 +12,7 @@ from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.utils.module_loading import module_has_submodule
 
 from exactly_once.broker import SEVERAL_HINT, BrokerConnection, is_local, scheme_of, speaks_amqp, why_unusable
-from exactly_once.checks import check_with, warnings_of_history, warnings_of_settings
+from exactly_once.checks import check_with, warnings_of_history, warnings_of_partitions, warnings_of_settings
 from exactly_once.masking import masked
 from exactly_once.redactors import why_not_called
 from exactly_once.settings import InvalidOptions
@@ -120,6 +120,14 @@ def check_history(
 ) -> list[CheckMessage]:
     """outbox.W007: a database user that may not make and drop the partitions of history."""
     return warnings_of_history(HISTORY, databases or (), id="outbox.W007")
+
+
+@register(Tags.database)
+def check_partitions(
+    app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
+) -> list[CheckMessage]:
+    """outbox.W010: a partition of history whose rows cannot be changed while it is published."""
+    return warnings_of_partitions(HISTORY, databases or (), id="outbox.W010")
 
 
 @check_with(outbox_options)

@@ -64,7 +64,8 @@ def fill(database: Database, rows: int, record: Record) -> int:
     day = int(database.now()) // SECONDS_OF_A_DAY - 3
     name = f"outbox_outboxmessage_{time.strftime('%Y_%m_%d', time.gmtime(day * SECONDS_OF_A_DAY))}"
     database.connection.execute(
-        f"CREATE TABLE IF NOT EXISTS {name} PARTITION OF outbox_outboxmessage_history FOR VALUES FROM ({day}) TO ({day + 1})"  # type: ignore[arg-type]
+        f"CREATE TABLE IF NOT EXISTS {name} PARTITION OF outbox_outboxmessage_history (PRIMARY KEY (message_id)) "  # type: ignore[arg-type]
+        f"FOR VALUES FROM ({day}) TO ({day + 1})"
     )
     database.preload(1, many_customers)
     began = time.perf_counter()

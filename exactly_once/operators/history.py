@@ -26,7 +26,7 @@ class History:
     """The history of one table.
 
     Attributes:
-        by: a unique field that history has an index of.
+        by: a unique field, the primary key of each partition of history.
         instants: the fields of the instants from which a row is kept; the latest counts.
         stays: by alias, the condition of rows that are not deleted, whatever their age.
         keeps: by alias and day, does the day have such a row? It is asked while the partition is locked.
@@ -40,7 +40,7 @@ class History:
 
     @property
     def days(self) -> Days:
-        return Days(self.model._meta.db_table)
+        return Days(self.model._meta.db_table, self.by)
 
     def rows(self, alias: str) -> QuerySet[Any]:
         return QuerySet(self.model, using=alias).filter(day__gte=FIRST_DAY)

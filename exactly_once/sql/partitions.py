@@ -11,6 +11,9 @@ For example that of the outbox; the inbox's is the same.
 History is partitioned again, so that creating and dropping a day locks neither the table nor the live partition. Creating one
 locks the default partition for a moment, dropping one all of history. Both wait for that lock for at most `LONGEST_WAIT`,
 because settling waits behind them.
+
+Each partition has a primary key of its own. Without one PostgreSQL refuses to update and delete rows that are published, as by
+a publication FOR ALL TABLES.
 """
 
 import re
@@ -41,9 +44,14 @@ vacuum after a number of dead rows, not after a fraction of its size; and at ful
 
 @dataclass(frozen=True)
 class Days:
-    """The partitions of the history of a table."""
+    """The partitions of the history of a table.
+
+    Attributes:
+        key: the primary key of each partition. It is not one of the whole table, where it would have to include the day.
+    """
 
     table: str
+    key: str
 
     @property
     def history(self) -> str:
@@ -107,6 +115,7 @@ class Days:
             cursor.execute("SELECT set_config('statement_timeout', %s, true)", [f"{_LONGEST_READ.total_seconds():.0f}s"])
             cursor.execute(f"CREATE TABLE {name} (LIKE {self.history} INCLUDING DEFAULTS INCLUDING CONSTRAINTS)")
             cursor.execute(f"ALTER TABLE {self.history} ATTACH PARTITION {name} FOR VALUES FROM ({day}) TO ({day + 1})")
+            cursor.execute(f"ALTER TABLE {name} ADD PRIMARY KEY ({self.key})")
         return True
 
     def drop(
@@ -150,6 +159,7 @@ class Layout:
     Attributes:
         prefix: of the names of constraints and indexes.
         settled: the condition of settled rows.
+        key: the primary key of each partition of history, by which a row is found.
         storage: storage parameters of the live partition.
         indexes: of history; each is what follows the name of the index and the table.
         is_numbered: its `id` has an identity, which a partition cannot have before PostgreSQL 17.
@@ -157,6 +167,7 @@ class Layout:
 
     prefix: str
     settled: str
+    key: str
     storage: str
     indexes: Sequence[str]
     is_numbered: bool = False
@@ -181,6 +192,7 @@ class Layout:
             f"CREATE TABLE {history} PARTITION OF {table} (CONSTRAINT {is_settled}) FOR VALUES {days} PARTITION BY RANGE (day)",
             *(index.format(history=history) for index in self.indexes),
             f"CREATE TABLE {history}_default PARTITION OF {history} DEFAULT",
+            f"ALTER TABLE {history}_default ADD PRIMARY KEY ({self.key})",
         ]
 
     def partition_plain_table(self, model: type[Model], *, using: str, **signal: Any) -> None:

@@ -9,10 +9,10 @@ from exactly_once.sql.partitions import LIVE_STORAGE, CreatePartitioned, Layout
 LAYOUT = Layout(
     prefix="inbox",
     settled="state IN ('done', 'skipped', 'shed')",
+    key="id",
     storage=LIVE_STORAGE,
     indexes=(
         # A message is inserted into history with its receipt, so every index of all rows costs each delivery.
-        "CREATE INDEX inbox_history_id ON {history} (id)",
         "CREATE INDEX inbox_history_handler ON {history} (handler, id)",
         "CREATE INDEX inbox_history_message_id ON {history} (message_id)",
         "CREATE INDEX inbox_history_chain ON {history} (correlation_id, id) "

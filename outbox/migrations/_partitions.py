@@ -7,9 +7,9 @@ from exactly_once.sql.partitions import LIVE_STORAGE, CreatePartitioned, Layout
 LAYOUT = Layout(
     prefix="outbox",
     settled="state IN ('published', 'expired', 'cancelled', 'rolled_back')",
+    key="message_id",
     storage=LIVE_STORAGE,
     indexes=(
-        "CREATE INDEX outbox_history_message_id ON {history} (message_id)",
         "CREATE INDEX outbox_history_biz_id ON {history} (topic, biz_id)",
         "CREATE INDEX outbox_history_chain ON {history} (correlation_id, id) WHERE correlation_id <> message_id::varchar",
         # A published message is found by its message id or biz-id. Only messages that can be restored need a fast search by id.

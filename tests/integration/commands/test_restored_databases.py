@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import pytest
-from django.db import connection
+from django.core.checks import run_checks
+from django.core.management import call_command
+from django.db import connection, transaction
 
+from exactly_once.sql.days import day_of
 from exactly_once.sql.schema import our_apps
+from inbox.models import InboxMessage
+from inbox.operators import housekeeping
+from inbox.outcome import Outcome
+from outbox import cancel, restore
+from outbox.models import OutboxMessage
+from outbox.states import State
+from outbox.store import history
+from tests.support.deliveries import an_envelope, deliver, effects, the_effect, the_row
 from tests.support.projects import run_in
+from tests.support.relaying import published, state_of
 from tests.support.sql import executed
 
 pytestmark = pytest.mark.django_db(transaction=True)
+HISTORIES = {"outbox": history.HISTORY, "inbox": housekeeping.HISTORY}
+
+
+def problems():
+    """What the checks of the database say, by their id."""
+    return {problem.id: problem for problem in run_checks(databases=["default"])}
 
 
 class TestCollation:
@@ -67,3 +85,53 @@ print("effects:", Effect.objects.count(), "unique:", OutboxMessage.objects.filte
 
         assert len(found) > 30
         assert {collation for _, collation in found} == {"C"}, found
+
+
+class TestPublication:
+    """PostgreSQL refuses to update and delete published rows that have no identity, whatever `wal_level` is."""
+
+    @pytest.fixture(params=["in its partition", "in the default partition"])
+    def everything_is_published(self, request):
+        """All tables, as for change data capture, or a switch to a new server; and where the history of today is."""
+        today = day_of("default")
+        for kept in HISTORIES.values():
+            if request.param == "in its partition":
+                kept.days.make("default", today)
+            else:
+                kept.days.drop("default", today)
+        executed("CREATE PUBLICATION everything FOR ALL TABLES")
+        yield
+        executed("DROP PUBLICATION everything")
+
+    def test_duplicates_are_counted_and_messages_restored_and_purged(self, everything_is_published, handles):
+        handler, envelope = handles(the_effect), an_envelope()
+        message = published(delay="1h")
+        with transaction.atomic():
+            cancel(message.id)
+
+        assert [deliver(handler, envelope), deliver(handler, envelope)] == [Outcome.HANDLED, Outcome.DUPLICATE]
+        with transaction.atomic():
+            assert restore(message.id)
+        assert state_of(message) != State.CANCELLED
+        assert the_row().duplicates == effects() == 1
+        with transaction.atomic():
+            cancel(message.id)
+        call_command("exactly_once_purge", older_than_days=0, verbosity=0)
+        assert not OutboxMessage.objects.exists()
+        assert not InboxMessage.objects.exists()
+
+    def test_each_partition_has_a_primary_key(self):
+        for kept in HISTORIES.values():
+            kept.days.make("default", day_of("default"))
+
+        assert not {"outbox.W010", "inbox.W011"} & problems().keys()
+
+    @pytest.mark.parametrize(("app", "check"), [("outbox", "outbox.W010"), ("inbox", "inbox.W011")])
+    def test_partition_without_one_is_a_warning_with_the_statement_to_run(self, app, check):
+        """As one that was made by hand."""
+        executed(f"ALTER TABLE {app}_{app}message_history_default DROP CONSTRAINT {app}_{app}message_history_default_pkey")
+        warning = problems()[check]
+        executed(warning.hint.partition("`")[2].partition("`")[0])
+
+        assert f"the partition {app}_{app}message_history_default has no primary key" in warning.msg
+        assert check not in problems()

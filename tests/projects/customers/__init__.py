@@ -1,0 +1,1 @@
+"""The tenants of a project with django-tenants."""

@@ -1,0 +1,235 @@
+"""The life of messages from end to end, in the project that DJANGO_SETTINGS_MODULE names: `python -m tests.projects.cycle`.
+
+Commands are processes of their own. The module of the settings may say more about the project, in names that Django ignores:
+
+    before = "CREATE PUBLICATION …"     SQL for the empty database
+    tenants = ("blue", "red")           schemas, by `django_tenants`, each of which has its own cycle
+    using = "main"                      the alias of the database with the messages
+    def after(): …                      called when everything is published
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from importlib import import_module
+from io import StringIO
+from typing import Any
+
+import django
+
+PROJECT = import_module(os.environ["DJANGO_SETTINGS_MODULE"])
+USING: str = getattr(PROJECT, "using", "default")
+TENANTS: tuple[str, ...] = getattr(PROJECT, "tenants", ())
+COMMANDS = (
+    *(["exactly_once_status"], ["exactly_once_status", "--json"], ["exactly_once_processes", "--all"]),
+    *(["exactly_once_alerts", "--once"], ["exactly_once_export"], ["exactly_once_roles"]),
+    *(["exactly_once_trail", "--topic", "projects.order", "--biz-id", "fails once"],),
+    *(["outbox_pause", "projects.order"], ["outbox_resume", "projects.order"]),
+    *(["inbox_pause", "projects.book"], ["inbox_resume", "projects.book"]),
+    *(["outbox_replay", "--all", "--yes"], ["exactly_once_purge", "--older-than-days", "1"]),
+)
+LONGEST_SECONDS = 60
+
+
+def manage(*arguments: str) -> None:
+    """Run a command as a process; what it prints is shown if it fails."""
+    if TENANTS and arguments[0] not in {"migrate_schemas", "check"}:
+        for tenant in TENANTS:
+            run("tenant_command", *arguments, f"--schema={tenant}")
+    else:
+        run(*arguments)
+
+
+def run(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "django", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120, check=False
+    )
+    assert not done.returncode, f"{' '.join(arguments)}: exit status {done.returncode}\n{done.stdout.decode()}"
+    assert b"Traceback" not in done.stdout, f"{' '.join(arguments)}:\n{done.stdout.decode()}"
+
+
+def create() -> None:
+    from django.db import connections
+
+    if before := getattr(PROJECT, "before", ""):
+        with connections[USING].cursor() as cursor:
+            cursor.execute(before)
+    if TENANTS:
+        run("migrate_schemas", "--shared", "--verbosity", "0")
+        create_tenants()
+    else:
+        for alias in connections:
+            if connections[alias].settings_dict["ENGINE"] != "django.db.backends.dummy":
+                run("migrate", "--verbosity", "0", "--database", alias)
+    run("check", "--database", USING)
+
+
+def create_tenants() -> None:
+    from django_tenants.utils import get_tenant_domain_model, get_tenant_model
+
+    for name in ("public", *TENANTS):
+        tenant = get_tenant_model()(schema_name=name, name=name)
+        tenant.save(verbosity=0)
+        get_tenant_domain_model()(domain=f"{name}.localhost", tenant=tenant, is_primary=True).save()
+
+
+@contextlib.contextmanager
+def at_home(tenant: str) -> Iterator[None]:
+    if not tenant:
+        yield
+        return
+    from django_tenants.utils import schema_context
+
+    with schema_context(tenant):
+        yield
+
+
+@contextlib.contextmanager
+def a_request() -> Iterator[None]:
+    """What Django does with its connections around a request: some go back to their pool."""
+    from django.core import signals
+
+    signals.request_started.send(None)
+    yield
+    signals.request_finished.send(None)
+
+
+def write(tenant: str) -> None:
+    """Publish in every way, on one connection: the sixth publish of a session takes another way than the first."""
+    from django.db import transaction
+
+    from outbox import Draft, cancel, prepare, publish, publish_many, reschedule
+
+    def send(name: str, payload: str = "", **options: Any) -> None:
+        publish("projects.order", payload, biz_id=name, using=USING, **options)
+
+    for number in range(20):
+        with transaction.atomic(using=USING):
+            transaction.get_connection(USING).savepoint()
+            send(f"plain {number}", key=f"key {number % 3}")
+    for number in range(7):
+        with transaction.atomic(using=USING):
+            send(f"first {number}")
+    for number in range(7):
+        with a_request(), transaction.atomic(using=USING):
+            send(f"request {number}")
+    with transaction.atomic(using=USING):
+        publish_many((Draft("projects.order", "", biz_id=f"many {number}") for number in range(10)), using=USING)
+    for _ in range(2):
+        with transaction.atomic(using=USING):
+            send("published twice")
+    with transaction.atomic(using=USING):
+        send("unique", unique=True)
+        send("unique", unique=True)
+        send("delayed", delay=timedelta(milliseconds=500))
+        send("fails once", "fails once")
+        send("dead letter", "fails")
+        send("rescheduled", delay=timedelta(hours=1))
+        send("restored", delay=timedelta(hours=1))
+        send("cancelled")
+    with prepare("projects.order", "", biz_id="prepared", using=USING):
+        pass
+    with contextlib.suppress(ZeroDivisionError), prepare("projects.order", "", biz_id="rolled back", using=USING):
+        raise ZeroDivisionError
+    for name in ("cancelled", "restored"):
+        assert cancel(topic="projects.order", biz_id=name, using=USING), name
+    assert reschedule(topic="projects.order", biz_id="rescheduled", delay=timedelta(), using=USING)
+
+
+def expected() -> Counter[str]:
+    names = [f"plain {n}" for n in range(20)] + [f"first {n}" for n in range(7)] + [f"many {n}" for n in range(10)]
+    names += [f"request {n}" for n in range(7)]
+    return Counter([*names, *("published twice", "unique", "delayed", "fails once", "rescheduled", "prepared")])
+
+
+def effects() -> Counter[str]:
+    from tests.projects.shop.models import Effect
+
+    return Counter(Effect.objects.using(USING).values_list("name", flat=True))
+
+
+def handled(wanted: Counter[str]) -> None:
+    """Run relays until every effect is there; more than one of a kind, or another one, is an error."""
+    deadline = time.monotonic() + LONGEST_SECONDS
+    while True:
+        manage("outbox_relay", "--drain")
+        found = {}
+        for tenant in TENANTS or ("",):
+            with at_home(tenant):
+                found[tenant] = effects()
+                assert not found[tenant] - wanted, f"too much{f' in {tenant}' if tenant else ''}: {found[tenant] - wanted}"
+        if all(effects == wanted for effects in found.values()):
+            return
+        time.sleep(0.2)
+        assert time.monotonic() < deadline, f"missing: { {tenant: wanted - effects for tenant, effects in found.items()} }"
+
+
+def operate() -> None:
+    """What an operator does: restore, retry, all commands, all pages."""
+    from django.core.management import call_command
+
+    from inbox.models import InboxMessage
+    from outbox import publish_now, restore
+    from tests.projects.shop.models import Effect
+
+    for tenant in TENANTS or ("",):
+        with at_home(tenant):
+            assert InboxMessage.objects.using(USING).filter(state="dead").count() == 1
+            assert InboxMessage.objects.using(USING).get(biz_id="published twice").duplicates == 1
+            assert restore(topic="projects.order", biz_id="restored", using=USING)
+            assert publish_now(topic="projects.order", biz_id="restored", using=USING)
+            Effect.objects.using(USING).create(name="repaired")
+            call_command("inbox_retry", "--all", database=USING, stdout=StringIO())
+            for command in COMMANDS:
+                call_command(*command, database=USING, stdout=StringIO())
+            pages()
+
+
+def pages() -> None:
+    """Open every list and the form of one row of each, as a superuser."""
+    from django.contrib import admin, auth
+    from django.test import Client
+    from django.urls import reverse
+
+    user = auth.get_user_model().objects.create_superuser(**getattr(PROJECT, "superuser", {"username": "admin"}))
+    client = Client(HTTP_HOST=getattr(PROJECT, "host", "localhost"))
+    client.force_login(user)
+    opened = 0
+    for model in admin.site._registry:
+        if not model.__module__.startswith(("outbox", "inbox", "exactly_once")):
+            continue
+        name = f"admin:{model._meta.app_label}_{model._meta.model_name}"
+        paths = [reverse(f"{name}_changelist")]
+        if model._meta.managed and (row := model._default_manager.using(USING).first()):
+            paths.append(reverse(f"{name}_change", args=[row.pk]))
+        for path in paths:
+            answer = client.get(path, follow=True)
+            assert answer.status_code == 200, f"{path}: {answer.status_code}"
+            opened += 1
+    assert opened > 25, opened
+
+
+def main() -> None:
+    django.setup()
+    from django.conf import settings
+
+    settings.ALLOWED_HOSTS = ["*"]
+    create()
+    for tenant in TENANTS or ("",):
+        with at_home(tenant):
+            write(tenant)
+    getattr(PROJECT, "after", lambda: None)()
+    handled(expected())
+    operate()
+    handled(expected() + Counter(["repaired", "restored", "dead letter"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""Django's pool of connections, with a `reset` that sends `DISCARD ALL`"""
+
+from tests.projects.settings.plain import *  # noqa: F403
+from tests.projects.settings.plain import DATABASES
+
+
+def _discard_all(connection):
+    connection.autocommit = True
+    connection.execute("DISCARD ALL")
+    connection.autocommit = False
+
+
+DATABASES["default"]["OPTIONS"] = {"pool": {"min_size": 1, "max_size": 10, "reset": _discard_all}}

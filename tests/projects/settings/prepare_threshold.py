@@ -1,0 +1,6 @@
+"""`OPTIONS["prepare_threshold"] = 0`: psycopg prepares every statement"""
+
+from tests.projects.settings.plain import *  # noqa: F403
+from tests.projects.settings.plain import DATABASES
+
+DATABASES["default"]["OPTIONS"] = {"prepare_threshold": 0}

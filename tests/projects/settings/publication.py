@@ -1,0 +1,5 @@
+"""A publication `FOR ALL TABLES`, for change data capture or a replica of another version"""
+
+from tests.projects.settings.plain import *  # noqa: F403
+
+before = "CREATE PUBLICATION everything FOR ALL TABLES"

@@ -1,0 +1,17 @@
+"""SQLite, with the options of *Getting started*"""
+
+import os
+
+from tests.projects.settings.plain import *  # noqa: F403
+
+DATABASES = {
+    "default": {
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": os.path.join(os.environ["CYCLE_DIRECTORY"], "project.sqlite3"),
+        "OPTIONS": {
+            "transaction_mode": "IMMEDIATE",
+            "timeout": 20,
+            "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;",
+        },
+    }
+}

@@ -1,0 +1,16 @@
+"""A router that keeps the inbox off a second database, which has an outbox only"""
+
+import os
+
+import dj_database_url
+
+from tests.projects.settings.plain import *  # noqa: F403
+from tests.projects.settings.plain import DATABASES
+
+DATABASES["second"] = dj_database_url.parse(os.environ["SECOND_DATABASE_URL"])
+DATABASE_ROUTERS = ["tests.projects.settings.two_databases.Router"]
+
+
+class Router:
+    def allow_migrate(self, db, app_label, **hints):
+        return app_label not in {"inbox", "inbox_joins"} if db == "second" else None

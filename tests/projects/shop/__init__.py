@@ -1,0 +1,1 @@
+"""The app of these projects: one model, whose rows are the effects, and one handler."""
