@@ -13,8 +13,8 @@ from django.db import DatabaseError, InterfaceError, connections, router
 from exactly_once.operators.history import History
 from exactly_once.redactors import why_not_loaded
 from exactly_once.sql.connections import is_postgresql
-from exactly_once.sql.integrity import without_identity
-from exactly_once.sql.schema import our_apps
+from exactly_once.sql.integrity import changed_collation, without_identity
+from exactly_once.sql.schema import behind_their_tables, our_apps
 
 _Options = TypeVar("_Options")
 _Found = TypeVar("_Found")
@@ -105,6 +105,32 @@ def warnings_of_partitions(history: History, databases: Sequence[str], *, id: st
         for alias in databases
         if router.allow_migrate_model(alias, history.model)
         for name in _read(without_identity, alias, history.model) or ()
+    ]
+
+
+@register(Tags.database)
+def check_sequences(app_configs: object, databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
+    """exactly_once.E006: a sequence that draws ids which its table has already."""
+    return [
+        Error(problem, hint=f"Stop the processes that publish and handle messages. Run `{statement}`.", id="exactly_once.E006")
+        for alias in databases or ()
+        for problem, statement in behind_their_tables(alias, our_apps())
+    ]
+
+
+@register(Tags.database)
+def check_collations(app_configs: object, databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
+    """exactly_once.W002: a database whose indexes may be in the order of another version of its collation."""
+    found = ((alias, _read(changed_collation, alias)) for alias in _with_our_tables(databases or ()))
+    return [
+        Warning(
+            f"The database {alias!r} has version {changed[1]} of its collation, and the server has {changed[2]}. Messages are "
+            "deduplicated and ordered without it, but an index of text of another app may miss rows, and accept a second row.",
+            hint=f'Run `REINDEX DATABASE "{changed[0]}"`, then `ALTER DATABASE "{changed[0]}" REFRESH COLLATION VERSION`.',
+            id="exactly_once.W002",
+        )
+        for alias, changed in found
+        if changed
     ]
 
 

@@ -50,6 +50,7 @@ class InboxMessage(models.Model):
 
     # That of its receipt, so that ids are in the order of arrival.
     id = models.BigIntegerField(primary_key=True)
+    numbered_by = Receipt
     handler = NameField(max_length=NAME_LENGTH)
     topic = models.CharField(max_length=NAME_LENGTH)
     biz_id = models.CharField(_("biz-id"), max_length=NAME_LENGTH)

@@ -6,17 +6,62 @@ another collation, a partition is published and has no key. Nothing here reads a
 
 from __future__ import annotations
 
-from django.db import connections
-from django.db.models import Model
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from django.db import connections, transaction
+from django.db.models import AutoField, Model
 
 from exactly_once.sql.connections import is_postgresql
 
+_NUMBERED = (
+    "SELECT pg_get_serial_sequence(by, 'id'), name, coalesce(tree.relid, to_regclass(name))::regclass::text "
+    "FROM unnest(%s::text[], %s::text[]) AS numbered(name, by) "
+    "LEFT JOIN LATERAL pg_partition_tree(to_regclass(name)) tree ON tree.isleaf "
+    "WHERE to_regclass(name) IS NOT NULL AND to_regclass(by) IS NOT NULL"
+)
+"""Tables without partitions, and partitions, each with the sequence of its ids."""
+_HAS_NEXT = "SELECT EXISTS (SELECT 1 FROM {table} WHERE id >= (SELECT last_value + is_called::int FROM {sequence}))"
+"""The sequence is read after the snapshot, so it is not behind the rows that transactions insert meanwhile."""
 _WITHOUT_IDENTITY = (
     "SELECT tree.relid::regclass::text FROM pg_partition_tree(to_regclass(%s)) tree "
     "JOIN pg_class leaf ON leaf.oid = tree.relid AND leaf.relkind = 'r' WHERE leaf.relreplident <> 'f' AND NOT EXISTS ("
     "SELECT 1 FROM pg_index WHERE indrelid = leaf.oid AND (indisreplident OR leaf.relreplident = 'd' AND indisprimary)"
     ") ORDER BY 1"
 )
+_HAS_COLLATION_VERSIONS = 150000
+
+
+def sequences_behind(alias: str, models: Iterable[type[Model]]) -> Iterator[tuple[str, str]]:
+    """The sequences whose next id is not above the ids of these models, each with the statement that corrects it.
+
+    A model whose ids are those of another one names it, as `numbered_by`.
+    """
+    connection = connections[alias]
+    if not is_postgresql(connection):
+        return  # SQLite also looks into the table
+    numbered = {model: getattr(model, "numbered_by", model) for model in models if not model._meta.proxy}
+    pairs = [(model, by) for model, by in numbered.items() if isinstance(by._meta.pk, AutoField)]
+    names = [[connection.ops.quote_name(model._meta.db_table) for model in column] for column in zip(*pairs, strict=True)]
+    leaves, tables = defaultdict[str, list[str]](list), defaultdict[str, dict[str, None]](dict)
+    with connection.cursor() as cursor:
+        cursor.execute(_NUMBERED, names or [[], []])
+        for sequence, table, leaf in cursor.fetchall():
+            if sequence is not None:
+                leaves[sequence].append(leaf)
+                tables[sequence][table] = None
+    for sequence, parts in leaves.items():
+        if any(_has_next(alias, leaf, sequence) for leaf in parts):
+            highest = ", ".join(f"(SELECT max(id) FROM {table})" for table in tables[sequence])  # noqa: S608 - names of models, quoted
+            yield sequence, f"SELECT setval('{sequence}', greatest({highest}))"
+
+
+def _has_next(alias: str, table: str, sequence: str) -> bool:
+    with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
+        # Without statistics, as after a restore, the planner would read the table instead of an index.
+        cursor.execute("SET LOCAL enable_seqscan = off")
+        cursor.execute(_HAS_NEXT.format(table=table, sequence=sequence))
+        return bool(cursor.fetchone()[0])
 
 
 def without_identity(alias: str, model: type[Model]) -> list[str]:
@@ -27,3 +72,23 @@ def without_identity(alias: str, model: type[Model]) -> list[str]:
     with connection.cursor() as cursor:
         cursor.execute(_WITHOUT_IDENTITY, [connection.ops.quote_name(model._meta.db_table)])
         return [name for (name,) in cursor.fetchall()]
+
+
+def changed_collation(alias: str) -> tuple[str, str, str] | None:
+    """The name of the database, the version of its collation, and that of the server's, if they differ.
+
+    PostgreSQL 14 does not store it: None.
+    """
+    connection = connections[alias]
+    if not is_postgresql(connection):
+        return None
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT current_setting('server_version_num')::int")
+        if cursor.fetchone()[0] < _HAS_COLLATION_VERSIONS:
+            return None
+        cursor.execute(
+            "SELECT datname, datcollversion, pg_database_collation_actual_version(oid) FROM pg_database "
+            "WHERE datname = current_database() AND datcollversion <> pg_database_collation_actual_version(oid)"
+        )
+        found: tuple[str, str, str] | None = cursor.fetchone()
+    return found

@@ -18,6 +18,7 @@ from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connectio
 from django.db.migrations.loader import MigrationLoader
 
 from exactly_once.sql.faults import sqlstate_of
+from exactly_once.sql.integrity import sequences_behind
 from exactly_once.sql.labels import label_of
 
 if TYPE_CHECKING:
@@ -49,6 +50,31 @@ def require_schema(alias: str, *packages: str) -> None:
                 problems.append(problem)
     if problems:
         raise CommandError(" ".join(problems))
+
+
+def require_usable(alias: str, *packages: str) -> None:
+    """Check before a process starts what `require_schema` checks, and that no sequence is behind its table.
+
+    Raises:
+        CommandError: as `require_schema`; or new rows would get the ids of existing ones, or come before them.
+    """
+    require_schema(alias, *packages)
+    parts = [part for package in dict.fromkeys(("exactly_once", *packages)) for part in parts_of(package)]
+    if behind := behind_their_tables(alias, parts):
+        raise CommandError(" ".join(f"{problem} Run `{statement}`." for problem, statement in behind))
+
+
+def behind_their_tables(alias: str, parts: Iterable[AppConfig]) -> list[tuple[str, str]]:
+    """For each sequence of these apps that is behind its table, one sentence, and the statement that corrects it."""
+    models = [model for part in parts for model in part.get_models() if router.allow_migrate_model(alias, model)]
+    try:
+        found = list(sequences_behind(alias, models))
+    except (DatabaseError, InterfaceError):
+        return []  # unavailable, or the user may not read the sequences
+    return [
+        (f"In the database {alias!r}, the sequence {sequence} is behind its table, as after a restore or a switch.", statement)
+        for sequence, statement in found
+    ]
 
 
 def our_apps() -> list[AppConfig]:

@@ -7,7 +7,7 @@ from django.utils.translation import gettext_lazy
 from exactly_once.cli.command import TranslatedCommand, log_to_console
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.running import run_until_signalled
-from exactly_once.sql.schema import require_schema
+from exactly_once.sql.schema import require_usable
 from exactly_once.telemetry import prometheus
 from inbox.conf import inbox_options
 from inbox.consumer.service import serve
@@ -44,7 +44,7 @@ class Command(TranslatedCommand):
 
         def consume(stop: StopRequest) -> None:
             for alias in {handler.using for handler in handlers}:
-                require_schema(alias, "inbox")
+                require_usable(alias, "inbox")
             serve(drain=options["drain"], concurrency=options["concurrency"], stop=stop, only=handlers)
 
         run_until_signalled(consume, grace=inbox_options().SHUTDOWN_GRACE)

@@ -12,7 +12,7 @@ from exactly_once.cli.command import TranslatedCommand, log_to_console
 from exactly_once.masking import masked
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.running import run_until_signalled
-from exactly_once.sql.schema import require_schema
+from exactly_once.sql.schema import require_usable
 from exactly_once.telemetry import prometheus
 from outbox.conf import outbox_options
 from outbox.monitoring import table_gauges
@@ -49,7 +49,7 @@ def _require_transport(url: str) -> None:
 
 
 def _relay(alias: str, stop: StopRequest, *, drain: bool) -> None:
-    require_schema(alias, *_apps_at_work())
+    require_usable(alias, *_apps_at_work())
     # The objects loaded so far are permanent. Scanning all of Django in every collection would cost a tenth of the relay's
     # speed.
     gc.collect()

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from django.core.checks import run_checks
 from django.core.management import call_command
 from django.db import connection, transaction
+from django.db.models import AutoField
 
 from exactly_once.sql.days import day_of
-from exactly_once.sql.schema import our_apps
-from inbox.models import InboxMessage
+from exactly_once.sql.schema import behind_their_tables, our_apps
+from inbox.models import InboxMessage, Receipt
 from inbox.operators import housekeeping
 from inbox.outcome import Outcome
 from outbox import cancel, restore
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store import history
+from tests.support.aliases import the_default_at
 from tests.support.deliveries import an_envelope, deliver, effects, the_effect, the_row
+from tests.support.lower_bounds import at_least
 from tests.support.projects import run_in
-from tests.support.relaying import published, state_of
-from tests.support.sql import executed
+from tests.support.relaying import published, published_many, set_columns, state_of
+from tests.support.shop_day import a_busy_day
+from tests.support.sql import executed, fetched
 
 pytestmark = pytest.mark.django_db(transaction=True)
 HISTORIES = {"outbox": history.HISTORY, "inbox": housekeeping.HISTORY}
@@ -85,6 +91,107 @@ print("effects:", Effect.objects.count(), "unique:", OutboxMessage.objects.filte
 
         assert len(found) > 30
         assert {collation for _, collation in found} == {"C"}, found
+
+    def test_changed_version_of_the_collation_is_a_warning_with_the_statements_to_run(self, database):
+        with the_default_at(NAME=database):
+            assert "exactly_once.W002" not in problems()
+            self.change(database)
+            warning = problems()["exactly_once.W002"]
+
+        assert "has version 1 of its collation" in warning.msg
+        assert f'`ALTER DATABASE "{database}" REFRESH COLLATION VERSION`' in warning.hint
+
+
+class TestSequence:
+    @pytest.fixture
+    def restart(self):
+        """Restart a sequence at 1, as a restore of the data alone does."""
+
+        def restarted(model):
+            executed("SELECT setval(pg_get_serial_sequence(%s, 'id'), 1, false)", [model._meta.db_table])
+
+        yield restarted
+        for _, statement in behind_their_tables("default", our_apps()):
+            executed(statement)
+
+    @pytest.mark.parametrize(
+        ("name", "model"), [("outbox_relay", OutboxMessage), ("inbox_consume", Receipt), ("outbox_relay", Receipt)]
+    )
+    def test_process_refuses_to_start_with_a_sequence_behind_its_table_and_starts_after_the_statement(
+        self, command, handles, restart, name, model
+    ):
+        published_many(5)
+        deliver(handles(the_effect))
+        restart(model)
+        with command(name) as process:
+            assert process.ends() == 1
+
+        said = process.said().strip()
+        assert "\n" not in said
+        assert said.startswith("CommandError: In the database 'default', the sequence public.")
+        statement = said.partition(" Run `")[2].removesuffix("`.")
+        assert statement in problems()["exactly_once.E006"].hint
+        executed(statement)
+        assert "exactly_once.E006" not in problems()
+        with command(name, "--drain") as process:
+            assert process.ends() == 0, process.said()
+
+    def test_sequence_is_behind_if_only_a_day_of_history_has_its_numbers(self, restart):
+        today = day_of("default")
+        history.HISTORY.days.make("default", today)
+        set_columns(published(), state=State.PUBLISHED)
+        assert fetched(f"SELECT count(*) FROM {history.HISTORY.days.name(today)}") == 1
+        restart(OutboxMessage)
+
+        assert "outbox_outboxmessage_id_seq" in problems()["exactly_once.E006"].msg
+
+    def test_sequence_of_receipts_is_behind_if_only_messages_have_its_numbers(self, handles, restart):
+        deliver(handles(the_effect))
+        Receipt.objects.all().delete()
+        restart(Receipt)
+
+        assert 'FROM "inbox_inboxmessage"' in problems()["exactly_once.E006"].hint
+
+    def test_sequence_of_each_table_is_compared(self, restart):
+        """A trail, an audit log, an alert: an insert fails, too, and with it what it is recorded for."""
+        a_busy_day(hours=1)
+        models = [model for app in our_apps() for model in app.get_models() if not model._meta.proxy]
+        numbered = [model for model in models if isinstance(model._meta.pk, AutoField) and model.objects.exists()]
+        for model in numbered:
+            restart(model)
+
+        said = "".join(problem.hint for problem in run_checks(databases=["default"]) if problem.id == "exactly_once.E006")
+        for model in at_least(12, numbered):
+            assert f'(SELECT max(id) FROM "{model._meta.db_table}")' in said
+
+    @pytest.mark.parametrize("is_called", [True, False])
+    def test_sequence_whose_next_number_is_the_first_free_one_is_not_behind(self, restart, is_called):
+        published_many(5)
+        highest = OutboxMessage.objects.latest("pk").pk
+        executed("SELECT setval('outbox_outboxmessage_id_seq', %s, %s)", [highest + (not is_called), is_called])
+
+        assert "exactly_once.E006" not in problems()
+
+    def test_rows_that_others_insert_meanwhile_are_not_ahead_of_the_sequence(self):
+        stopped = threading.Event()
+
+        def publish_on():
+            try:
+                while not stopped.is_set():
+                    published()
+            finally:
+                connection.close()
+
+        publisher = threading.Thread(target=publish_on)
+        publisher.start()
+        try:
+            found = [behind_their_tables("default", our_apps()) for _ in range(50)]
+        finally:
+            stopped.set()
+            publisher.join()
+
+        assert OutboxMessage.objects.count() > 50
+        assert found == [[]] * 50
 
 
 class TestPublication:

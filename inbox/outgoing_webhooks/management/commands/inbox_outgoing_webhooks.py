@@ -7,7 +7,7 @@ from django.utils.translation import gettext_lazy
 from exactly_once.cli.command import TranslatedCommand, log_to_console
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.running import run_until_signalled
-from exactly_once.sql.schema import require_schema
+from exactly_once.sql.schema import require_usable
 from inbox.conf import inbox_options
 from inbox.outgoing_webhooks.fanning_out import aliases
 from inbox.outgoing_webhooks.service import THREADS, serve
@@ -30,7 +30,7 @@ class Command(TranslatedCommand):
         def send(stop: StopRequest) -> None:
             known = aliases()
             for alias in known:
-                require_schema(alias, "inbox")
+                require_usable(alias, "inbox")
             serve(known, drain=options["drain"], threads=options["concurrency"], stop=stop)
 
         run_until_signalled(send, grace=inbox_options().SHUTDOWN_GRACE)
