@@ -15,6 +15,7 @@ from django.db import DatabaseError, transaction
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder
 from exactly_once.sql.faults import is_about_values
+from exactly_once.sql.schema import is_missing
 from exactly_once.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
 from exactly_once.wire.text import describe
 from inbox.conf import inbox_options, outbox_keeps_history
@@ -75,7 +76,7 @@ class LocalTransport(Transport):
             with transaction.atomic(using=self._alias):
                 return self._hand_over(messages)
         except Exception as error:
-            if isinstance(error, DatabaseError) and not is_about_values(error):
+            if isinstance(error, DatabaseError) and (is_missing(error) or not is_about_values(error)):
                 raise
             if len(messages) == 1:
                 return {messages[0].position: self._failed(messages[0], error)}

@@ -32,17 +32,22 @@ _WITHOUT_IDENTITY = (
 _HAS_COLLATION_VERSIONS = 150000
 
 
-def sequences_behind(alias: str, models: Iterable[type[Model]]) -> Iterator[tuple[str, str]]:
-    """The sequences whose next id is not above the ids of these models, each with the statement that corrects it.
+def numbered(models: Iterable[type[Model]]) -> dict[type[Model], type[Model]]:
+    """Those of these models whose ids come from a sequence, each with the model that has the sequence.
 
     A model whose ids are those of another one names it, as `numbered_by`.
     """
+    by = {model: getattr(model, "numbered_by", model) for model in models if not model._meta.proxy}
+    return {model: numbers for model, numbers in by.items() if isinstance(numbers._meta.pk, AutoField)}
+
+
+def sequences_behind(alias: str, models: Iterable[type[Model]]) -> Iterator[tuple[str, str]]:
+    """The sequences whose next id is not above the ids of these models, each with the statement that corrects it."""
     connection = connections[alias]
     if not is_postgresql(connection):
         return  # SQLite also looks into the table
-    numbered = {model: getattr(model, "numbered_by", model) for model in models if not model._meta.proxy}
-    pairs = [(model, by) for model, by in numbered.items() if isinstance(by._meta.pk, AutoField)]
-    names = [[connection.ops.quote_name(model._meta.db_table) for model in column] for column in zip(*pairs, strict=True)]
+    pairs = zip(*numbered(models).items(), strict=True)
+    names = [[connection.ops.quote_name(model._meta.db_table) for model in column] for column in pairs]
     leaves, tables = defaultdict[str, list[str]](list), defaultdict[str, dict[str, None]](dict)
     with connection.cursor() as cursor:
         cursor.execute(_NUMBERED, names or [[], []])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
 from django.core.management.base import CommandError
@@ -18,7 +18,7 @@ from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connectio
 from django.db.migrations.loader import MigrationLoader
 
 from exactly_once.sql.faults import sqlstate_of
-from exactly_once.sql.integrity import sequences_behind
+from exactly_once.sql.integrity import numbered, sequences_behind
 from exactly_once.sql.labels import label_of
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _MISSING = {"42P01", "42703"}
 """SQLSTATEs: no such table, no such column."""
+_UNIQUE_VIOLATION = "23505"
 _MISSING_IN_SQLITE = ("no such table", "no such column")
 _MOST_NAMES = 3
 _APPS = ("exactly_once", "outbox", "inbox")
@@ -145,20 +146,31 @@ def _has(connection: BaseDatabaseWrapper, table: str, columns: Iterable[str]) ->
 
 
 def is_missing(error: BaseException) -> bool:
-    """Does the error say that a table or column is missing?"""
+    """Does the error say that a table or column is missing, or the next number of one of our sequences?"""
     if not isinstance(error, DatabaseError):
         return False
     if sqlstate := sqlstate_of(error):
         return sqlstate in _MISSING
+    if sqlstate := getattr(error.__cause__, "sqlstate", None):
+        return sqlstate in _MISSING or (sqlstate == _UNIQUE_VIOLATION and _is_of_a_number(error))
     return str(error).startswith(_MISSING_IN_SQLITE)
 
 
+def _is_of_a_number(error: DatabaseError) -> bool:
+    """Is there a row of ours already with the id that a sequence has drawn?"""
+    found: Any = getattr(error.__cause__, "diag", None)
+    tables = tuple(model._meta.db_table for model in numbered(model for part in our_apps() for model in part.get_models()))
+    return (found.constraint_name or "").endswith("_pkey") and (found.table_name or "").startswith(tables)
+
+
 def describe_missing(error: BaseException, alias: str) -> str:
-    """What is missing at run time, as after a deploy in the wrong order, and which migration to run."""
+    """What is missing at run time, as after a deploy in the wrong order or a restore, and what to run."""
     for part in our_apps():
         with suppress(DatabaseError, InterfaceError):
             if problem := why_unmigrated(alias, part.label, begun=True):
                 return problem
+    for problem, statement in behind_their_tables(alias, our_apps()):
+        return f"{problem} Run `{statement}`."
     said = str(error).partition("\n")[0]
     return f"The database {alias!r} is not migrated for this version: {said}. Run `python manage.py migrate` on it."
 

@@ -21,7 +21,7 @@ from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from exactly_once.process.outage import Outage
 from exactly_once.sql.faults import is_collision, remedy
-from exactly_once.sql.schema import is_missing, why_unmigrated
+from exactly_once.sql.schema import behind_their_tables, is_missing, parts_of, why_unmigrated
 from inbox.store.arrivals import begin_fresh
 from inbox.store.dialect import LONGEST_LOCK_WAIT
 from inbox.store.rows import ConcurrentDuplicate, NewRow
@@ -92,11 +92,19 @@ class Outages:
         except Exception as error:  # noqa: BLE001 - an error of a custom database backend must not end the worker
             if is_collision(error):
                 return None
+            if is_missing(error) and (behind := _sequence_behind(alias)):
+                return behind
             reason = why_not_stored(error, alias)
             with suppress(DatabaseError, InterfaceError):
                 end_session(alias)
             return reason, (is_missing(error) and why_unmigrated(alias, "inbox")) or remedy(error, alias)
-        return None
+        return _sequence_behind(alias)
+
+
+def _sequence_behind(alias: str) -> tuple[str, str] | None:
+    """After an outage: another server may have the rows, and not the sequences."""
+    found = behind_their_tables(alias, parts_of("inbox"))
+    return next(((problem, f"Run `{statement}`.") for problem, statement in found), None)
 
 
 def _try_to_store(alias: str) -> None:

@@ -23,6 +23,7 @@ from exactly_once.process import work
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.sql.connections import drop_unusable_connections, is_outermost, is_postgresql
 from exactly_once.sql.faults import UNDEFINED_TABLE, is_about_values, is_collision, is_lost, remedy, sqlstate_of
+from exactly_once.sql.schema import is_missing
 from exactly_once.telemetry import tracing
 from exactly_once.wire.context import Cause, handled
 from exactly_once.wire.envelope import Envelope
@@ -68,7 +69,9 @@ class _StatementsOfOurs(AbstractContextManager[object]):
     """A context of statements of the inbox, not of a handler."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, DatabaseError | InterfaceError) and not (is_collision(error) or is_about_values(error)):
+        if not isinstance(error, DatabaseError | InterfaceError):
+            return
+        if is_missing(error) or not (is_collision(error) or is_about_values(error)):
             raise _Unstored from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 
 import pytest
 from django.core.checks import run_checks
@@ -105,10 +106,10 @@ print("effects:", Effect.objects.count(), "unique:", OutboxMessage.objects.filte
 class TestSequence:
     @pytest.fixture
     def restart(self):
-        """Restart a sequence at 1, as a restore of the data alone does."""
+        """Restart a sequence, as a restore of the data alone does."""
 
-        def restarted(model):
-            executed("SELECT setval(pg_get_serial_sequence(%s, 'id'), 1, false)", [model._meta.db_table])
+        def restarted(model, at=1):
+            executed("SELECT setval(pg_get_serial_sequence(%s, 'id'), %s, false)", [model._meta.db_table, at])
 
         yield restarted
         for _, statement in behind_their_tables("default", our_apps()):
@@ -135,6 +136,29 @@ class TestSequence:
         assert "exactly_once.E006" not in problems()
         with command(name, "--drain") as process:
             assert process.ends() == 0, process.said()
+
+    @pytest.mark.parametrize("broker", ["local://", "amqp"])
+    def test_running_process_waits_until_the_statement_is_run_and_blames_no_message(self, command, restart, request, broker):
+        """As a switch to a replica in the middle of its life does."""
+        url = broker if broker == "local://" else request.getfixturevalue("rabbitmq_url")
+        given = {"OUTBOX": {"BROKER_URL": url}, "INBOX": {"BROKER_URL": url, "CONCURRENCY": 1}}
+        with ExitStack() as processes:
+            relay = processes.enter_context(command("outbox_relay", **given))
+            runs = relay if broker == "local://" else processes.enter_context(command("inbox_consume", **given))
+            for n in range(30):
+                published(topic="worker.job", payload={}, biz_id=f"before-{n}")
+            runs.until(lambda: effects() == 30)
+            restart(Receipt, at=Receipt.objects.earliest("pk").pk)
+            for n in range(3):
+                published(topic="worker.job", payload={}, biz_id=f"after-{n}")
+            runs.until(lambda: "Run `SELECT setval('public.inbox_receipt_id_seq'" in runs.said())
+            assert effects() == 30
+            for _, statement in behind_their_tables("default", our_apps()):
+                executed(statement)
+            runs.until(lambda: effects() == 33)
+
+            assert set(InboxMessage.objects.values_list("state", "attempts")) == {("done", 1)}
+            assert {row.attempts for row in OutboxMessage.objects.all()} <= {0, 1}
 
     def test_sequence_is_behind_if_only_a_day_of_history_has_its_numbers(self, restart):
         today = day_of("default")
