@@ -20,6 +20,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
@@ -36,9 +37,10 @@ _COMMENTS = r"(?:\s|--[^\n]*\n|/\*(?:[^*]|\*(?!/))*\*/)*"
 _CHANGE = rf"{_COMMENTS}(?:set\s+(?!(?:local|transaction|constraints)\b)|(?:reset|discard|pragma)\b)"
 _FIRST = re.compile(_CHANGE, re.IGNORECASE)
 _LATER = re.compile(f";{_CHANGE}", re.IGNORECASE)
-_CALL = re.compile(r"\bset_config\s*\((?![^()]*,\s*(?:true|'t'|'true'|'on')\s*\))", re.IGNORECASE)
+_CALL = re.compile(r"\bset_config\s*\(", re.IGNORECASE)
+_IS_LOCAL = re.compile(r"(?:true|'t'|'true'|'on'|'1')(?:\s*::\s*bool(?:ean)?)?", re.IGNORECASE)
 _NAMED = re.compile(rf"(?:^|;){_COMMENTS}set\s+(?:session\s+)?(?!local\b)([a-z_][\w.]*)\s*(?:=|to\b)", re.IGNORECASE)
-_NAMED_IN_CALL = re.compile(r"\bset_config\s*\(\s*'([a-z_][\w.]*)'", re.IGNORECASE)
+_NAMED_IN_CALL = re.compile(r"'([a-z_][\w.]*)'", re.IGNORECASE)
 
 # Most statements contain none of the keywords. In the others, comments, quoted text and quoted names are skipped, and each
 # statement of the string is checked.
@@ -53,6 +55,7 @@ _SKIPPED = re.compile(
     r"""/\*|--[^\n]*|\be'(?:[^'\\]|''|\\.)*'|'(?:[^']|'')*'|"(?:[^"]|"")*"|\$((?:[a-z_]\w*)?)\$.*?\$\1\$""",
     re.IGNORECASE | re.DOTALL,
 )
+_PART = re.compile(rf"{_SKIPPED.pattern}|[(),]", _SKIPPED.flags)
 _COMMENT = re.compile(r"/\*|\*/")
 _LOCKS = re.compile(r"\bfor\s+(?:(?:no\s+key\s+)?update|(?:key\s+)?share)\b", re.IGNORECASE)
 _WRITES = re.compile(
@@ -89,9 +92,9 @@ class SessionChanges:
 
     def record(self, text: str, alias: str) -> None:
         """Record the settings that a statement changes."""
-        calls = len(_CALL.findall(text)) if "set_config" in text.lower() else 0
-        if changes := calls + bool(_FIRST.match(text)) + len(_LATER.findall(text)):
-            named = [*_NAMED.findall(text), *(_NAMED_IN_CALL.findall(text) if calls else ())]
+        calls = _calls_for_the_session(text) if "set_config" in text.lower() else ()
+        if changes := len(calls) + bool(_FIRST.match(text)) + len(_LATER.findall(text)):
+            named = [*_NAMED.findall(text), *filter(None, calls)]
             self.names[alias].update(named)
             # For example SESSION CHARACTERISTICS, or a name in a parameter.
             if len(named) < changes:
@@ -305,6 +308,30 @@ def _bare(text: str, *, nested: bool) -> str:
         pieces.append(text[at : found.start()])
         at = _end_of_comment(text, found.end(), nested=nested) if found.group() == "/*" else found.end()
     return " ".join([*pieces, text[at:]])
+
+
+@lru_cache(maxsize=32)
+def _calls_for_the_session(text: str) -> Sequence[str]:
+    """Of each call of set_config that changes more than the transaction, the name of the setting; "" if it is not a literal."""
+    calls: list[str] = []
+    for call in _CALL.finditer(text):
+        name, *others = _arguments(text, call.end())
+        if not (others and _IS_LOCAL.fullmatch(others[-1])):
+            literal = _NAMED_IN_CALL.fullmatch(name)
+            calls.append(literal[1] if literal else "")
+    return calls
+
+
+def _arguments(text: str, at: int) -> list[str]:
+    """The arguments of the call whose first one begins there. There may be parentheses and quoted text in each."""
+    arguments, begin, depth = [], at, 1
+    while depth and (part := _PART.search(text, at)):
+        at = _end_of_comment(text, part.end(), nested=True) if part.group() == "/*" else part.end()
+        depth += {"(": 1, ")": -1}.get(part.group(), 0)
+        if depth == 0 or (depth == 1 and part.group() == ","):
+            arguments.append(text[begin : part.start()].strip())
+            begin = at
+    return arguments or [""]
 
 
 def _end_of_comment(text: str, at: int, *, nested: bool) -> int:

@@ -40,6 +40,7 @@ CHANGES = {
     "search_path": "/* of the tenant */ set search_path to nowhere",
     "TimeZone": "SET TIME ZONE 'Asia/Tokyo'",
     "lock_timeout": "SELECT set_config('lock_timeout', '30s', false)",
+    "work_mem after a local one": "SELECT set_config('a.b', '1', true), set_config('work_mem', concat('64', 'kB'), (1 > 2))",
     "work_mem": "SELECT 1; SET work_mem TO '64kB'",
 }
 
@@ -74,8 +75,9 @@ def a_slow_effect(message):
 @pytest.mark.parametrize("given", [{}, {"lease": Lease()}, {"group_commit": 2}], ids=["transaction", "lease", "group_commit"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_setting_that_a_handler_changes_is_not_seen_by_the_next_handler(handles, name, given):
+    statement, name = CHANGES[name], name.partition(" ")[0]
     seen, before = [], setting(name)
-    changing = handles(executing(CHANGES[name], then=None), name="tests.changing", **given)
+    changing = handles(executing(statement, then=None), name="tests.changing", **given)
     other = handles(lambda message: seen.append(setting(name)) or the_effect(message), name="tests.other")
 
     assert deliver(changing, an_envelope(biz_id="changing")) is Outcome.HANDLED
@@ -85,7 +87,16 @@ def test_setting_that_a_handler_changes_is_not_seen_by_the_next_handler(handles,
     assert effects("other") == 1
 
 
-@pytest.mark.parametrize("statement", ["SET LOCAL work_mem = '64kB'", "SELECT set_config('work_mem', '64kB', true)"])
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SET LOCAL work_mem = '64kB'",
+        "SELECT set_config('work_mem', '64kB', true)",
+        "SELECT set_config('app.user', coalesce((SELECT 'a)'), ''), true)",
+        "SELECT set_config('a.c', concat('(', current_user, ''',x'), 't'), set_config('a.b', now()::text, true)",
+        "SELECT set_config('app.user', $$,)($$ /* , (*/, TRUE::boolean), 1",
+    ],
+)
 def test_handler_that_sets_for_its_transaction_only_keeps_the_session(handles, statement):
     pids = []
 

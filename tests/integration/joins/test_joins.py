@@ -39,6 +39,7 @@ from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, options, run_to_the_end
 from tests.support.inbox_rows import delete_messages
 from tests.support.joins import NAME, TOPICS, comes, effects, part, report
+from tests.support.sql import fetched
 from tests.support.waiting import A_WHILE
 
 
@@ -63,6 +64,16 @@ class TestAllCome:
 
         assert effects() == [("monday", ALL)]
         assert the_run().row.state == "done"
+
+    @pytest.mark.skipif("connection.vendor != 'postgresql'")
+    def test_first_parts_of_many_runs_share_a_session(self, joins):
+        joins(report)
+        sessions = set()
+        for number in range(5):
+            assert comes(TOPICS[0], f"run-{number}") is Outcome.HANDLED
+            sessions.add(fetched("SELECT pg_backend_pid()"))
+
+        assert len(sessions) == 1
 
     def test_join_gets_each_message_with_its_payload_and_the_run_id(self, joins):
         given = []
