@@ -1,7 +1,8 @@
 """One turn of a loop that works on a database, and what the loop does after an error.
 
 No error ends a loop. The loop waits for a database that is unavailable or lacks a table, and counts no attempt. After a
-collision it tries again at once. An unexpected error is logged once a minute, and the loop pauses, longer each time.
+collision it tries again at once; many in a row are logged once a minute. An unexpected error is logged once a minute, and the
+loop pauses, longer each time.
 """
 
 import logging
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _AFTER_A_COLLISION_SECONDS = 0.01
+_COLLISIONS_IN_A_ROW = 100
+"""So many have a lasting cause."""
 
 
 class Fault(Enum):
@@ -75,6 +78,7 @@ class Turns:
         self._errors = errors or Reminder()
         self._on_fault = on_fault
         self._trouble = Pause()
+        self._collisions = 0
 
     def take(self, alias: str, turn: Callable[[], Result], stop: StopRequest, *, raising: bool = False) -> Result | None:
         """Take a turn on this database and return its result; None if it failed, after the wait that the error requires.
@@ -97,12 +101,20 @@ class Turns:
         if self._database is not None:
             self._database.over()
         self._trouble.reset()
+        self._collisions = 0
         return result
 
     def _pause(self, fault: Fault, error: Exception, alias: str) -> float:
         """Report the error; return the seconds until the next turn."""
         if fault is Fault.COLLISION or (fault is Fault.OUTAGE and self._database is None):
             logger.debug("%s: %s", self._name, describe(error))
+            self._collisions += fault is Fault.COLLISION
+            if self._collisions >= _COLLISIONS_IN_A_ROW and self._errors.is_due():
+                logger.warning(
+                    "%s: makes no progress on database %r: %d tries in a row collided with other transactions, the last one "
+                    "with %s. It is tried again.",
+                    *(self._name, alias, self._collisions, describe(error)),
+                )
             return _AFTER_A_COLLISION_SECONDS
         if self._database is not None and fault is Fault.OUTAGE:
             return self._database.record(why_unavailable(error, alias))

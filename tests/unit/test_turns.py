@@ -82,6 +82,21 @@ def test_loop_without_an_outage_log_leaves_the_report_to_the_others_of_its_proce
     assert lines(caplog, logging.INFO) == []
 
 
+def test_loop_that_only_collides_reports_once_a_minute_that_it_makes_no_progress(stop, caplog):
+    turns = Turns("loop", "unexpected on %r")
+    for _ in range(99):
+        turns.take("default", failing(COLLISION), stop)
+    turns.take("default", lambda: 7, stop)
+    assert lines(caplog, logging.INFO) == []
+
+    for _ in range(300):
+        turns.take("default", failing(COLLISION), stop, raising=True)
+
+    (line,) = lines(caplog, logging.INFO)
+    assert line.startswith("loop: makes no progress on database 'default': 100 tries in a row collided")
+    assert "SQLSTATE 40P01" in line
+
+
 def test_unexpected_error_and_missing_table_are_reported_once_a_minute(stop, caplog):
     for error in (UNEXPECTED, MISSING):
         turns = Turns("loop", "unexpected error in the loop of %r")
