@@ -4,8 +4,12 @@ Django disables psycopg's own prepared statements, for a good reason: behind a p
 transaction may run in another server process, which has not prepared the statement. This module detects such a proxy: the
 answering process is not the one that opened the session. Then it prepares nothing, and statements are sent as text.
 
+Which statements are prepared belongs to the server session, and a pool may hand that over to another connection object, or
+discard its statements. So the server is asked after each `connect()` of Django's, and again after a statement was missing.
+
 Statements go directly to libpq through the connection that psycopg documents for that purpose (`Connection.pgconn`). A cursor
-and the adaptation of parameters with known types take longer than PostgreSQL takes to run the statement.
+and the adaptation of parameters with known types take longer than PostgreSQL takes to run the statement. A project that puts
+code of its own in between gets all statements as text through its own cursors; see `exactly_once.sql.cursors`.
 """
 
 from __future__ import annotations
@@ -14,30 +18,35 @@ import re
 import select
 import struct
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from django.db import DataError, OperationalError
 from kombu.utils.compat import detect_environment
 
+from exactly_once.sql.cursors import is_direct
 from exactly_once.sql.faults import SERIALIZATION_FAILURE, sqlstate_of
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 _MISSING, _EXISTS = "26000", "42P05"
-_AT_HAND, _ASKED = "_statements_at_hand", "_statements_asked_for"
+_SESSION = "_exactly_once_session"
 _TEXT, _BINARY = 0, 1
 _BEGIN, _COMMIT = b"BEGIN", b"COMMIT"
 _BINARY_TYPES = {"bytea", "bytea[]"}
 _OID_OF_BYTEA = 17
+_IN_ERROR = 3
+"""libpq's PQTRANS_INERROR: the open transaction has failed."""
 _PIPELINE_SYNC = 10
 """libpq's PGRES_PIPELINE_SYNC, the answer to a pipeline's end."""
 _MOST_RUNS = 1000
 _SELDOM_AT_MOST = 5
 """As psycopg's `prepare_threshold`."""
+_MOST_LOSSES = 2
+"""Then a proxy, or a pool that Django does not know of, discards statements again and again: nothing more is prepared."""
+_PRESENT = b"SELECT concat_ws(' ', pg_backend_pid(), string_agg(name, ' ')) FROM pg_prepared_statements"
 PLANNED_SINGLY = 5
 """`most_runs` of a statement that is planned for each run: PostgreSQL considers a generic plan only after five runs."""
 
@@ -66,11 +75,22 @@ class StatementResult(NamedTuple):
 
 
 @dataclass(slots=True)
-class _AtHand:
-    """The prepared statements of one driver connection."""
+class _Session:
+    """What is known of the server session of a driver connection, since it was last connected to or taken from a pool.
 
-    may_prepare: bool
+    Attributes:
+        since: identifies the `connect()`. A pool gives the same driver connection to many.
+        runs: by the name of a prepared statement, how often it was run.
+        losses: how often a statement was missing.
+        asked: how often a statement that is run seldom could have been prepared.
+        may_prepare: None until the server was asked.
+    """
+
+    since: float | None
     runs: dict[bytes, int]
+    losses: int = 0
+    asked: int = 0
+    may_prepare: bool | None = None
 
 
 class PreparedStatement:
@@ -91,6 +111,7 @@ class PreparedStatement:
         self._most_runs = most_runs
         self._result_format = _BINARY if returns_binary else _TEXT
         self._name = name.encode()
+        _names.add(self._name)
         self.text, self.types = text, types
         self._prepare = f"PREPARE {name} ({', '.join(types)}) AS {text}".encode()
         self._formats = [_BINARY if kind in _BINARY_TYPES else _TEXT for kind in types]
@@ -153,14 +174,14 @@ class PreparedStatement:
 
     def fetch_after(self, connection: BaseDatabaseWrapper, script: str, parameters: Sequence[str]) -> list[tuple[Any, ...]]:
         """As `fetch`, after the statements of `script`, in the same round trip and transaction; see `execute_script`."""
-        at_hand = _at_hand(connection)
+        session = _session(connection)
         with connection.wrap_database_errors:
             try:
-                self._prepared(connection.connection, at_hand, ())
+                self._prepared(connection.connection, session, ())
                 placeholders = ", ".join(["%s"] * len(parameters))
                 return execute_script(connection, f"{script}; ", f"EXECUTE {self._name.decode()} ({placeholders})", parameters)
             except Exception as error:
-                _raise_if_lost(error, [self], at_hand)
+                _raise_if_lost(error, session)
                 raise
 
     def commit_and_fetch(
@@ -174,20 +195,21 @@ class PreparedStatement:
         _, found = _run(connection, [(self, parameters), (following, its_parameters)], commit=True)
         return _rows_of(connection, found)
 
-    def _prepared(self, raw: Any, at_hand: _AtHand, parameters: Sequence[Any]) -> tuple[Any, ...]:
+    def _prepared(self, raw: Any, session: _Session, parameters: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments of libpq for one more run; prepare it if necessary."""
-        if at_hand.runs.get(self._name, 0) >= self._most_runs:
+        runs = session.runs
+        if runs.get(self._name, 0) >= self._most_runs:
             _checked(raw, [raw.pgconn.exec_(b"DEALLOCATE " + self._name)])
-            del at_hand.runs[self._name]
-        if self._name not in at_hand.runs:
+            del runs[self._name]
+        if self._name not in runs:
             _checked(raw, [raw.pgconn.exec_(self._prepare)])
-            at_hand.runs[self._name] = 0
-        at_hand.runs[self._name] += 1
+            runs[self._name] = 0
+        runs[self._name] += 1
         return self._name, _adapted(parameters), self._formats, self._result_format
 
-    def _forget_if_named(self, error: str, at_hand: _AtHand) -> None:
-        if re.search(rf"\b{self._name.decode()}\b", error):
-            at_hand.runs.pop(self._name, None)
+
+_names: set[bytes] = set()
+"""Of all statements of this process."""
 
 
 def execute_script(
@@ -223,30 +245,32 @@ def _run(
     commit: bool = False,
 ) -> list[Any]:
     """PostgreSQL's result of each statement."""
-    at_hand = _at_hand(connection)
+    session = _session(connection)
     raw: Any = connection.connection
     with connection.wrap_database_errors:
         try:
             given = []
             for statement, parameters in runs:
-                given.append(statement._prepared(raw, at_hand, parameters))  # noqa: SLF001 - of this module
+                given.append(statement._prepared(raw, session, parameters))  # noqa: SLF001 - of this module
             begin = _is_to_begin(raw)
             if begin or commit or len(given) > 1:
                 return _pipelined(raw, [_BEGIN, *before] if begin else before, given, [_COMMIT] if commit else [])
             return _checked(raw, [raw.pgconn.exec_prepared(*given[0])])
         except Exception as error:
-            _raise_if_lost(error, [statement for statement, _ in runs], at_hand)
+            _raise_if_lost(error, session)
             raise
 
 
 def _raise_if_lost(error: Exception, statements: Sequence[PreparedStatement], at_hand: _AtHand) -> None:
     sqlstate = sqlstate_of(error)
+
+
+def _raise_if_lost(error: Exception, session: _Session) -> None:
+    sqlstate = getattr(error.__cause__ or error, "sqlstate", None)
     if sqlstate in {_MISSING, _EXISTS}:
-        for statement in statements:
-            statement._forget_if_named(str(error), at_hand)  # noqa: SLF001 - of this module
-        if sqlstate == _EXISTS:
-            # Another client prepared it: there is a proxy, and it shares its server processes.
-            at_hand.may_prepare = False
+        # If it exists, another client has prepared it: there is a proxy, and it shares its server processes.
+        session.losses += 1 if sqlstate == _MISSING else _MOST_LOSSES
+        session.may_prepare = None
         raise StatementLost(str(error)) from None
 
 
@@ -346,11 +370,8 @@ def is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
 
 
 def is_usable(connection: BaseDatabaseWrapper) -> bool:
-    """May prepared statements be used here? Not while Django logs or wraps statements, and not behind a proxy."""
-    if connection.vendor != "postgresql" or connection.queries_logged or connection.execute_wrappers:
-        return False
-    connection.ensure_connection()
-    return _at_hand(connection).may_prepare
+    """May prepared statements be used here? Not where statements must go through Django's cursor, and not behind a proxy."""
+    return connection.vendor == "postgresql" and is_direct(connection) and _may_prepare(connection)
 
 
 def numbered(statement: str) -> str:
@@ -364,30 +385,49 @@ def is_worthwhile(connection: BaseDatabaseWrapper) -> bool:
 
     A connection that a request opens and closes executes only a few, and preparing takes two round trips.
     """
+    is_open = connection.connection is not None and not connection.needs_rollback
+    if connection.vendor != "postgresql" or not is_open or not is_direct(connection):
+        return False
+    session = _session(connection)
+    if session.asked < _SELDOM_AT_MOST:
+        session.asked += 1
+        return False
+    return _may_prepare(connection)
+
+
+def _session(connection: BaseDatabaseWrapper) -> _Session:
     raw: Any = connection.connection
-    if connection.vendor != "postgresql" or raw is None or connection.needs_rollback:
+    session: _Session | None = getattr(raw, _SESSION, None)
+    if session is None:
+        session = _Session(since=connection.close_at, runs={})
+        setattr(raw, _SESSION, session)
+    # Django's connect() sets close_at: to an instant if the connection may be from a pool, where CONN_MAX_AGE must be 0.
+    elif session.since != connection.close_at:
+        session.since, session.asked, session.may_prepare = connection.close_at, 0, None
+    return session
+
+
+def _may_prepare(connection: BaseDatabaseWrapper) -> bool:
+    session, raw = _session(connection), cast("Any", connection.connection)
+    if raw.pgconn.pipeline_status:
         return False
-    asked: int = getattr(raw, _ASKED, 0)
-    if asked < _SELDOM_AT_MOST:
-        with suppress(AttributeError):  # psycopg 2
-            setattr(raw, _ASKED, asked + 1)
-        return False
-    return is_usable(connection)
+    if session.may_prepare is None:
+        if int(raw.pgconn.transaction_status) == _IN_ERROR:
+            return False
+        session.may_prepare = _is_possible() and session.losses < _MOST_LOSSES and _has_our_session(connection, raw, session)
+    return session.may_prepare
 
 
-def _at_hand(connection: BaseDatabaseWrapper) -> _AtHand:
-    raw: Any = connection.connection
-    at_hand: _AtHand | None = getattr(raw, _AT_HAND, None)
-    if at_hand is None:
-        at_hand = _AtHand(_may_prepare(connection, raw), {})
-        setattr(raw, _AT_HAND, at_hand)
-    return at_hand
+def _is_possible() -> bool:
+    # libpq would block all greenlets of a thread, and Windows cannot wait for it with poll().
+    return detect_environment() == "default" and hasattr(select, "poll")
 
 
-def _may_prepare(connection: BaseDatabaseWrapper, raw: Any) -> bool:
-    # libpq would block all greenlets of a thread; psycopg 2 does not expose it, and Windows cannot wait for it with poll().
-    if detect_environment() != "default" or not (hasattr(raw, "pgconn") and hasattr(select, "poll")):
-        return False
+def _has_our_session(connection: BaseDatabaseWrapper, raw: Any, session: _Session) -> bool:
+    """Does the process that opened the session answer, and are all statements with our names in it ours?"""
     with connection.wrap_database_errors:
-        (answering,) = raw.execute("SELECT pg_backend_pid()").fetchone()
-    return bool(answering == raw.info.backend_pid)
+        # Not by a cursor, which would begin the transaction.
+        (result,) = _checked(raw, [raw.pgconn.exec_(_PRESENT)])
+    answering, *present = result.get_value(0, 0).split(b" ")
+    session.runs = {name: runs for name, runs in session.runs.items() if name in present}
+    return int(answering) == raw.info.backend_pid and _names.intersection(present) <= session.runs.keys()

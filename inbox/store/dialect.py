@@ -12,6 +12,7 @@ from django.db import OperationalError, connections
 from django.db.models import JSONField
 
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.cursors import is_direct
 from exactly_once.sql.days import DAY_OF_NOW, LIVE, Today
 from exactly_once.sql.faults import LOCK_TIMEOUT, sqlstate_of
 from exactly_once.sql.now import NOW, DatabaseTime
@@ -67,10 +68,9 @@ def fetch_all(connection: BaseDatabaseWrapper, sql: str, parameters: Sequence[An
     """Execute a statement with large parameters, which are sent separately and unescaped; its rows.
 
     Django's cursor interpolates them into the statement as text: several copies of a body, each of twice its size. It is still
-    used when statements are being watched.
+    used where statements must go through it.
     """
-    connection.ensure_connection()
-    if binary(connection) == "%s" or connection.queries_logged or connection.execute_wrappers:
+    if binary(connection) == "%s" or not is_direct(connection):
         return fetch(connection, sql, parameters)
     from psycopg import Cursor  # noqa: PLC0415 - an extra
 
