@@ -8,7 +8,8 @@ It prints "ready" when it has read the row that is in the outbox as a specimen. 
 where a round is one transaction of each kind, in random order.
 
 Every kind changes one account; `raw` also inserts, with one statement written by hand, the row that `publish` writes; the
-others are `bare`, `publish` and `publish without doorbell`.
+others are `bare`, `publish`, `publish without doorbell`, and `publish through the project`: the project has replaced
+`connection.cursor`, as a debug toolbar does, so no statement bypasses it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import randrange, sample
 from typing import Any
 
 import django
 from django.conf import settings
-from django.db import connection, transaction
+from django.db import connection, connections, transaction
 from django.db.models import F
 
 from benchmarks.lab.workload import ACCOUNTS, TOPIC, biz_id, many_customers, payload
@@ -70,6 +72,10 @@ class Client:
 
         settings.OUTBOX = self._silent if kind == "publish without doorbell" else self._ringing
         outbox_options()  # reads them, so that publish() need not
+        own: dict[str, object] = vars(connections["default"])
+        own.pop("cursor", None)
+        if kind == "publish through the project":
+            own["cursor"] = partial(connection.cursor)
         writes: dict[str, Callable[[int], object]] = {"bare": lambda _: None, "raw": self._raw}
         return writes.get(kind, self._by_publish)
 
