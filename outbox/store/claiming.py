@@ -530,7 +530,7 @@ def read_published(alias: str, positions: Sequence[int]) -> list[RelayedMessage]
     expires_in = (_EXPIRES_IN_SECONDS if on_postgresql else _EXPIRES_IN_SECONDS_SQLITE).format(now=now(connection))
     select = _select(live(connection), expires_in, UNBOUNDED_BYTES)
     found = _fetch_published(connection, f"{_RELAY_COMMENT}{select}", positions)
-    return list(map(RelayedMessage._make, found if on_postgresql else map(_from_sqlite, found)))
+    return list(map(RelayedMessage._make, map(_with_bytes if on_postgresql else _from_sqlite, found)))
 
 
 def parts_of_published(alias: str, positions: Sequence[int], most_bytes: int) -> list[list[int]]:
@@ -623,7 +623,7 @@ def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) 
     else:
         with connection.cursor() as cursor:
             cursor.execute(_LOCK_ROWS.format(unread="%s::bigint[]", places="%s::tid[]"), given)
-            found = cursor.fetchall()
+            found = list(map(_with_bytes, cursor.fetchall()))
     versions = {row.position: row.version for row in rows}
     return {position: body for position, version, body in found if version == versions.get(position)}
 
@@ -692,7 +692,7 @@ def _read(
             with connection.cursor() as cursor:
                 statement = _of_shards("%s", "%s", "%s", small, _NOT_SKIPPED if skipped else "")
                 cursor.execute(statement, [*given[:2], *excluded, each, *excluded, each])
-                found = cursor.fetchall()
+                found += map(_with_bytes, cursor.fetchall())
     else:
         # No other transaction writes meanwhile, so several statements see the same rows.
         expires_in = _EXPIRES_IN_SECONDS_SQLITE.format(now=now(connection))
@@ -719,6 +719,11 @@ def _without_overtakers(rows: list[RelayedMessage], each: int) -> list[RelayedMe
             position = 0 if last.priority else last.position
             cut_at[last.shard] = min(cut_at.get(last.shard, position), position)
     return [row for row in rows if not row.key or row.position <= cut_at.get(row.shard, row.position)]
+
+
+def _with_bytes(row: Sequence[Any]) -> tuple[Any, ...]:
+    """psycopg 2 returns a memoryview."""
+    return tuple(bytes(value) if isinstance(value, memoryview) else value for value in row)
 
 
 def _from_sqlite(row: Sequence[Any]) -> Sequence[Any]:
