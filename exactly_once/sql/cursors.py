@@ -38,8 +38,11 @@ def is_direct(connection: BaseDatabaseWrapper) -> bool:
     if connection.queries_logged or connection.execute_wrappers:
         return False
     connection.ensure_connection()
+    raw: Any = connection.connection
     try:
-        way = (*_of_connection(connection), *_of_cursors(utils), *_of_driver(connection.connection))
+        way = (*_of_connection(connection), *_of_cursors(utils), *_of_driver(raw))
+        if raw.pgconn.pipeline_status:  # libpq's plain functions fail in the project's pipeline
+            return False
     except AttributeError:  # also psycopg 2
         return False
     if way not in _seen:

@@ -20,7 +20,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import DataError, OperationalError
 from kombu.utils.compat import detect_environment
@@ -266,7 +266,7 @@ def _raise_if_lost(error: Exception, statements: Sequence[PreparedStatement], at
 
 
 def _raise_if_lost(error: Exception, session: _Session) -> None:
-    sqlstate = getattr(error.__cause__ or error, "sqlstate", None)
+    sqlstate = sqlstate_of(error)
     if sqlstate in {_MISSING, _EXISTS}:
         # If it exists, another client has prepared it: there is a proxy, and it shares its server processes.
         session.losses += 1 if sqlstate == _MISSING else _MOST_LOSSES
@@ -371,7 +371,10 @@ def is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
 
 def is_usable(connection: BaseDatabaseWrapper) -> bool:
     """May prepared statements be used here? Not where statements must go through Django's cursor, and not behind a proxy."""
-    return connection.vendor == "postgresql" and is_direct(connection) and _may_prepare(connection)
+    if connection.vendor != "postgresql" or not is_direct(connection):
+        return False
+    session = _session(connection)
+    return session.may_prepare if session.may_prepare is not None else _asked(connection, session)
 
 
 def numbered(statement: str) -> str:
@@ -392,7 +395,7 @@ def is_worthwhile(connection: BaseDatabaseWrapper) -> bool:
     if session.asked < _SELDOM_AT_MOST:
         session.asked += 1
         return False
-    return _may_prepare(connection)
+    return session.may_prepare if session.may_prepare is not None else _asked(connection, session)
 
 
 def _session(connection: BaseDatabaseWrapper) -> _Session:
@@ -407,23 +410,18 @@ def _session(connection: BaseDatabaseWrapper) -> _Session:
     return session
 
 
-def _may_prepare(connection: BaseDatabaseWrapper) -> bool:
-    session, raw = _session(connection), cast("Any", connection.connection)
-    if raw.pgconn.pipeline_status:
+def _asked(connection: BaseDatabaseWrapper, session: _Session) -> bool:
+    """May statements be prepared in this session? The server answers nothing in a transaction that has failed."""
+    raw: Any = connection.connection
+    if int(raw.pgconn.transaction_status) == _IN_ERROR:
         return False
-    if session.may_prepare is None:
-        if int(raw.pgconn.transaction_status) == _IN_ERROR:
-            return False
-        session.may_prepare = _is_possible() and session.losses < _MOST_LOSSES and _has_our_session(connection, raw, session)
+    # libpq would block all greenlets of a thread, and Windows cannot wait for it with poll().
+    is_possible = detect_environment() == "default" and hasattr(select, "poll") and session.losses < _MOST_LOSSES
+    session.may_prepare = is_possible and _is_ours(connection, raw, session)
     return session.may_prepare
 
 
-def _is_possible() -> bool:
-    # libpq would block all greenlets of a thread, and Windows cannot wait for it with poll().
-    return detect_environment() == "default" and hasattr(select, "poll")
-
-
-def _has_our_session(connection: BaseDatabaseWrapper, raw: Any, session: _Session) -> bool:
+def _is_ours(connection: BaseDatabaseWrapper, raw: Any, session: _Session) -> bool:
     """Does the process that opened the session answer, and are all statements with our names in it ours?"""
     with connection.wrap_database_errors:
         # Not by a cursor, which would begin the transaction.
