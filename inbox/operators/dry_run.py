@@ -235,9 +235,9 @@ class _Run:
                 # psycopg 3: also the transactions that begin after a commit() of the driver's connection.
                 connection.connection.read_only = True
                 connection._close = partial(_close_writable, connection)  # noqa: SLF001 - Django has no hook for it
-            else:
-                with connection.cursor() as cursor:
-                    cursor.execute("PRAGMA query_only = ON" if connection.vendor == "sqlite" else "SET TRANSACTION READ ONLY")
+            with connection.cursor() as cursor:
+                # Always, because a pool may wrap the driver's connection, and an attribute of that has no effect.
+                cursor.execute("PRAGMA query_only = ON" if connection.vendor == "sqlite" else "SET TRANSACTION READ ONLY")
             self._bound(connection.alias)
 
         connection_created.connect(begin, weak=False)

@@ -98,6 +98,29 @@ def test_write_to_another_database_stays_refused_after_the_handler_has_reconnect
     assert the_names() == ["kept"]
 
 
+class WrappedConnection:
+    """The driver's connection as SQLAlchemy's pool gives it: attributes that are set do not reach the driver."""
+
+    def __init__(self, raw):
+        self._raw = raw
+
+    def __getattr__(self, name):
+        return getattr(self._raw, name)
+
+
+def test_write_on_a_connection_that_a_pool_wraps_is_refused(run_dry, monkeypatch):
+    backend = type(connections["other"])
+    connect = backend.get_new_connection
+    monkeypatch.setattr(backend, "get_new_connection", lambda self, parameters: WrappedConnection(connect(self, parameters)))
+    monkeypatch.setattr(backend, "_set_autocommit", lambda self, value: setattr(self.connection._raw, "autocommit", value))
+    connections.close_all()
+
+    page = run_dry(lambda: execute(DELETE))
+    assert the_names() == ["kept"]
+    assert "cannot execute DELETE in a read-only transaction" in page.text
+    connections.close_all()
+
+
 @pytest.mark.every_database
 def test_error_that_the_handler_swallows_still_leaves_the_other_database_as_it_was(run_dry):
     def swallow():
