@@ -221,8 +221,21 @@ class CreatePartitioned(migrations.CreateModel):
         table = model._meta.db_table
         with _called(model, f"{table}_live"):
             schema_editor.create_model(model)
-        for statement in self.layout.statements(table):
-            schema_editor.execute(statement, params=None)
+        # A backend without a transaction around the migration keeps what was done before a fault. It creates the model again.
+        with transaction.atomic(using=alias):
+            if schema_editor.collect_sql or not _is_partitioned(schema_editor.connection, table):
+                for statement in self.layout.statements(table):
+                    schema_editor.execute(statement, params=None)
+        self.defer(schema_editor, f"{table}_live")
+
+    def defer(self, schema_editor: Any, live: str) -> None:
+        """Append to the statements that are executed after all others of the migration."""
+
+
+def _is_partitioned(connection: Any, table: str) -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT relkind = 'p' FROM pg_class WHERE oid = to_regclass(%s)", [table])
+        return bool(cursor.fetchone() == (True,))
 
 
 @contextmanager

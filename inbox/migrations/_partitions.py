@@ -28,11 +28,8 @@ LAYOUT = Layout(
 class CreateMessages(CreatePartitioned):
     layout = LAYOUT
 
-    def database_forwards(self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any) -> None:
-        super().database_forwards(app_label, schema_editor, from_state, to_state)
-        live = f"{to_state.apps.get_model(app_label, self.name)._meta.db_table}_live"
-        if schema_editor.connection.vendor == "postgresql":
-            # After all other indexes. Without statistics, as after a vacuum beside a large open transaction, all indexes that
-            # have `id` cost the same, and PostgreSQL takes the newest: `inbox_handler`, all of it for each message.
-            remade = f"DROP CONSTRAINT {live}_pkey, ADD CONSTRAINT {live}_pkey PRIMARY KEY (id)"
-            schema_editor.deferred_sql.append(f"ALTER TABLE {live} {remade}")
+    def defer(self, schema_editor: Any, live: str) -> None:
+        # After all other indexes. Without statistics, as after a vacuum beside a large open transaction, all indexes that
+        # have `id` cost the same, and PostgreSQL takes the newest: `inbox_handler`, all of it for each message.
+        remade = f"DROP CONSTRAINT {live}_pkey, ADD CONSTRAINT {live}_pkey PRIMARY KEY (id)"
+        schema_editor.deferred_sql.append(f"ALTER TABLE {live} {remade}")
