@@ -10,13 +10,13 @@ hashes the ordering key, so that a key is always in the same queue.
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import kombu
 from amqp import spec
-from amqp.exceptions import AccessRefused, InvalidCommand, NotFound, PreconditionFailed
+from amqp.exceptions import AccessRefused, InvalidCommand, NotFound, PreconditionFailed, ResourceLocked
 
 from exactly_once import broker
 from exactly_once.broker import EXCHANGE_TYPE, speaks_amqp
@@ -38,10 +38,18 @@ _PLUGIN = "rabbitmq_consistent_hash_exchange"
 _EQUAL_WEIGHT = "1"
 _SINGLE_ACTIVE = "x-single-active-consumer"
 _TYPE, _LIMIT = "x-queue-type", "x-delivery-limit"
+_AUTO_DELETE, _DURABLE, _EXPIRES = "auto_delete", "durable", "x-expires"
 _LIMITS_BY_DEFAULT, _DEFAULT_LIMIT = 4, 20
 """From this version of RabbitMQ on, a quorum queue has this limit by default."""
-_DIFFERS = re.compile(r"inequivalent arg '(x-[^']+)' .* but current is (?:none|(?:the value )?'(.*)'(?: of type '(\w+)')?)$")
+_DIFFERS = re.compile(
+    r"inequivalent arg '(x-[^']+|auto_delete|durable)' .* but current is (?:none|(?:the value )?'(.*)'(?: of type '(\w+)')?)$"
+)
 """RabbitMQ names the type if it differs from that of the given value."""
+_FOREIGN = (
+    "If another program needs it, set INBOX['GROUP'] to another name and restart. Otherwise delete it, after its messages are "
+    "moved to another queue (with a shovel, or 'Move messages' in the management plugin); it is declared again within 30 s."
+)
+"""What to do about a queue that was declared by another program."""
 _MOST_ARGUMENTS = 20
 _APPLIES = {"all", "queues", "quorum_queues"}
 _KINDS = ("policies", "operator-policies")
@@ -88,8 +96,8 @@ def declare(connection: kombu.Connection, handler: Handler, options: InboxOption
     Each step uses its own channel, because a refusal closes the channel.
 
     Raises:
-        Unusable: the queues must not be received from. The existing ones cannot keep the order of an ordered handler, an
-            argument limits how often a message is delivered, or the user may not declare or bind them.
+        Unusable: the queues must not be received from. The existing ones lose messages, or cannot keep the order of an ordered
+            handler, an argument limits how often a message is delivered, or the user may not declare or bind them.
     """
     with refused_for_handler_only(handler, options):
         if _is_partitioned(handler, options):
@@ -251,6 +259,7 @@ def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
             # Waiting for an answer also reads the close of another channel, whose consumer exceeded `consumer_timeout`.
             raise
         differing = _differing_arguments(connection, queue)
+        _refuse_lossy(queue.name, differing)
         if _SINGLE_ACTIVE in differing and _SINGLE_ACTIVE in queue.queue_arguments:
             raise Unusable(
                 f"The queue {queue.name!r} cannot keep the order of its messages: it was declared without a single active "
@@ -269,11 +278,14 @@ def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
             f"The queue {queue.name!r} exists with other arguments ({describe(error)}). It is used with these. To declare it "
             "as set in INBOX, stop its consumers when it is empty, delete it and start them again."
         )
+    except ResourceLocked as error:
+        raise Unusable(f"The queue {queue.name!r} is exclusive to a connection of another program. {_FOREIGN}") from error
     return ""
 
 
 def _differing_arguments(connection: kombu.Connection, queue: kombu.Queue) -> dict[str, str | None]:
-    """The arguments of an existing queue that differ from `queue`, a delivery limit included, as the broker names them.
+    """The arguments and properties of an existing queue that differ from `queue`, a delivery limit included, as the broker
+    names them.
 
     The broker names one at a time, so the queue is declared again with that value, until the broker accepts it.
     """
@@ -281,10 +293,11 @@ def _differing_arguments(connection: kombu.Connection, queue: kombu.Queue) -> di
     if not queue.queue_arguments:
         return differing
     arguments = {**queue.queue_arguments, _LIMIT: _UNLIMITED}
+    properties = {_DURABLE: True, _AUTO_DELETE: False}
     for _ in range(_MOST_ARGUMENTS):
         try:
             with connection.channel() as channel:
-                kombu.Queue(queue.name, durable=True, queue_arguments=arguments)(channel).queue_declare()
+                kombu.Queue(queue.name, queue_arguments=arguments, **properties)(channel).queue_declare()
         except PreconditionFailed as error:
             found = _DIFFERS.search(describe(error))
         else:
@@ -293,7 +306,9 @@ def _differing_arguments(connection: kombu.Connection, queue: kombu.Queue) -> di
             break
         name, value, kind = found.groups()
         differing[name] = value
-        if value is None:
+        if name in properties:
+            properties[name] = value == "true"
+        elif value is None:
             arguments.pop(name, None)
         else:
             arguments[name] = _read_as(value, kind)
@@ -301,6 +316,20 @@ def _differing_arguments(connection: kombu.Connection, queue: kombu.Queue) -> di
             # Other queue types refuse this argument, and have no such limit.
             arguments.pop(_LIMIT, None)
     return differing
+
+
+def _refuse_lossy(queue: str, differing: Mapping[str, str | None]) -> None:
+    if differing.get(_TYPE) == "stream":
+        why = "is a stream, of which a consumer receives only what is published while it is subscribed"
+    elif differing.get(_AUTO_DELETE) == "true":
+        why = "is deleted with its messages when its last consumer ends (auto_delete)"
+    elif differing.get(_DURABLE) == "false":
+        why = "is lost with its messages when the broker restarts (it is not durable)"
+    elif (unused := differing.get(_EXPIRES)) is not None:
+        why = f"is deleted with its messages when no consumer has used it for {unused} ms (its argument {_EXPIRES})"
+    else:
+        return
+    raise Unusable(f"The queue {queue!r} {why}, and the broker cannot change that. {_FOREIGN}")
 
 
 def _refuse_low_limit(connection: kombu.Connection, queue: str, limit: int | None) -> None:

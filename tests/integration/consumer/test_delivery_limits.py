@@ -26,12 +26,12 @@ def logged(caplog):
     caplog.set_level(logging.INFO)
 
 
-def declare_by_hand(url, name, **arguments):
+def declare_by_hand(url, name, *, durable=True, auto_delete=False, **arguments):
     with closing(kombu.Connection(url)) as connection:
         connection.channel().queue_declare(
             name,
-            durable=True,
-            auto_delete=False,
+            durable=durable,
+            auto_delete=auto_delete,
             arguments={f"x-{key.replace('_', '-')}": value for key, value in arguments.items()},
         )
 
@@ -99,6 +99,50 @@ def test_queue_with_other_arguments_and_no_delivery_limit_is_received_from(handl
         wait_until(lambda: effects("m") == 1)
 
     assert caplog.text.count("exists with other arguments") == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "properties"),
+    [
+        ("is a stream", {"queue_type": "stream"}),
+        ("when its last consumer ends", {"auto_delete": True}),
+        ("when its last consumer ends", {"auto_delete": True, "max_length": 1000}),
+        ("when the broker restarts", {"durable": False}),
+        ("for 60000 ms", {"queue_type": "quorum", "expires": 60_000}),
+        ("for 60000 ms", {"queue_type": "classic", "expires": 60_000}),
+    ],
+    ids=["stream", "auto-delete", "auto-delete with a maximum length", "transient", "expiring quorum", "expiring classic"],
+)
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"], ids=["quorum wanted", "classic wanted"])
+def test_queue_that_loses_messages_is_not_received_from(handles, rabbitmq_url, caplog, reason, properties, queue_type):
+    options = broker_options(rabbitmq_url, QUEUE_TYPE=queue_type)
+    lossy, sound = handles(the_effect, name="tests.lossy"), handles(the_effect, name="tests.sound")
+    name = queue_name(lossy, options)
+    declare_by_hand(rabbitmq_url, name, **properties)
+
+    with consuming([lossy, sound], options):
+        wait_until(lambda: "receiving from 1 queue at" in caplog.text)
+        send(rabbitmq_url, TOPIC, {}, message_id="m")
+        wait_until(lambda: effects("m") == 1)
+        assert consumers_of(rabbitmq_url, name) == 0
+
+    (complaint,) = [record.getMessage() for record in caplog.records if name in record.getMessage()]
+    assert reason in complaint
+    assert "set INBOX['GROUP'] to another name" in complaint
+
+
+def test_exclusive_queue_of_another_program_stops_no_other_handler(handles, rabbitmq_url, caplog):
+    options = broker_options(rabbitmq_url)
+    taken, sound = handles(the_effect, name="tests.taken"), handles(the_effect, name="tests.sound")
+
+    with closing(kombu.Connection(rabbitmq_url)) as other:
+        other.channel().queue_declare(queue_name(taken, options), exclusive=True)
+        with consuming([taken, sound], options):
+            wait_until(lambda: "receiving from 1 queue at" in caplog.text)
+            send(rabbitmq_url, TOPIC, {}, message_id="m")
+            wait_until(lambda: effects("m") == 1)
+
+    assert "is exclusive to a connection of another program" in caplog.text
 
 
 def test_management_api_of_a_broker_at_another_port_is_reported_as_not_asked(handles, rabbitmq_url, caplog):
