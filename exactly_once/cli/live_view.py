@@ -7,9 +7,7 @@ the last tables on the screen, below a line that says why. Without a terminal, o
 import os
 import select
 import sys
-import termios
 import threading
-import tty
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -96,9 +94,12 @@ class LiveView:
 @contextmanager
 def _keyboard() -> Iterator[Any]:
     """The keyboard if it can be read key by key; its modes are restored at the end."""
-    if sys.stdin is None or sys.stdin.closed or not sys.stdin.isatty():
+    if sys.platform == "win32" or sys.stdin is None or sys.stdin.closed or not sys.stdin.isatty():
         yield None
         return
+    import termios  # noqa: PLC0415 - Windows has neither, and its standard input cannot be polled
+    import tty  # noqa: PLC0415
+
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin, termios.TCSANOW)
     try:

@@ -10,7 +10,6 @@ This module contains no table, see `operators.heartbeat_table`.
 """
 
 import os
-import resource
 import socket
 import uuid
 from collections import deque
@@ -84,6 +83,8 @@ def resident_bytes() -> int:
     """The resident memory of this process; without /proc, its peak."""
     with suppress(OSError, ValueError, IndexError):
         return int(_STATM.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import resource  # noqa: PLC0415 - Windows has none, and imports this module, too
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -5,7 +5,6 @@ these does not make a process look dead. The process holds a lock on its file, w
 it ends: so a file that a killed process left is recognised, also when its pid has been given to another program.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -18,6 +17,13 @@ from pathlib import Path
 
 from exactly_once.process.clock import monotonic
 from exactly_once.wire.text import describe
+
+try:
+    import fcntl
+except ImportError:  # Windows: no process runs there, see `require_posix`
+    HAS_FCNTL = False
+else:
+    HAS_FCNTL = True
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +74,16 @@ def giving_life_signs(kind: str, limit_seconds: float) -> Iterator[LifeSignWrite
     Args:
         kind: "relay" or "consumer".
     """
-    path = _directory() / f"{kind}-{os.getpid()}-{secrets.token_hex(4)}"
     descriptor: int | None = None
     try:
-        _make_directory()
+        path = _make_directory() / f"{kind}-{os.getpid()}-{secrets.token_hex(4)}"
         descriptor = _create_locked(path)
     except OSError as error:
-        logger.warning("This process gives no life sign, and --live fails for it: %s cannot be used: %s", path, describe(error))
+        logger.warning(
+            "This process gives no life sign, and --live fails for it: %s. Mount a writable /tmp, or set TMPDIR to a "
+            "writable directory, for the process and for its probe.",
+            describe(error),
+        )
     writer = LifeSignWriter(descriptor, limit_seconds)
     writer.moved(0.0)
     try:
@@ -100,8 +109,12 @@ def _create_locked(path: Path) -> int:
 
 
 def life_signs(kind: str) -> list[LifeSign]:
-    """The running processes of this kind, on this host and of this user, by pid."""
-    found = [sign for path in _directory().glob(f"{kind}-*") if (sign := _read(path)) is not None]
+    """The running processes of this kind, on this host and of this user, by pid. Without a temporary directory: none."""
+    try:
+        paths = [*_directory().glob(f"{kind}-*")]
+    except OSError:
+        return []
+    found = [sign for path in paths if (sign := _read(path)) is not None]
     return sorted(found, key=lambda sign: sign.pid)
 
 
@@ -127,12 +140,14 @@ def _is_unlocked(descriptor: int) -> bool:
 
 
 def _directory() -> Path:
+    """Raises FileNotFoundError if no temporary directory is writable."""
     return Path(tempfile.gettempdir(), f"django-exactly-once-{os.getuid()}")
 
 
-def _make_directory() -> None:
+def _make_directory() -> Path:
     directory = _directory()
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
     if found.st_uid != os.getuid() or directory.is_symlink():
         raise PermissionError(f"{directory} belongs to another user")
+    return directory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -133,6 +134,22 @@ def test_directory_of_another_user_is_not_used_and_the_process_runs_on(temporary
 
     assert "gives no life sign" in caplog.text
     assert list((temporary_directory / "elsewhere").iterdir()) == []
+
+
+def test_process_without_any_temporary_directory_runs_on_and_says_so_once(monkeypatch, caplog):
+    def no_directory():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", no_directory)
+
+    with giving_life_signs("relay", 60.0) as writer:
+        writer.moved(0.0)
+        writer.moved(0.0)
+        assert life_signs("relay") == []
+
+    [record] = caplog.records
+    assert "gives no life sign" in record.getMessage()
+    assert "No usable temporary directory" in record.getMessage()
 
 
 def test_damaged_file_is_passed_over(temporary_directory):
