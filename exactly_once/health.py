@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from django.contrib.auth.decorators import login_not_required
-from django.db import DEFAULT_DB_ALIAS, Error, connections
+from django.db import Error, connections, router
 from django.db.transaction import non_atomic_requests
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from django.urls import path
@@ -23,6 +23,7 @@ from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
 from exactly_once.cli.parts import OK, UNAVAILABLE, Check, Part, parts
+from exactly_once.models import Process
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.wire.text import describe
 
@@ -80,12 +81,12 @@ def _run(key: _Key, probe: _Probe, chosen: Sequence[Part]) -> None:
         connections.close_all()
 
 
-def ready(request: HttpRequest, *, app: str = "", database: str = DEFAULT_DB_ALIAS) -> HttpResponse:
+def ready(request: HttpRequest, *, app: str = "", database: str = "") -> HttpResponse:
     """200 if the service can do its work, and 503 if not."""
     chosen = [part for part in parts() if part.app == (app or part.app)]
     if not chosen:
         raise Http404
-    found = readiness(chosen, database, everywhere=True)
+    found = readiness(chosen, database or router.db_for_write(Process), everywhere=True)
     healthy = all(check.is_ok for checks in found.values() for check in checks)
     shown = {name: {check.name: check.status for check in checks} for name, checks in found.items()}
     return JsonResponse({"status": OK if healthy else "failing", "checks": shown}, status=200 if healthy else 503)

@@ -26,7 +26,7 @@ from itertools import groupby
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 from asgiref.sync import sync_to_async
-from django.db import DEFAULT_DB_ALIAS, connections
+from django.db import connections
 from django.utils import timezone
 
 from exactly_once.process.clock import utcnow
@@ -39,6 +39,7 @@ from outbox import doorbell
 from outbox.conf import outbox_options
 from outbox.errors import InvalidMessage, PayloadTooLarge, PublishedOutsideTransaction
 from outbox.store import writing
+from outbox.store.dialect import database_of
 from outbox.store.unique import find_unique
 from outbox.topic_options import load_encoder
 
@@ -131,7 +132,7 @@ def takes(options: type[PrepareOptions]) -> Callable[[_Function], _Function]:
 
 
 @takes(PublishOptions)
-def publish(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **options: Unpack[PublishOptions]) -> PublishedMessage:
+def publish(topic: str, payload: Any, *, using: str | None = None, **options: Unpack[PublishOptions]) -> PublishedMessage:
     """Write a message in the transaction that is open on `using`; the relay carries it once that has committed.
 
     Args:
@@ -150,7 +151,8 @@ def publish(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **option
             state. After one that was cancelled or has expired, a new one is written.
         strict_order: the order of the key is the order of the commits: another transaction that publishes this key with
             strict_order waits here until this one has ended.
-        using: the database alias of the business change.
+        using: the database alias of the business change. Default: the one that the database routers choose for writes of
+            `OutboxMessage`; without routers "default".
 
     Raises:
         PublishedOutsideTransaction: `using` is not inside `atomic()`.
@@ -158,12 +160,12 @@ def publish(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **option
         Exception: whatever a function of `OUTBOX["PUBLISH_HOOKS"]` raises.
     """
     draft = draft_of("publish", topic, payload, options)
-    _require_transaction(using)
+    alias = _require_transaction(using)
     row = new_row(draft, new_message_id())
     if draft.strict_order:
-        writing.hold_order(using, [draft.key])
-    written = _insert_one(using, row)
-    _ring(using, [row])
+        writing.hold_order(alias, [draft.key])
+    written = _insert_one(alias, row)
+    _ring(alias, [row])
     return written
 
 
@@ -183,7 +185,7 @@ def draft_of(function: str, topic: str, payload: Any, options: Mapping[str, Any]
         raise TypeError(f"{function}() has no argument {unknown!r}. {did_you_mean(unknown, known)}".rstrip()) from None
 
 
-def request(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **options: Unpack[PublishOptions]) -> PublishedMessage:
+def request(topic: str, payload: Any, *, using: str | None = None, **options: Unpack[PublishOptions]) -> PublishedMessage:
     """Publish a message that is answered by another one, for a handler of `inbox.joins.correlated`.
 
     The request begins a chain of its own: its correlation id is its message id, whatever message is being handled now. The
@@ -206,7 +208,7 @@ def request(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **option
         return publish(topic, payload, using=using, **options)
 
 
-def publish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> list[PublishedMessage]:
+def publish_many(drafts: Iterable[Draft], *, using: str | None = None) -> list[PublishedMessage]:
     """Write many messages in few statements, in the transaction that is open on `using`.
 
     All of them are checked before the first is written. The answers come in the order of `drafts`.
@@ -215,24 +217,31 @@ def publish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> l
         PublishedOutsideTransaction, InvalidMessage, PayloadTooLarge: as `publish`.
     """
     drafts = list(drafts)
-    _require_transaction(using)
+    alias = _require_transaction(using)
     create = tracing.creating()
-    rows = [new_row(draft, name, create) for draft, name in zip(drafts, new_message_ids(len(drafts)), strict=True)]
-    writing.hold_order(using, {draft.key for draft in drafts if draft.strict_order})
+    rows = []
+    for index, (draft, name) in enumerate(zip(drafts, new_message_ids(len(drafts)), strict=True)):
+        try:
+            rows.append(new_row(draft, name, create))
+        except InvalidMessage as error:
+            if len(drafts) == 1:
+                raise
+            raise type(error)(f"drafts[{index}] (biz_id={_short(draft.biz_id)}): {error}") from error
+    writing.hold_order(alias, {draft.key for draft in drafts if draft.strict_order})
     published: list[PublishedMessage] = []
     # In runs, so that positions, and with them the order of a key, follow the order of the drafts.
     for unique, run in groupby(rows, key=lambda row: row.is_unique):
         if unique:
-            published += [_insert_one(using, row) for row in run]
+            published += [_insert_one(alias, row) for row in run]
         else:
             plain = list(run)
-            published += map(_published, plain, writing.insert_many(using, plain))
-    _ring(using, rows)
+            published += map(_published, plain, writing.insert_many(alias, plain))
+    _ring(alias, rows)
     return published
 
 
 async def apublish(
-    topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **options: Unpack[PublishOptions]
+    topic: str, payload: Any, *, using: str | None = None, **options: Unpack[PublishOptions]
 ) -> PublishedMessage:
     """`publish` for async code that runs inside a transaction: an async handler, or code called through `async_to_sync`.
 
@@ -242,13 +251,13 @@ async def apublish(
 
 
 async def arequest(
-    topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **options: Unpack[PublishOptions]
+    topic: str, payload: Any, *, using: str | None = None, **options: Unpack[PublishOptions]
 ) -> PublishedMessage:
     """`request` for async code, see `apublish`."""
     return await _joining(request, topic, payload, using=using, **options)
 
 
-async def apublish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> list[PublishedMessage]:
+async def apublish_many(drafts: Iterable[Draft], *, using: str | None = None) -> list[PublishedMessage]:
     """`publish_many` for async code, see `apublish`."""
     return await _joining(publish_many, drafts, using=using)
 
@@ -270,9 +279,12 @@ def in_transaction(alias: str) -> bool:
     return any(not getattr(block, "_from_testcase", False) for block in connections[alias].atomic_blocks)
 
 
-def _require_transaction(alias: str) -> None:
+def _require_transaction(using: str | None) -> str:
+    """The alias, which is inside `atomic()`."""
+    alias = database_of(using)
     if not in_transaction(alias):
         raise PublishedOutsideTransaction(alias, is_async=_in_event_loop())
+    return alias
 
 
 def _in_event_loop() -> bool:

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from asgiref.sync import sync_to_async
-from django.db import DEFAULT_DB_ALIAS, transaction
+from django.db import transaction
 
 from exactly_once.states import Transition
 from exactly_once.wire.text import why_unfit
@@ -24,6 +24,7 @@ from outbox.errors import InvalidMessage, UnknownMessage
 from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE, RESTORE
 from outbox.store import deciding
 from outbox.store.deciding import DELETED, LOCKED, WHY, why
+from outbox.store.dialect import database_of
 from outbox.store.restoring import restored_by_default
 from outbox.store.selecting import find
 
@@ -71,7 +72,7 @@ def cancel(
     topic: str | None = None,
     biz_id: str | None = None,
     by: str = "",
-    using: str = DEFAULT_DB_ALIAS,
+    using: str | None = None,
 ) -> Decision:
     """Cancel a message before it is published: one by its id, or all unpublished ones with this topic and biz-id.
 
@@ -100,7 +101,7 @@ def reschedule(
     delay: timedelta | str | None = None,
     deliver_at: datetime | None = None,
     by: str = "",
-    using: str = DEFAULT_DB_ALIAS,
+    using: str | None = None,
 ) -> Decision:
     """Change the time before which an unpublished message is not delivered; it is identified as for `cancel`.
 
@@ -129,7 +130,7 @@ def publish_now(
     topic: str | None = None,
     biz_id: str | None = None,
     by: str = "",
-    using: str = DEFAULT_DB_ALIAS,
+    using: str | None = None,
 ) -> Decision:
     """`reschedule` to now: a delayed or retrying message is sent as soon as the transaction commits."""
     return decide(PUBLISH_NOW, Outcome.RESCHEDULED, named(message_id, topic, biz_id), using, said("publish_now", by))
@@ -143,7 +144,7 @@ def restore(
     states: Collection[str] | None = None,
     overdue: bool = True,
     by: str = "",
-    using: str = DEFAULT_DB_ALIAS,
+    using: str | None = None,
 ) -> Decision:
     """Have messages published after all: one by its id, or all with this topic and biz-id.
 
@@ -214,7 +215,7 @@ def decide(
     transition: Transition,
     done: Outcome,
     which: Mapping[str, Any],
-    using: str,
+    using: str | None,
     reason: str,
     *,
     due: datetime | timedelta | None = None,
@@ -222,20 +223,21 @@ def decide(
     overdue: bool = True,
 ) -> Decision:
     """Make the transition of all messages with these columns whose state allows it, or of none if one of them is locked."""
-    with transaction.atomic(using=using):
-        found = find(using, which, everywhere=transition is RESTORE)
+    alias = database_of(using)
+    with transaction.atomic(using=alias):
+        found = find(alias, which, everywhere=transition is RESTORE)
         decided = deciding.decide(
-            using, transition, [*found], which=which, sources=states, reason=reason, due=due, overdue=overdue
+            alias, transition, [*found], which=which, sources=states, reason=reason, due=due, overdue=overdue
         )
         locked = [position for position, left in decided.left.items() if left == LOCKED]
         if decided and not locked:
             return Decision(done, decided.became[max(decided.became)])
         # Undo the changes: the outcome says that nothing was changed.
-        transaction.set_rollback(True, using=using)
+        transaction.set_rollback(True, using=alias)
     left = {position: left for position, left in decided.left.items() if left != DELETED}
     if not left:
         return Decision(Outcome.NOT_FOUND, "")
     cause = max(locked or left)
     reason = left[cause]
-    state = find(using, which).get(cause, found[cause]) if reason in WHY else reason
+    state = find(alias, which).get(cause, found[cause]) if reason in WHY else reason
     return Decision(Outcome.TOO_LATE, state, why(reason))

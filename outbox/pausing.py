@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 
-from django.db import DEFAULT_DB_ALIAS, transaction
+from django.db import transaction
 
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import NAME_LENGTH, why_no_topic
@@ -15,6 +15,7 @@ from outbox import doorbell
 from outbox.errors import InvalidMessage
 from outbox.models import PausedTopic
 from outbox.store import pausing
+from outbox.store.dialect import database_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class TopicState(StrEnum):
     """Not paused. Its messages are made ready at its rate in `OUTBOX["TOPICS"]`, the oldest first."""
 
 
-def pause(topic: str, *, reason: str = "", by: str = "", using: str = DEFAULT_DB_ALIAS) -> TopicState:
+def pause(topic: str, *, reason: str = "", by: str = "", using: str | None = None) -> TopicState:
     """Have no relay send messages of `topic` until `resume()`; returns how it was found.
 
     In the transaction that is open on `using`, or else in one of its own. Once that has committed, a pass that has begun still
@@ -54,13 +55,14 @@ def pause(topic: str, *, reason: str = "", by: str = "", using: str = DEFAULT_DB
     """
     _check(topic)
     by = (by or process_name())[:NAME_LENGTH]
-    with transaction.atomic(using=using):
-        found = pausing.pause_topic(using, topic, by, reason)
-        _after_commit(using, partial(logger.warning, _PAUSED, topic, by, f": {reason}" if reason else ""))
+    alias = database_of(using)
+    with transaction.atomic(using=alias):
+        found = pausing.pause_topic(alias, topic, by, reason)
+        _after_commit(alias, partial(logger.warning, _PAUSED, topic, by, f": {reason}" if reason else ""))
     return _state(found)
 
 
-def resume(topic: str, *, by: str = "", using: str = DEFAULT_DB_ALIAS) -> TopicState:
+def resume(topic: str, *, by: str = "", using: str | None = None) -> TopicState:
     """Have the messages of `topic` sent again, also after a pause by the circuit breaker; returns how it was found.
 
     In the transaction that is open on `using`, or else in one of its own. Relays then make its messages ready in batches, the
@@ -73,11 +75,12 @@ def resume(topic: str, *, by: str = "", using: str = DEFAULT_DB_ALIAS) -> TopicS
         InvalidMessage: no message can have this topic.
     """
     _check(topic)
-    with transaction.atomic(using=using):
-        found = pausing.resume_topic(using, topic)
+    alias = database_of(using)
+    with transaction.atomic(using=alias):
+        found = pausing.resume_topic(alias, topic)
         if found and not found.is_resuming:
-            _after_commit(using, partial(logger.warning, _RESUMED, topic, by or process_name()))
-            doorbell.ring_after_commit(using)
+            _after_commit(alias, partial(logger.warning, _RESUMED, topic, by or process_name()))
+            doorbell.ring_after_commit(alias)
     return _state(found)
 
 

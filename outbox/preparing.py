@@ -15,7 +15,7 @@ import uuid
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections, transaction
+from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from exactly_once.states import Transition
 from exactly_once.wire.identity import new_message_id
@@ -26,12 +26,13 @@ from outbox.decisions import Decision, Outcome, decide, said
 from outbox.errors import AlreadyDecided, NoChecker, PreparedInsideTransaction
 from outbox.states import COMMIT, ROLL_BACK, UNDECIDED, State
 from outbox.store import preparing, writing
+from outbox.store.dialect import database_of
 
 logger = logging.getLogger(__name__)
 
 
 @takes(PrepareOptions)
-def prepare(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **options: Unpack[PrepareOptions]) -> PreparedMessage:
+def prepare(topic: str, payload: Any, *, using: str | None = None, **options: Unpack[PrepareOptions]) -> PreparedMessage:
     """Commit a message on `using` that is published only after a decision. Call it outside any transaction.
 
         with prepare("bank.transfer", {"amount": "10.00"}, biz_id=transfer_id):
@@ -44,15 +45,16 @@ def prepare(topic: str, payload: Any, *, using: str = DEFAULT_DB_ALIAS, **option
         NoChecker: no checker is registered for `topic`.
         InvalidMessage, PayloadTooLarge: as `publish`; nothing was written.
     """
-    connection = connections[using]
-    if in_transaction(using) or not (connection.in_atomic_block or connection.get_autocommit()):
-        raise PreparedInsideTransaction(using)
+    alias = database_of(using)
+    connection = connections[alias]
+    if in_transaction(alias) or not (connection.in_atomic_block or connection.get_autocommit()):
+        raise PreparedInsideTransaction(alias)
     row = new_row(draft_of("prepare", topic, payload, options), new_message_id())
     if checkers.of(topic) is None:
         raise NoChecker(topic, checkers.topics())
-    with transaction.atomic(using=using):
-        position = writing.insert_prepared(using, row, outbox_options().CHECKS.AFTER)
-    return PreparedMessage(row.message_id, row.topic, row.biz_id, position, using)
+    with transaction.atomic(using=alias):
+        position = writing.insert_prepared(alias, row, outbox_options().CHECKS.AFTER)
+    return PreparedMessage(row.message_id, row.topic, row.biz_id, position, alias)
 
 
 class PreparedMessage:

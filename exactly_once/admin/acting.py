@@ -19,7 +19,7 @@ from django.contrib.admin.utils import flatten_fieldsets, lookup_field
 from django.contrib.admin.views.main import ChangeList
 from django.core.exceptions import PermissionDenied
 from django.core.paginator import Paginator
-from django.db import DEFAULT_DB_ALIAS, DatabaseError, transaction
+from django.db import DatabaseError, router, transaction
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
@@ -127,10 +127,9 @@ class LeanChangeList(ChangeList):
 class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg] # no generic at runtime
     """Rows that cannot be added, changed or deleted.
 
-    Set `using` in a subclass to show a database other than the default one.
+    Set `using` in a subclass to show another database than the one that the database routers choose.
     """
 
-    using: ClassVar[str] = DEFAULT_DB_ALIAS
     view_on_site = False
 
     class Media:
@@ -152,6 +151,10 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg] # no generic at
 
     def _has_value(self, name: Any, row: Any) -> bool:
         return row is None or name in self.always or strip_tags(str(lookup_field(name, row, self)[2])) not in _EMPTY
+
+    @property
+    def using(self) -> str:
+        return router.db_for_write(self.model)
 
     @property
     def package(self) -> str:

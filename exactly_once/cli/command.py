@@ -5,9 +5,10 @@ import sys
 from typing import Any, ClassVar
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser, OutputWrapper
-from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError
+from django.db import DatabaseError, InterfaceError, router
 from django.utils.translation import gettext as _
 
+from exactly_once.models import Process
 from exactly_once.operators.audit import Actor, actor_of_command
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.schema import our_apps, require_schema
@@ -61,7 +62,9 @@ class DatabaseCommand(TranslatedCommand):
     refusals: ClassVar[tuple[type[Exception], ...]] = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
+        parser.add_argument(
+            "--database", default=router.db_for_write(Process), help=_("alias to work on (default: %(default)s)")
+        )
 
     def handle(self, *args: Any, **options: Any) -> None:
         require_schema(options["database"], self.app)

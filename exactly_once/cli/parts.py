@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from django.apps import apps
 from django.core.management.base import CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS, connections, router
+from django.db import connections, router
 from django.db.models import Model
 from django.utils.functional import Promise
 from django.utils.module_loading import import_string
@@ -22,6 +22,7 @@ from django.utils.translation import gettext_lazy
 
 from exactly_once.cli.command import TranslatedCommand
 from exactly_once.cli.terminal import BOLD, RED, Line, Table, age
+from exactly_once.models import Process
 from exactly_once.operators.clock import Ahead, Dated, ahead
 from exactly_once.operators.dead_letters import Letters
 from exactly_once.operators.heartbeat_table import ProcessKind, process_kinds
@@ -164,7 +165,9 @@ class PartsCommand(TranslatedCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--app", help=_("only outbox, or only inbox (default: both that are installed)"))
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias to work on (default: %(default)s)"))
+        parser.add_argument(
+            "--database", default=router.db_for_write(Process), help=_("alias to work on (default: %(default)s)")
+        )
 
     def handle(self, *args: Any, **options: Any) -> None:
         chosen = chosen_parts(options, **self.owners)

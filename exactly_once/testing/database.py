@@ -11,16 +11,17 @@ from datetime import timedelta
 from typing import Any
 
 from django.core import mail
-from django.db import DEFAULT_DB_ALIAS, OperationalError, models, router, transaction
+from django.db import OperationalError, models, router, transaction
 from django.db.models import F, Model, QuerySet
 
+from exactly_once.models import Process
 from exactly_once.sql.faults import is_collision
 from exactly_once.sql.schema import our_apps
 
 _TRIES = 20
 
 
-def travel(time: timedelta, *, using: str = DEFAULT_DB_ALIAS) -> None:
+def travel(time: timedelta, *, using: str | None = None) -> None:
     """Simulate that `time` has passed for the messages of the outbox and of the inbox, whichever is installed.
 
     All instants in their rows move back by `time`: due, expiry, next attempt, end of a lease, creation. This alone runs
@@ -40,10 +41,11 @@ def travel(time: timedelta, *, using: str = DEFAULT_DB_ALIAS) -> None:
     require_tests("travel")
     if time <= timedelta():
         raise ValueError(f"travel() was given {time!r}: it must be more than zero.")
-    for model in _models(using):
+    alias = using or router.db_for_write(Process)
+    for model in _models(alias):
         instants = [field.name for field in model._meta.local_fields if isinstance(field, models.DateTimeField)]
         if instants:
-            objects = model._base_manager.using(using)  # noqa: SLF001 - documented, and never filtered
+            objects = model._base_manager.using(alias)  # noqa: SLF001 - documented, and never filtered
             _update(objects.all(), {name: F(name) - time for name in instants})
 
 

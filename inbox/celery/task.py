@@ -24,12 +24,12 @@ from typing import Any, ClassVar, NoReturn, Self
 
 from celery import shared_task
 from celery.contrib.django.task import DjangoTask
-from django.db import DEFAULT_DB_ALIAS
 
 from exactly_once.process.clock import utcnow
 from inbox.celery import statistics
 from inbox.conf import inbox_options
 from inbox.errors import NotCallable, Reject
+from inbox.handlers.decorator import database_of
 from inbox.handlers.options import Retry, require_value
 
 BizId = str | Callable[..., object] | None
@@ -55,11 +55,11 @@ class IdempotentTask(DjangoTask):  # type: ignore[misc] # celery is not typed
     Attributes:
         biz_id: what it is deduplicated on: the name of an argument or a path into one ("order_id", "order.id"), or a function
             of the task's arguments; None is the task id.
-        using: the database alias of the inbox row and the effect.
+        using: the database alias of the inbox row and the effect. Default: that of the database routers.
     """
 
     biz_id: ClassVar[BizId] = None
-    using: ClassVar[str] = DEFAULT_DB_ALIAS
+    using: ClassVar[str | None] = None
     acks_late = True
     reject_on_worker_lost = True
     retry_on_worker_lost = False
@@ -94,7 +94,7 @@ class IdempotentTask(DjangoTask):  # type: ignore[misc] # celery is not typed
             from inbox.celery.receiving import receive_task  # noqa: PLC0415 - models are not ready before
 
             if not request.is_eager:
-                statistics.begin(kind.using)
+                statistics.begin(database_of(kind.using))
             with _marked_as_running(delivery):
                 return receive_task(self, function, signature, args, kwargs, sent_at=_sent_at(request))
 
@@ -126,7 +126,7 @@ def idempotent_task(
     function: Callable[..., Any] | None = None,
     *,
     biz_id: BizId = None,
-    using: str = DEFAULT_DB_ALIAS,
+    using: str | None = None,
     retry: Retry | None = None,
     base: type | None = None,
     **options: Any,

@@ -16,10 +16,11 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 from asgiref.sync import async_to_sync
 from django.apps import apps
-from django.db import DEFAULT_DB_ALIAS
+from django.db import DEFAULT_DB_ALIAS, router
 
 from exactly_once.settings import per_second
 from exactly_once.wire.identity import origin
+from exactly_once.sql.labels import label_of
 from exactly_once.wire.text import did_you_mean, why_no_topic, why_unfit
 from inbox.errors import NotCallable
 from inbox.handlers.handler import Handler, value_at, why_contradictory
@@ -50,7 +51,7 @@ class CommonOptions(TypedDict, total=False):
     biz_id: BizId | str | None
     name: str | None
     renamed_from: str | None
-    using: str
+    using: str | None
     timeout: timedelta | None
     retry: Retry | None
     rate_limit: str | None
@@ -65,7 +66,7 @@ def registering(
     biz_id: BizId | str | None = None,
     name: str | None = None,
     renamed_from: str | None = None,
-    using: str = DEFAULT_DB_ALIAS,
+    using: str | None = None,
     timeout: timedelta | None = None,
     retry: Retry | None = None,
     rate_limit: str | None = None,
@@ -83,7 +84,7 @@ def registering(
     make = partial(
         Handler,
         topics=tuple(topics),
-        using=using,
+        using=database_of(using),
         timeout=timeout,
         retry=retry or AS_THE_SETTINGS,
         ordered=_as_ordered(ordered),
@@ -154,7 +155,8 @@ def idempotent_handler(
         name: stable name of this handler, used for deduplication and for its queue; default: `<app label>.<function name>`.
         renamed_from: the name that this handler had before its function was renamed. It keeps that name, with its messages and
             its queue, so that old and new processes may run side by side. The same as `name`, so give one of them.
-        using: the database alias that the effect is written to.
+        using: the database alias that the effect is written to. Default: the one that the database routers choose for writes
+            of `InboxMessage`; without routers "default".
         timeout: a run that takes longer is a failed attempt; default: unbounded.
         retry: the maximum attempts and the delays between them; default: the settings in `INBOX`.
         ordered: handle the messages of one key one at a time, in order; different keys in parallel. True is `Ordered()`.
@@ -227,6 +229,16 @@ def kept_name(name: str | None, renamed_from: str | None) -> str | None:
 def require_topics(option: str, topics: Sequence[str]) -> tuple[str, ...]:
     """The topics of an option. Raises TypeError or ValueError if they are none."""
     if isinstance(topics, str):
+def database_of(using: str | None) -> str:
+    """The alias of a handler: as given, or as the database routers decide for the messages of the inbox.
+
+    "default" in a module that is imported before the models are.
+    """
+    if using is None and apps.models_ready and apps.is_installed("inbox"):
+        return router.db_for_write(apps.get_model(label_of("inbox"), "InboxMessage"))
+    return using or DEFAULT_DB_ALIAS
+
+
         raise TypeError(f"{option} is {topics!r}: it must be a list of topics, such as [{topics!r}].")
     for topic in topics:
         if reason := why_no_topic(topic):

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import re
 
-from django.db import DEFAULT_DB_ALIAS
-
 from inbox.handlers.decorator import registering
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import BizId, Message
@@ -34,7 +32,7 @@ def subscribe(
     *,
     name: str = "",
     biz_id: BizId | str | None = None,
-    using: str = DEFAULT_DB_ALIAS,
+    using: str | None = None,
     retry: Retry | None = None,
     ordered: bool | Ordered = False,
     start_from: StartFrom = "now",

@@ -16,11 +16,18 @@ from functools import partial, update_wrapper
 from typing import Any, Literal
 
 from asgiref.sync import sync_to_async
-from django.db import DEFAULT_DB_ALIAS
 
 from exactly_once.wire.context import OUTER_CORRELATION, Cause, caused_by, current_cause
 from inbox.errors import Reject
-from inbox.handlers.decorator import Function, default_name, kept_name, refuse_not_callable, registering, require_topics
+from inbox.handlers.decorator import (
+    Function,
+    database_of,
+    default_name,
+    kept_name,
+    refuse_not_callable,
+    registering,
+    require_topics,
+)
 from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import Retry, require_duration
 from inbox.joins.collecting import collect, finish, gather
@@ -36,7 +43,7 @@ def joined_handler(
     publishes: Sequence[str] = (),
     name: str | None = None,
     renamed_from: str | None = None,
-    using: str = DEFAULT_DB_ALIAS,
+    using: str | None = None,
     timeout: timedelta | None = None,
     retry: Retry | None = None,
     rate_limit: str | None = None,
@@ -64,7 +71,7 @@ def joined_handler(
     def decorate(function: Function) -> Function:
         refuse_not_callable(function, "join")
         named = kept or default_name(function)
-        join = Definition(name=named, using=using, topics=topics, deadline=deadline, on_missing=on_missing)
+        join = Definition(name=named, using=database_of(using), topics=topics, deadline=deadline, on_missing=on_missing)
         _register(
             join,
             function,
@@ -87,7 +94,7 @@ def correlated(
     timeout: timedelta,
     on_timeout: Callable[[Message], Any] | None = None,
     name: str | None = None,
-    using: str = DEFAULT_DB_ALIAS,
+    using: str | None = None,
     retry: Retry | None = None,
 ) -> Callable[[Function], Function]:
     """Handle the answer of each request with the decorated function, which gets the request and the answer, once per request.
@@ -121,7 +128,7 @@ def correlated(
             raise TypeError("The handler and its on_timeout must both be async functions, or both be synchronous.")
         join = Definition(
             name=name or default_name(function),
-            using=using,
+            using=database_of(using),
             topics=(request, answer),
             deadline=timeout,
             on_missing="dead" if on_timeout is None else "call",

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from django import forms
-from django.db import DEFAULT_DB_ALIAS
+from django.db import router
 from django.db.models import Q
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
@@ -237,7 +237,7 @@ ACTIONS = by_name(RETRY, SKIP)
 
 def aliases() -> list[str]:
     """The databases of the handlers of this process."""
-    return sorted({handler.using for handler in registry.all()} or {DEFAULT_DB_ALIAS})
+    return sorted({handler.using for handler in registry.all()} or {router.db_for_write(InboxMessage)})
 
 
 def executor() -> Operations:

@@ -6,7 +6,7 @@ import logging
 from functools import partial
 from typing import Any
 
-from django.db import DEFAULT_DB_ALIAS, transaction
+from django.db import router, transaction
 from django.db.models import Count, OuterRef, QuerySet, Subquery
 from django.db.models.functions import Coalesce
 
@@ -78,7 +78,7 @@ def alias_of(name: str, using: str | None = None) -> str:
         UnknownHandler: neither this project nor the table of messages knows it.
     """
     registered = registry.get(name)
-    alias = using or (registered.using if registered else DEFAULT_DB_ALIAS)
+    alias = using or (registered.using if registered else router.db_for_write(InboxMessage))
     if registered is None and not _is_known(alias, name):
         known = ", ".join(sorted(handler.name for handler in registry.all())) or "none"
         raise UnknownHandler(f"No handler is called {name!r}. Known handlers: {known}.")

@@ -14,13 +14,13 @@ from functools import partial, update_wrapper
 from typing import Any
 
 from django.core.serializers.json import DjangoJSONEncoder
-from django.db import DEFAULT_DB_ALIAS
+from django.db import router
 
 from exactly_once.process.clock import utcnow
 from exactly_once.wire.envelope import JSON
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from exactly_once.wire.identity import new_message_id
-from inbox.handlers.decorator import registering
+from inbox.handlers.decorator import database_of, registering
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
@@ -41,9 +41,7 @@ _AT_ONCE, _BYTES_AT_ONCE = 500, 8 * 1024 * 1024
 _BODIES = DjangoJSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def send_webhooks(
-    *topics: str, payload: Payload | None = None, to: Wanted | None = None, using: str = DEFAULT_DB_ALIAS
-) -> None:
+def send_webhooks(*topics: str, payload: Payload | None = None, to: Wanted | None = None, using: str | None = None) -> None:
     """Send the messages of these topics to the endpoints that are registered for them. For the module `handlers` of an app.
 
     The body of a request is `{"type": topic, "timestamp": …, "data": payload}`.
@@ -63,11 +61,12 @@ def send_webhooks(
     for option, function in (("payload", payload), ("to", to)):
         if function is not None and not callable(function):
             raise TypeError(f"{option} is {function!r}: it must be a function.")
+    alias = database_of(using)
     for topic in topics:
         if registry.get(f"{_FAN_OUTS}{topic}"):
             raise ValueError(f"send_webhooks() was called for the topic {topic!r} before. Call it once for each topic.")
-        register = registering([topic], biz_id=None, name=f"{_FAN_OUTS}{topic}", using=using)
-        register(update_wrapper(partial(_fan_out, payload, to, using), _fan_out))
+        register = registering([topic], biz_id=None, name=f"{_FAN_OUTS}{topic}", using=alias)
+        register(update_wrapper(partial(_fan_out, payload, to, alias), _fan_out))
 
 
 def fan_outs() -> list[Handler]:
@@ -77,7 +76,7 @@ def fan_outs() -> list[Handler]:
 
 def aliases() -> list[str]:
     """The databases with endpoints."""
-    return sorted({handler.using for handler in fan_outs()} | {DEFAULT_DB_ALIAS})
+    return sorted({handler.using for handler in fan_outs()} | {router.db_for_write(Endpoint)})
 
 
 def handler_name(endpoint: Endpoint) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import kombu
 from django.core.serializers.json import DjangoJSONEncoder
-from django.db import DEFAULT_DB_ALIAS
+from django.db import router
 
 from exactly_once.process.clock import utcnow
 from exactly_once.testing.matching import IsMeant, Messages, with_values
@@ -135,7 +135,7 @@ class ReceivedMessage:
     causation_id: str
 
 
-def handled(what: What = None, *, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> list[ReceivedMessage]:
+def handled(what: What = None, *, using: str | None = None, **expected: Any) -> list[ReceivedMessage]:
     """The messages whose effect is committed, in the order of their arrival; once per handler.
 
     Args:
@@ -149,18 +149,18 @@ def handled(what: What = None, *, using: str = DEFAULT_DB_ALIAS, **expected: Any
         LookupError: the function is not a handler.
         TypeError: a name is not an attribute of `ReceivedMessage`.
     """
-    return _MESSAGES.found(_MESSAGES.all(using), _is_meant(what), {"state": State.DONE.value, **expected})
+    return _MESSAGES.found(_MESSAGES.all(_database_of(using)), _is_meant(what), {"state": State.DONE.value, **expected})
 
 
-def dead(what: What = None, *, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> list[ReceivedMessage]:
+def dead(what: What = None, *, using: str | None = None, **expected: Any) -> list[ReceivedMessage]:
     """The dead letters, in the order of their arrival: out of attempts, rejected, or refused.
 
     Args, Raises: as for `handled`.
     """
-    return _MESSAGES.found(_MESSAGES.all(using), _is_meant(what), {"state": State.DEAD.value, **expected})
+    return _MESSAGES.found(_MESSAGES.all(_database_of(using)), _is_meant(what), {"state": State.DEAD.value, **expected})
 
 
-def assert_handled(what: What, *, count: int = 1, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> ReceivedMessage:
+def assert_handled(what: What, *, count: int = 1, using: str | None = None, **expected: Any) -> ReceivedMessage:
     """Assert that exactly `count` messages with these values were handled; return the first of them.
 
     A message that several handlers take counts once for each of them.
@@ -176,20 +176,21 @@ def assert_handled(what: What, *, count: int = 1, using: str = DEFAULT_DB_ALIAS,
     __tracebackhide__ = True
     if count < 1:
         raise ValueError(f"count is {count}: it must be 1 or more. For none, assert that handled() is empty.")
-    messages, expected = _MESSAGES.all(using), {"state": State.DONE.value, **expected}
+    alias, expected = _database_of(using), {"state": State.DONE.value, **expected}
+    messages = _MESSAGES.all(alias)
     found = _MESSAGES.found(messages, _is_meant(what), expected)
     if len(found) != count:
         values = {name: value for name, value in expected.items() if name != "state"}
-        said = f"{_number(len(found), 'message')} handled{_described(what, values)} on {using!r}, {count} expected."
+        said = f"{_number(len(found), 'message')} handled{_described(what, values)} on {alias!r}, {count} expected."
         raise AssertionError(f"{said}\n{_MESSAGES.listed(messages, _is_meant(what), expected)}")
     return found[0]
 
 
-def assert_duplicate(what: What, *, times: int = 1, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> ReceivedMessage:
-    """Assert that exactly one message has these values, and that exactly `times` duplicates of it were suppressed; return it.
+def assert_duplicate(what: What, *, count: int = 1, using: str | None = None, **expected: Any) -> ReceivedMessage:
+    """Assert that exactly one message has these values, and that exactly `count` duplicates of it were suppressed; return it.
 
     Args:
-        times: at least 1.
+        count: of duplicates; at least 1.
         what, using, expected: as for `handled`; the message may be in any state.
 
     Raises:
@@ -198,18 +199,19 @@ def assert_duplicate(what: What, *, times: int = 1, using: str = DEFAULT_DB_ALIA
         LookupError, TypeError: as for `handled`.
     """
     __tracebackhide__ = True
-    if times < 1:
-        raise ValueError(f"times is {times}: it must be 1 or more. For none, use assert_handled(..., duplicates=0).")
-    messages = _MESSAGES.all(using)
+    if count < 1:
+        raise ValueError(f"count is {count}: it must be 1 or more. For none, use assert_handled(..., duplicates=0).")
+    alias = _database_of(using)
+    messages = _MESSAGES.all(alias)
     found = _MESSAGES.found(messages, _is_meant(what), expected)
     if len(found) != 1:
-        said = f"{_number(len(found), 'message')} received{_described(what, expected)} on {using!r}, 1 expected."
+        said = f"{_number(len(found), 'message')} received{_described(what, expected)} on {alias!r}, 1 expected."
         raise AssertionError(f"{said}\n{_MESSAGES.listed(messages, _is_meant(what), expected)}")
     (message,) = found
-    if message.duplicates != times:
+    if message.duplicates != count:
         raise AssertionError(
-            f"{_number(message.duplicates, 'duplicate')} suppressed{_described(what, expected)} on {using!r}, {times} "
-            f"expected.\n{_MESSAGES.listed(messages, _is_meant(what), {**expected, 'duplicates': times})}"
+            f"{_number(message.duplicates, 'duplicate')} suppressed{_described(what, expected)} on {alias!r}, {count} "
+            f"expected.\n{_MESSAGES.listed(messages, _is_meant(what), {**expected, 'duplicates': count})}"
         )
     return message
 
@@ -222,6 +224,10 @@ _MESSAGES = Messages(
     words=("handler", "topic", "state"),
     values=("duplicates", "last_error"),
 )
+
+
+def _database_of(using: str | None) -> str:
+    return using or router.db_for_write(InboxMessage)
 
 
 def _is_meant(what: What) -> IsMeant:

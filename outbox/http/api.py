@@ -27,6 +27,7 @@ from outbox.http.publishing import publish_all, publish_with_key
 from outbox.models import OutboxMessage
 from outbox.operators.operations import CLIENT, MANAGE, RESTORE_THEM, TOPIC, operations
 from outbox.operators.replaying import plan_alone
+from outbox.store.dialect import database_of
 from outbox.store.restoring import restored_by_default
 from outbox.store.selecting import Selection
 
@@ -40,6 +41,10 @@ _SHOWN_AT = ("created_at", "available_at", "expires_at", "settled_at")
 
 def _options() -> HttpOptions:
     return outbox_options().http
+
+
+def _alias() -> str:
+    return database_of(_options().DATABASE)
 
 
 api = Api(
@@ -69,9 +74,9 @@ def publish(
     """
     client = require(request, "publish", message.topic)
     if idempotency_key is None:
-        (published,) = publish_all([message], _options().DATABASE)
+        (published,) = publish_all([message], _alias())
     else:
-        published = publish_with_key(message, f"{client.name}/{_bare(idempotency_key)}", _options().DATABASE)
+        published = publish_with_key(message, f"{client.name}/{_bare(idempotency_key)}", _alias())
     return Status(HTTPStatus.CREATED if published.created else HTTPStatus.OK, schemas.Published.model_validate(published))
 
 
@@ -90,7 +95,7 @@ def publish_many(request: HttpRequest, batch: schemas.NewMessages) -> schemas.Pu
             HTTPStatus.UNPROCESSABLE_ENTITY,
             "An Idempotency-Key is for a single message: give each message of a batch a biz_id and unique: true.",
         )
-    published = publish_all(batch.messages, _options().DATABASE)
+    published = publish_all(batch.messages, _alias())
     return schemas.PublishedMessages(messages=[schemas.Published.model_validate(one) for one in published])
 
 
@@ -154,7 +159,7 @@ def restore(
 def operation(request: HttpRequest, operation_id: Annotated[int, Path(lt=2**63)]) -> schemas.OperationStatus:
     """The progress of an operation that this client has asked for."""
     client = client_of(request)
-    found = operations.rows(_options().DATABASE).filter(pk=operation_id, requested_by=_name_of(client)).first()
+    found = operations.rows(_alias()).filter(pk=operation_id, requested_by=_name_of(client)).first()
     if found is None or not client.may(found.selection.removeprefix(TOPIC), MANAGE):
         raise Problem(HTTPStatus.NOT_FOUND, f"There is no operation {operation_id} of this client and its scopes.")
     return schemas.OperationStatus.model_validate(found)
@@ -172,7 +177,7 @@ def _planned(client: Client, topic: str, which: schemas.Restoring) -> schemas.Op
         permission=MANAGE,
         given={"overdue": which.overdue},
     )
-    alias = _options().DATABASE
+    alias = _alias()
     with transaction.atomic(using=alias, durable=True):
         # A request is repeated while the first one, of a million messages, is still being planned.
         plan_alone(alias)
@@ -222,7 +227,7 @@ def _identified(client: Client, message_id: UUID, *actions: str) -> OutboxMessag
 
 
 def _rows() -> QuerySet[OutboxMessage]:
-    return OutboxMessage.objects.using(_options().DATABASE).only(*_SHOWN, *_SHOWN_AT)
+    return OutboxMessage.objects.using(_alias()).only(*_SHOWN, *_SHOWN_AT)
 
 
 def _decided(client: Client, action: str, which: schemas.Chosen, decision: Decision) -> schemas.Decided:
@@ -245,7 +250,7 @@ def _text_of(which: schemas.Chosen) -> str:
 def _named(client: Client, which: schemas.Chosen) -> dict[str, Any]:
     """Which messages, and who decides."""
     names = {"message_id": which.id, "topic": which.topic, "biz_id": which.biz_id}
-    return {**names, "by": _name_of(client), "using": _options().DATABASE}
+    return {**names, "by": _name_of(client), "using": _alias()}
 
 
 def _name_of(client: Client) -> str:

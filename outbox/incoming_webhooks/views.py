@@ -11,7 +11,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 from django.contrib.auth.decorators import login_not_required
-from django.db import DEFAULT_DB_ALIAS, transaction
+from django.db import transaction
 from django.http import HttpRequest, HttpResponse, UnreadablePostError
 from django.http.response import HttpResponseBase
 from django.views.decorators.csrf import csrf_exempt
@@ -22,6 +22,7 @@ from outbox.errors import PayloadTooLarge
 from outbox.incoming_webhooks.endpoint import Endpoint, Event, Read, Unreadable
 from outbox.incoming_webhooks.signals import conflicting_event
 from outbox.incoming_webhooks.signatures import InvalidSignature, Verify
+from outbox.store.dialect import database_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class WebhookView(View):
         biz_id: str | Read,
         correlate: str | Read | None = None,
         payload: str | Read | None = None,
-        using: str = DEFAULT_DB_ALIAS,
+        using: str | None = None,
     ) -> Callable[..., HttpResponseBase]:
         """The view, for a URLconf.
 
@@ -65,10 +66,11 @@ class WebhookView(View):
         Raises:
             ImproperlyConfigured: an argument cannot be used.
         """
-        endpoint = Endpoint(topic=topic, verify=verify, biz_id=biz_id, correlate=correlate, payload=payload, using=using)
+        alias = database_of(using)
+        endpoint = Endpoint(topic=topic, verify=verify, biz_id=biz_id, correlate=correlate, payload=payload, using=alias)
         view = super().as_view(endpoint=endpoint)
         # The event has a transaction of its own, also with ATOMIC_REQUESTS.
-        return csrf_exempt(login_not_required(transaction.non_atomic_requests(using=using)(view)))
+        return csrf_exempt(login_not_required(transaction.non_atomic_requests(using=alias)(view)))
 
     def post(self, request: HttpRequest) -> HttpResponse:
         endpoint = self.endpoint

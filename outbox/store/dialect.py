@@ -9,7 +9,7 @@ from datetime import timedelta
 from itertools import islice
 from typing import Any, TypeVar
 
-from django.db import connections, transaction
+from django.db import connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.sql.connections import is_outermost, is_postgresql
@@ -40,6 +40,11 @@ READ_COMMITTED = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
 DO_NOT_WAIT_FOR_THE_DISK = "SET LOCAL synchronous_commit = off"
 LOCK_SPACE = zlib.crc32(TABLE.encode()) - 2**31
 """First key of every advisory lock of the outbox; the second is the shard."""
+
+
+def database_of(using: str | None) -> str:
+    """The alias of an outbox: as given, or as the database routers decide for its messages."""
+    return using or router.db_for_write(OutboxMessage)
 
 
 def begin_bounded(alias: str, longest: timedelta, *, first: str = "", then: str = "") -> None:

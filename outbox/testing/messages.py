@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from django.db import DEFAULT_DB_ALIAS
-
 from exactly_once.testing.matching import IsMeant, Messages, with_values
 from outbox.models import OutboxMessage
+from outbox.store.dialect import database_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ class CapturedMessage:
     causation_id: str
 
 
-def published(topic: str | None = None, *, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> list[CapturedMessage]:
+def published(topic: str | None = None, *, using: str | None = None, **expected: Any) -> list[CapturedMessage]:
     """The messages that `publish()` and `prepare()` have written, in the order of writing and in any state.
 
     Args:
@@ -60,10 +59,10 @@ def published(topic: str | None = None, *, using: str = DEFAULT_DB_ALIAS, **expe
     Raises:
         TypeError: a name is not an attribute of `CapturedMessage`.
     """
-    return _MESSAGES.found(_MESSAGES.all(using), _is_of(topic), expected)
+    return _MESSAGES.found(_MESSAGES.all(database_of(using)), _is_of(topic), expected)
 
 
-def assert_published(topic: str, *, count: int = 1, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> CapturedMessage:
+def assert_published(topic: str, *, count: int = 1, using: str | None = None, **expected: Any) -> CapturedMessage:
     """Assert that exactly `count` messages of `topic` were published with these values; return the first of them.
 
     Args:
@@ -81,7 +80,7 @@ def assert_published(topic: str, *, count: int = 1, using: str = DEFAULT_DB_ALIA
     return published(topic, using=using, **expected)[0]
 
 
-def assert_nothing_published(topic: str | None = None, *, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> None:
+def assert_nothing_published(topic: str | None = None, *, using: str | None = None, **expected: Any) -> None:
     """Assert that no message was published, or none of `topic`, or none with these values.
 
     Args:
@@ -104,14 +103,15 @@ def _is_of(topic: str | None) -> IsMeant:
     return lambda message: topic in {None, message.topic}
 
 
-def _assert_count(count: int, topic: str | None, using: str, expected: Mapping[str, Any]) -> None:
+def _assert_count(count: int, topic: str | None, using: str | None, expected: Mapping[str, Any]) -> None:
     __tracebackhide__ = True
-    messages = _MESSAGES.all(using)
+    alias = database_of(using)
+    messages = _MESSAGES.all(alias)
     found = len(_MESSAGES.found(messages, _is_of(topic), expected))
     if found != count:
         described = (f" on the topic {topic!r}" if topic else "") + with_values(expected)
         raise AssertionError(
-            f"{found or 'No'} {_messages(found)} published{described} on {using!r}, {count or 'none'} expected.\n"
+            f"{found or 'No'} {_messages(found)} published{described} on {alias!r}, {count or 'none'} expected.\n"
             f"{_MESSAGES.listed(messages, _is_of(topic), expected)}"
         )
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from django.apps import apps
-from django.db import DEFAULT_DB_ALIAS
 from django.utils.module_loading import import_string
 
 from exactly_once.broker import is_local
@@ -19,6 +18,7 @@ from exactly_once.wire.formats import Wire
 from outbox.api import in_transaction
 from outbox.conf import outbox_options
 from outbox.relay.service import serve
+from outbox.store.dialect import database_of
 from outbox.transports import transport_class
 
 
@@ -43,7 +43,7 @@ class SentMessage:
     priority: int
 
 
-def run_relay(*, using: str = DEFAULT_DB_ALIAS, handlers: bool = True, raise_errors: bool = True) -> list[SentMessage]:
+def run_relay(*, using: str | None = None, handlers: bool = True, raise_errors: bool = True) -> list[SentMessage]:
     """Relay until nothing is due, and run this project's handlers, callbacks and checkers; return the published messages.
 
     It does the same as `outbox_relay --drain`, without a broker. If the broker in the settings is `local://`, a message without
@@ -64,14 +64,15 @@ def run_relay(*, using: str = DEFAULT_DB_ALIAS, handlers: bool = True, raise_err
         RuntimeError: it is called inside `transaction.atomic()` (that of a test case is allowed), or not in a test.
     """
     require_tests("run_relay")
-    if in_transaction(using):
+    alias = database_of(using)
+    if in_transaction(alias):
         raise RuntimeError(
-            f"run_relay() was called inside transaction.atomic() on {using!r}. A relay sees committed messages only: call it "
+            f"run_relay() was called inside transaction.atomic() on {alias!r}. A relay sees committed messages only: call it "
             "after that block. The transaction that a TestCase or pytest-django opens does not count."
         )
-    transport = _TestTransport(using, handlers=handlers)
+    transport = _TestTransport(alias, handlers=handlers)
     with transport.raising_errors() if raise_errors else nullcontext():
-        serve(using, drain=True, transport=transport)
+        serve(alias, drain=True, transport=transport)
     return transport.sent
 
 

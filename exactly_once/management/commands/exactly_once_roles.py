@@ -3,7 +3,7 @@ from typing import Any
 from django.contrib.auth.management import create_permissions
 from django.contrib.auth.models import Group, Permission
 from django.core.management.base import CommandParser
-from django.db import DEFAULT_DB_ALIAS, transaction
+from django.db import router, transaction
 from django.db.models import Q
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
@@ -26,7 +26,9 @@ class Command(TranslatedCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help=_("alias of the users (default: %(default)s)"))
+        parser.add_argument(
+            "--database", default=router.db_for_write(Group), help=_("alias of the users (default: %(default)s)")
+        )
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias, ours = options["database"], our_apps()

@@ -9,7 +9,7 @@ from django.db import transaction
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outbox import InvalidMessage, prepare, publish
+from outbox import Draft, InvalidMessage, PayloadTooLarge, PublishedOutsideTransaction, cancel, prepare, publish, publish_many
 from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.relaying import TOPIC, published, row_of
@@ -34,6 +34,45 @@ def test_misspelt_argument_is_refused_with_the_name_of_the_function_and_a_sugges
             function(TOPIC, {}, bizid="order-1")
 
     assert str(caught.value) == f"{function.__name__}() has no argument 'bizid'. Did you mean 'biz_id'?"
+
+
+def test_unique_message_without_a_biz_id_is_refused():
+    with transaction.atomic(), pytest.raises(InvalidMessage, match="unique is True and there is no biz_id"):
+        publish(TOPIC, {}, unique=True)
+
+
+def test_publish_many_names_the_draft_that_is_invalid_and_writes_none():
+    drafts = [Draft(TOPIC, {}, biz_id="order-1"), Draft(TOPIC, {}, biz_id="order-2", priority=10)]
+    with transaction.atomic(), pytest.raises(InvalidMessage) as refused:
+        publish_many(drafts)
+
+    assert str(refused.value) == "drafts[1] (biz_id='order-2'): priority is 10: it must be a whole number from 0 to 9."
+    assert not OutboxMessage.objects.exists()
+
+    with transaction.atomic(), pytest.raises(PayloadTooLarge, match=r"^drafts\[0\] \(biz_id=None\): The payload for topic"):
+        publish_many([Draft(TOPIC, "x" * 2_000_000), *drafts])
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+def test_messages_are_written_where_the_database_routers_say_unless_the_caller_names_a_database(settings):
+    settings.DATABASE_ROUTERS = [ToOther()]
+
+    with transaction.atomic(using="other"):
+        message = publish(TOPIC, {}, biz_id="order-1")
+    with transaction.atomic():
+        publish(TOPIC, {}, biz_id="order-2", using="default")
+        with pytest.raises(PublishedOutsideTransaction, match="other"):
+            publish(TOPIC, {})
+    assert cancel(message.id)
+    assert not cancel(topic=TOPIC, biz_id="order-2")
+
+    assert [row.state for row in OutboxMessage.objects.using("other")] == [State.CANCELLED]
+    assert [row.state for row in OutboxMessage.objects.using("default")] == [State.READY]
+
+
+class ToOther:
+    def db_for_write(self, model, **hints):
+        return "other" if model is OutboxMessage else None
 
 
 def test_publish_options_are_keyword_only():

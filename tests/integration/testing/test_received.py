@@ -102,7 +102,7 @@ class TestAssertDuplicate:
     def test_number_of_duplicates_is_exact(self, reserve):
         deliver(make_message(TOPIC, {"order": "1"}), times=3)
 
-        assert assert_duplicate(TOPIC, times=2, payload__order="1").handler == "tests.reserve"
+        assert assert_duplicate(TOPIC, count=2, payload__order="1").handler == "tests.reserve"
         said = fails(lambda: assert_duplicate(TOPIC))
         assert said.startswith("2 duplicates were suppressed on the topic 'tests.received' on 'default', 1 expected.")
         assert said.endswith("duplicates: 2, expected 1")
@@ -115,8 +115,8 @@ class TestAssertDuplicate:
         assert fails(lambda: assert_duplicate(TOPIC)).startswith("2 messages were received on the topic 'tests.received'")
 
     def test_none_is_not_a_number_of_duplicates(self):
-        with pytest.raises(ValueError, match="times is 0"):
-            assert_duplicate(TOPIC, times=0)
+        with pytest.raises(ValueError, match="count is 0"):
+            assert_duplicate(TOPIC, count=0)
 
 
 @pytest.mark.django_db(databases=["default", "other"])

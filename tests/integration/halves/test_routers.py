@@ -1,0 +1,152 @@
+"""Projects whose database routers decide where our tables are: without a default database, and with one for other apps."""
+
+from __future__ import annotations
+
+import pytest
+from django.db import connection
+
+from tests.support.projects import ADMIN_SETTINGS, ADMIN_URLS, run_in
+
+SETTINGS = f"""\
+{ADMIN_SETTINGS}
+SECRET_KEY = "x"
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+ALLOWED_HOSTS = ["testserver"]
+INSTALLED_APPS = [
+    *ADMIN_APPS, "exactly_once", "outbox", "inbox", "inbox.joins", "inbox.outgoing_webhooks", "shop",
+]
+ROOT_URLCONF = "shop.urls"
+DATABASE_ROUTERS = ["shop.router.Router"]
+"""
+ROUTER = """\
+class Router:
+    def db_for_read(self, model, **hints):
+        return "main"
+
+    db_for_write = db_for_read
+
+    def allow_migrate(self, db, app_label, **hints):
+        return db == "main"
+"""
+HANDLERS = """\
+from inbox import Reject, idempotent_handler
+
+
+@idempotent_handler("shop.order.placed")
+def handle(message):
+    if message.payload["order"] == "bad":
+        raise Reject("it is bad")
+"""
+USE = """
+import json
+from io import StringIO
+
+import django
+django.setup()
+from django.contrib import admin
+from django.contrib.auth.models import User
+from django.core.management import call_command
+from django.db import transaction
+from django.test import Client
+
+from inbox import pause_handler, resume_handler
+from inbox.models import InboxMessage
+from outbox import cancel, pause, publish, publish_many, Draft, resume
+from outbox.models import OutboxMessage
+
+
+def said(*command):
+    out = StringIO()
+    call_command(*command, stdout=out)
+    return out.getvalue()
+
+
+call_command("migrate", verbosity=0, database="main")
+call_command("check", databases=["main"])
+with transaction.atomic(using="main"):
+    publish("shop.order.placed", {"order": "good"}, biz_id="good")
+    publish_many([Draft("shop.order.placed", {"order": "bad"}, biz_id="bad")])
+    later = publish("shop.order.placed", {"order": "later"}, delay="2m")
+assert cancel(later.id)
+pause("shop.order.placed"), resume("shop.order.placed")
+pause_handler("shop.handle"), resume_handler("shop.handle")
+call_command("outbox_relay", drain=True, verbosity=0)
+assert {row.biz_id: row.state for row in InboxMessage.objects.all()} == {"good": "done", "bad": "dead"}
+
+assert "Group 'Exactly once viewer' created" in said("exactly_once_roles")
+assert json.loads(said("exactly_once_status", "--json")).keys() == {"outbox", "inbox"}
+assert "it is bad" in said("exactly_once_trail", "--topic", "shop.order.placed", "--biz-id", "bad")
+try:
+    said("exactly_once_health", "--ready", "--json")
+except SystemExit:
+    pass  # no relay is running
+said("exactly_once_purge"), said("inbox_retry", "--all", "--dry-run"), said("outbox_resume", "--checks")
+
+client = Client()
+client.force_login(User.objects.create_superuser("operator"))
+pages = [model._meta for model in admin.site._registry if model._meta.app_label in {"exactly_once", "outbox", "inbox"}]
+for opts in pages:
+    response = client.get(f"/admin/{opts.app_label}/{opts.model_name}/")
+    assert response.status_code == 200, (opts, response.status_code)
+assert len(pages) > 12
+[row] = InboxMessage.objects.filter(state="dead")
+assert "message-life" in client.get(f"/admin/inbox/inboxmessage/{row.pk}/change/").text
+assert client.get(f"/admin/outbox/outboxmessage/{OutboxMessage.objects.get(biz_id='good').pk}/change/").status_code == 200
+"""
+MIGRATE = """
+import django
+django.setup()
+from django.core.management import call_command
+from django.db import connections
+call_command("migrate", verbosity=0, database="other")
+assert not [name for name in connections["other"].introspection.table_names() if name.startswith(("inbox", "outbox"))]
+call_command("migrate", verbosity=0, database="main")
+assert "inbox_inboxmessage" in connections["main"].introspection.table_names()
+"""
+
+
+@pytest.fixture
+def project(tmp_path, request):
+    """A function that writes a project with these aliases, each with an empty database, and runs a program in it."""
+    server = None if connection.vendor == "sqlite" else request.getfixturevalue("postgres_server")
+    names = []
+
+    def database(alias):
+        if server is None:
+            options = {"transaction_mode": "IMMEDIATE", "timeout": 20}
+            return {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / alias), "OPTIONS": options}
+        names.append(server.create_database().rpartition("/")[2])
+        given = {"HOST": "127.0.0.1", "PORT": str(server.port), "USER": "postgres", "NAME": names[-1]}
+        return {"ENGINE": "django.db.backends.postgresql", **given}
+
+    def run(program, *aliases):
+        files = {
+            "__init__.py": "",
+            "urls.py": ADMIN_URLS,
+            "router.py": ROUTER,
+            "handlers.py": HANDLERS,
+            "settings.py": f"{SETTINGS}DATABASES = {{'default': {{}}, **{ {alias: database(alias) for alias in aliases}!r}}}\n",
+        }
+        (tmp_path / "shop").mkdir()
+        for name, text in files.items():
+            (tmp_path / "shop" / name).write_text(text)
+        return run_in(tmp_path, "shop.settings", "-c", program, PYTHONWARNINGS="error")
+
+    yield run
+    for name in names:
+        server.drop_database(name)
+
+
+@pytest.mark.every_database
+def test_without_a_default_database_everything_is_where_the_routers_say(project):
+    done = project(USE, "main")
+
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.every_database
+def test_database_that_a_router_keeps_our_apps_off_is_migrated_without_them(project):
+    done = project(MIGRATE, "main", "other")
+
+    assert done.returncode == 0, done.stdout
