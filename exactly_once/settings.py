@@ -21,6 +21,8 @@ from exactly_once.masking import kind, quoted
 Options = TypeVar("Options")
 
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*/\s*(s|m|h)\s*")
+_NUMBER_FIRST = re.compile(r"\d[\w ./]{,20}")
+"""What looks like a rate, which may be shown."""
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -99,9 +101,8 @@ def per_second(option: str, rate: object) -> float:
     """
     parts = _RATE.fullmatch(str(rate))
     if parts is None or not float(parts[1]):
-        raise ValueError(
-            f'{option} is {quoted(rate)}: it must be a positive number per s, m or h, like "2000/s", "90/m" or "5/h".'
-        )
+        shown = repr(rate) if _NUMBER_FIRST.fullmatch(str(rate)) else quoted(rate)
+        raise ValueError(f'{option} is {shown}: it must be a positive number per s, m or h, like "2000/s", "90/m" or "5/h".')
     return float(parts[1]) / _SECONDS[parts[2]]
 
 

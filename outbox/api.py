@@ -214,7 +214,7 @@ def publish_many(drafts: Iterable[Draft], *, using: str | None = None) -> list[P
     All of them are checked before the first is written. The answers come in the order of `drafts`.
 
     Raises:
-        PublishedOutsideTransaction, InvalidMessage, PayloadTooLarge: as `publish`.
+        PublishedOutsideTransaction, InvalidMessage, PayloadTooLarge: as `publish`; the last two name the draft.
     """
     drafts = list(drafts)
     alias = _require_transaction(using)
@@ -348,7 +348,7 @@ def new_row(draft: Draft, message_id: uuid.UUID, create: Callable[[str, str, str
         correlation_id=correlation_id,
         causation_id=cause.message_id,
         traceparent=_name(TRACEPARENT, traceparent, may_be_empty=True),
-        is_unique=_flag("unique", draft.unique),
+        is_unique=_unique(draft),
         delay=at if isinstance(at, timedelta) else None,
         deliver_at=at if isinstance(at, datetime) else None,
         expires_in=_duration("expires_in", draft.expires_in),
@@ -398,6 +398,15 @@ def _key(draft: Draft) -> str:
             "one and the same key to all messages that must keep one order."
         )
     return key
+
+
+def _unique(draft: Draft) -> bool:
+    if _flag("unique", draft.unique) and draft.biz_id is None:
+        raise InvalidMessage(
+            "unique is True and there is no biz_id: the default is the message id, which no other message has. Give the biz_id "
+            "of the business fact, or omit unique."
+        )
+    return draft.unique
 
 
 def _priority(draft: Draft) -> int:

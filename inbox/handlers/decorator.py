@@ -10,6 +10,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial, update_wrapper, wraps
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
@@ -19,8 +20,8 @@ from django.apps import apps
 from django.db import DEFAULT_DB_ALIAS, router
 
 from exactly_once.settings import per_second
-from exactly_once.wire.identity import origin
 from exactly_once.sql.labels import label_of
+from exactly_once.wire.identity import origin
 from exactly_once.wire.text import did_you_mean, why_no_topic, why_unfit
 from inbox.errors import NotCallable
 from inbox.handlers.handler import Handler, value_at, why_contradictory
@@ -126,11 +127,20 @@ def _takes_common_options(decorator: Callable[_P, _Decorator]) -> Callable[_P, _
     @wraps(decorator)
     def checked(*topics: _P.args, **options: _P.kwargs) -> _Decorator:
         if unknown := min(options.keys() - {*known}, default=""):
-            raise TypeError(f"{decorator.__name__}() has no argument {unknown!r}. {did_you_mean(unknown, known)}".rstrip())
+            close = _inside(unknown, options[unknown], known) or did_you_mean(unknown, known)
+            raise TypeError(f"{decorator.__name__}() has no argument {unknown!r}. {close}".rstrip())
         return decorator(*topics, **options)
 
     checked.__signature__ = signature  # type: ignore[attr-defined]
     return checked
+
+
+def _inside(name: str, value: object, known: Sequence[str]) -> str:
+    """A sentence that puts a wrong argument into the value that has this field, such as `retry=Retry(max_attempts=3)`."""
+    for option, kind in (("retry", Retry), ("ordered", Ordered), ("lease", Lease), ("shed", Shed)):
+        if option in known and any(field.name == name for field in fields(kind)):
+            return f"Write {option}={kind.__name__}({name}={value!r})."
+    return ""
 
 
 @_takes_common_options
@@ -219,16 +229,6 @@ def leased_handler(
     return registering(topics, lease=lease, ordered=ordered, **options)
 
 
-def kept_name(name: str | None, renamed_from: str | None) -> str | None:
-    """The name that was given to a handler, or that it keeps; None for the default one."""
-    if name and renamed_from:
-        raise ValueError(f"A handler keeps its old name: remove name={name!r}, or renamed_from={renamed_from!r}.")
-    return name or renamed_from
-
-
-def require_topics(option: str, topics: Sequence[str]) -> tuple[str, ...]:
-    """The topics of an option. Raises TypeError or ValueError if they are none."""
-    if isinstance(topics, str):
 def database_of(using: str | None) -> str:
     """The alias of a handler: as given, or as the database routers decide for the messages of the inbox.
 
@@ -239,6 +239,16 @@ def database_of(using: str | None) -> str:
     return using or DEFAULT_DB_ALIAS
 
 
+def kept_name(name: str | None, renamed_from: str | None) -> str | None:
+    """The name that was given to a handler, or that it keeps; None for the default one."""
+    if name and renamed_from:
+        raise ValueError(f"A handler keeps its old name: remove name={name!r}, or renamed_from={renamed_from!r}.")
+    return name or renamed_from
+
+
+def require_topics(option: str, topics: Sequence[str]) -> tuple[str, ...]:
+    """The topics of an option. Raises TypeError or ValueError if they are none."""
+    if isinstance(topics, str):
         raise TypeError(f"{option} is {topics!r}: it must be a list of topics, such as [{topics!r}].")
     for topic in topics:
         if reason := why_no_topic(topic):

@@ -104,6 +104,22 @@ class TestValues:
         with pytest.raises(TypeError, match=rf"^{option} is .*such as {form}"):
             decorator("t", **{option: value})
 
+    @pytest.mark.parametrize(
+        ("decorator", "given", "form"),
+        [
+            (idempotent_handler, {"max_attempts": 3}, "Write retry=Retry(max_attempts=3)."),
+            (batch_handler, {"max_attempts": 3}, "Write retry=Retry(max_attempts=3)."),
+            (idempotent_handler, {"on_dead": "skip"}, "Write ordered=Ordered(on_dead='skip')."),
+            (leased_handler, {"duration": AN_HOUR}, "Write lease=Lease(duration=datetime.timedelta(seconds=3600))."),
+            (idempotent_handler, {"duration": AN_HOUR}, ""),
+        ],
+    )
+    def test_an_argument_of_a_value_is_refused_with_the_value(self, decorator, given, form):
+        with pytest.raises(TypeError) as refused:
+            decorator("t", **given)
+
+        assert str(refused.value) == f"{decorator.__name__}() has no argument {next(iter(given))!r}. {form}".rstrip()
+
     @pytest.mark.parametrize("decorator", [idempotent_handler, leased_handler])
     @pytest.mark.parametrize("value", ["skip", 1, None], ids=repr)
     def test_an_order_is_a_value_or_a_boolean(self, decorator, value):
@@ -122,6 +138,10 @@ class TestValues:
     def test_a_rate_limit_without_its_unit_is_refused_with_the_right_form(self, value):
         with pytest.raises(ValueError, match=r'^rate_limit is .*"2000/s"'):
             idempotent_handler("t", rate_limit=value)
+
+    def test_a_rate_limit_in_another_form_is_named_with_its_value(self):
+        with pytest.raises(ValueError, match=r"^rate_limit is '10 per s': it must be .*\"2000/s\""):
+            idempotent_handler("t", rate_limit="10 per s")
 
     def test_an_unknown_way_after_a_dead_letter_is_refused(self):
         with pytest.raises(ValueError, match="on_dead is 'stop': it must be 'block' or 'skip'"):

@@ -192,7 +192,7 @@ class TestTopics:
             ({"shop.*": {"backoff": (timedelta(1),)}}, "TOPICS['shop.*']: backoff must be two durations"),
             ({"shop.*": {"backoff": (timedelta(2), timedelta(1))}}, "TOPICS['shop.*']: backoff must be two durations"),
             ({"shop.*": {"rate": "100"}}, "TOPICS['shop.*']: rate is '100': it must be a positive number per s, m or h, like"),
-            ({"shop.*": {"rate": "0/s"}}, "TOPICS['shop.*']: rate is a str: it must be a positive number per s, m or h, like"),
+            ({"shop.*": {"rate": "0/s"}}, "TOPICS['shop.*']: rate is '0/s': it must be a positive number per s, m or h, like"),
             ({"shop.*": {"rate": 100}}, "TOPICS['shop.*']['rate'] is an int: it must be a str, such as"),
             ({"shop.*": {"exchange": "amq.topic"}}, "TOPICS['shop.*']: exchange is 'amq.topic': the broker reserves"),
             ({"shop.*": 3}, "TOPICS['shop.*'] must be a dict, not an int."),
