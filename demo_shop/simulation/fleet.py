@@ -165,7 +165,9 @@ def running(ledger: Ledger, commands: Mapping[str, int]) -> Iterator[Fleet]:
     """This number of processes of each command and a customer of the banks; all are ended with the block."""
     directory = Path(tempfile.mkdtemp(prefix=f"demo-shop-{ledger.run}-"))
     workers = [
-        Worker(name=f"{command} {number}", command=command, log=directory / f"{command}-{number}.log")
+        Worker(
+            name=f"{command} {number}", command=command, arguments=("--noreload",), log=directory / f"{command}-{number}.log"
+        )
         for command, count in commands.items()
         for number in range(1, count + 1)
     ]

@@ -1,13 +1,19 @@
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import TranslatedCommand, log_to_console
+from exactly_once.cli.process_command import ProcessCommand
 from exactly_once.process.loop import StopRequest
+<<<<<<< HEAD
 from exactly_once.process.running import run_until_signalled
 from exactly_once.sql.schema import require_usable
+=======
+from exactly_once.sql.schema import require_schema
+>>>>>>> a9dc33ea (processes: start again when the code changes, and refuse a system without fcntl in one line)
 from exactly_once.telemetry import prometheus
 from inbox.conf import inbox_options
 from inbox.consumer.service import serve
@@ -17,7 +23,7 @@ from inbox.handlers.registry import registry
 from inbox.monitoring import table_gauges
 
 
-class Command(TranslatedCommand):
+class Command(ProcessCommand):
     help = gettext_lazy(
         "Receive messages for this service's handlers and run due retries. On SIGTERM, finish the running messages and stop."
     )
@@ -33,10 +39,13 @@ class Command(TranslatedCommand):
         chosen = parser.add_mutually_exclusive_group()
         chosen.add_argument("--handlers", metavar="NAMES", help=_("receive and run only these handlers: a,b"))
         chosen.add_argument("--except", metavar="NAMES", help=_("receive and run all handlers but these: a,b"))
+        super().add_arguments(parser)
         prometheus.add_arguments(parser)
 
-    def handle(self, *args: Any, **options: Any) -> None:
-        log_to_console(options["verbosity"])
+    def grace(self) -> timedelta:
+        return inbox_options().SHUTDOWN_GRACE
+
+    def prepare(self, options: dict[str, Any]) -> Callable[[StopRequest], object]:
         if options["concurrency"] is not None and options["concurrency"] < 1:
             raise CommandError(f"--concurrency is {options['concurrency']}: it must be 1 or more.")
         handlers = _chosen(options["handlers"], options["except"])
@@ -47,7 +56,7 @@ class Command(TranslatedCommand):
                 require_usable(alias, "inbox")
             serve(drain=options["drain"], concurrency=options["concurrency"], stop=stop, only=handlers)
 
-        run_until_signalled(consume, grace=inbox_options().SHUTDOWN_GRACE)
+        return consume
 
 
 def _chosen(names: str | None, excepted: str | None) -> list[Handler]:

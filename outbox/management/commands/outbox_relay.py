@@ -1,42 +1,51 @@
 import gc
+from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from exactly_once.broker import is_local
-from exactly_once.cli.command import TranslatedCommand, log_to_console
+from exactly_once.cli.process_command import ProcessCommand
 from exactly_once.masking import masked
 from exactly_once.process.loop import StopRequest
+<<<<<<< HEAD
 from exactly_once.process.running import run_until_signalled
 from exactly_once.sql.schema import require_usable
+=======
+from exactly_once.sql.schema import require_schema
+>>>>>>> a9dc33ea (processes: start again when the code changes, and refuse a system without fcntl in one line)
 from exactly_once.telemetry import prometheus
 from outbox.conf import outbox_options
 from outbox.monitoring import table_gauges
 from outbox.relay.service import serve
+from outbox.store.dialect import database_of
 from outbox.transports import transport_class
 
 
-class Command(TranslatedCommand):
+class Command(ProcessCommand):
     help = gettext_lazy(
         "Publish committed messages to the broker until SIGTERM. With local:// it also runs this service's handlers."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument(
-            "--database", default=DEFAULT_DB_ALIAS, help=_("alias whose outbox is relayed (default: %(default)s)")
+            "--database", default=database_of(None), help=_("alias whose outbox is relayed (default: %(default)s)")
         )
         parser.add_argument("--drain", action="store_true", help=_("exit when nothing is due instead of waiting for more"))
+        super().add_arguments(parser)
         prometheus.add_arguments(parser)
 
-    def handle(self, *args: Any, **options: Any) -> None:
-        log_to_console(options["verbosity"])
+    def grace(self) -> timedelta:
+        return outbox_options().SHUTDOWN_GRACE
+
+    def prepare(self, options: dict[str, Any]) -> Callable[[StopRequest], object]:
         _require_transport(outbox_options().BROKER_URL)
         prometheus.serve_metrics(options, table_gauges(options["database"]))
-        run_until_signalled(partial(_relay, options["database"], drain=options["drain"]), grace=outbox_options().SHUTDOWN_GRACE)
+        return partial(_relay, options["database"], drain=options["drain"])
 
 
 def _require_transport(url: str) -> None:

@@ -1,19 +1,25 @@
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import TranslatedCommand, log_to_console
+from exactly_once.cli.process_command import ProcessCommand
 from exactly_once.process.loop import StopRequest
+<<<<<<< HEAD
 from exactly_once.process.running import run_until_signalled
 from exactly_once.sql.schema import require_usable
+=======
+from exactly_once.sql.schema import require_schema
+>>>>>>> a9dc33ea (processes: start again when the code changes, and refuse a system without fcntl in one line)
 from inbox.conf import inbox_options
 from inbox.outgoing_webhooks.fanning_out import aliases
 from inbox.outgoing_webhooks.service import THREADS, serve
 
 
-class Command(TranslatedCommand):
+class Command(ProcessCommand):
     help = gettext_lazy("Send the messages to the webhook endpoints. On SIGTERM, finish the running requests and stop.")
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -21,9 +27,12 @@ class Command(TranslatedCommand):
         parser.add_argument(
             "--concurrency", type=int, default=THREADS, metavar="N", help=_("number of worker threads (default: %(default)s)")
         )
+        super().add_arguments(parser)
 
-    def handle(self, *args: Any, **options: Any) -> None:
-        log_to_console(options["verbosity"])
+    def grace(self) -> timedelta:
+        return inbox_options().SHUTDOWN_GRACE
+
+    def prepare(self, options: dict[str, Any]) -> Callable[[StopRequest], object]:
         if options["concurrency"] < 1:
             raise CommandError(f"--concurrency is {options['concurrency']}: it must be 1 or more.")
 
@@ -33,4 +42,4 @@ class Command(TranslatedCommand):
                 require_usable(alias, "inbox")
             serve(known, drain=options["drain"], threads=options["concurrency"], stop=stop)
 
-        run_until_signalled(send, grace=inbox_options().SHUTDOWN_GRACE)
+        return send

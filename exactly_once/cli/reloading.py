@@ -1,0 +1,124 @@
+"""`--reload`: a process starts again when the code of the project changes.
+
+The command becomes a supervisor. It watches the files by Django's autoreloader, and runs the work in a child: the same command
+with `--noreload`, which handles its signals and ends as it does in production. `runserver` runs its work beside the watcher, on
+a thread that the interpreter's end cuts off.
+
+The child stops, as after SIGTERM, when the other end of a pipe is closed: after a change, after a signal to the supervisor, and
+when the supervisor is killed. SIGTERM itself would be the second signal after Ctrl-C, which reaches both.
+"""
+
+import logging
+import os
+import subprocess
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from django.apps import apps
+from django.conf import settings
+from django.core.management.base import CommandParser
+from django.utils import autoreload
+from django.utils.translation import gettext as _
+
+from exactly_once.process.loop import StopRequest, running_until_signalled
+
+logger = logging.getLogger(__name__)
+
+_PIPE = "EXACTLY_ONCE_STOP_PIPE"
+"""The environment variable of a child with its end of the pipe."""
+_INSTALLED = {"site-packages", "dist-packages"}
+_MARGIN_SECONDS = 5.0
+
+
+def add_arguments(parser: CommandParser) -> None:
+    parser.add_argument(
+        "--reload",
+        action="store_true",
+        default=None,
+        help=_("start again when the code changes (default: if DEBUG is on, but not with --drain)"),
+    )
+    parser.add_argument("--noreload", dest="reload", action="store_false", help=_("do not start again when the code changes"))
+
+
+def is_wanted(options: dict[str, Any]) -> bool:
+    chosen = options["reload"]
+    return bool(settings.DEBUG if chosen is None else chosen) and not options["drain"]
+
+
+def supervise(grace: timedelta) -> int:
+    """Run this command in a child, and in another one after each change; the exit status.
+
+    A child that fails after a change, for example because of a typing error, is followed by another one after the next change.
+    If the first one fails, the command ends, so that a supervisor such as systemd notices.
+
+    Args:
+        grace: how long a child may take to stop.
+    """
+    changed: list[Path] = []
+
+    def note(sender: object, file_path: Path, **kwargs: object) -> bool:
+        changed.append(file_path)
+        return True  # or else Django would end this process
+
+    autoreload.file_changed.connect(note)
+    reloader = autoreload.get_reloader()
+    autoreload.autoreload_started.send(sender=reloader)
+    for config in apps.get_app_configs():
+        # Also modules that the code imports after a change.
+        if _INSTALLED.isdisjoint(Path(config.path).parts):
+            reloader.watch_dir(config.path, "**/*.py")
+    with running_until_signalled(StopRequest()) as stop:
+        child, is_first, is_reported = _Child(), True, False
+        for _tick in reloader.tick():
+            if stop:
+                break
+            if changed:
+                logger.info("%s has changed: this process starts again.", changed[0])
+                child.stop(grace)
+                changed.clear()
+                child, is_first, is_reported = _Child(), False, False
+            elif (status := child.status()) is not None and not is_reported:
+                if is_first or status == 0:
+                    break
+                logger.error("This process has ended with status %d. It starts again after the next change of a file.", status)
+                is_reported = True
+        return child.stop(grace)
+
+
+class _Child:
+    def __init__(self) -> None:
+        end, self._end = os.pipe()
+        arguments = [*autoreload.get_child_arguments(), "--noreload"]
+        try:
+            self._process = subprocess.Popen(arguments, pass_fds=[end], env={**os.environ, _PIPE: str(end)})  # noqa: S603 - ours
+        finally:
+            os.close(end)
+
+    def status(self) -> int | None:
+        """Its exit status; None while it runs."""
+        status = self._process.poll()
+        return 128 - status if status is not None and status < 0 else status
+
+    def stop(self, grace: timedelta) -> int:
+        """Wait for its end; its exit status."""
+        os.close(self._end)
+        try:
+            self._process.wait(grace.total_seconds() + _MARGIN_SECONDS)
+        except subprocess.TimeoutExpired:  # as while it imports a module that never ends
+            self._process.kill()
+            self._process.wait()
+        return self.status() or 0
+
+
+def stop_with_supervisor(stop: StopRequest) -> None:
+    """In a child: set `stop` when the supervisor asks for it, or has ended."""
+    end = os.environ.pop(_PIPE, "")
+    if end:
+        threading.Thread(target=_stop_at_end, args=[int(end), stop], name="supervisor", daemon=True).start()
+
+
+def _stop_at_end(end: int, stop: StopRequest) -> None:
+    os.read(end, 1)
+    stop.set()

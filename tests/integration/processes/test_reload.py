@@ -1,0 +1,147 @@
+"""With `--reload`, and with DEBUG, a process starts again when the code of the project changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from exactly_once.cli import reloading
+from tests.support.projects import environment_in, run_in
+from tests.support.waiting import wait_until
+from tests.support.workers import Process
+
+SETTINGS = """\
+SECRET_KEY = "x"
+DEBUG = True
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+INSTALLED_APPS = ["exactly_once", "outbox", "inbox", "shop"]
+DATABASES = {{
+    "default": {{
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": {database!r},
+        "OPTIONS": {{"transaction_mode": "IMMEDIATE", "timeout": 20}},
+    }}
+}}
+"""
+HANDLERS = """\
+from pathlib import Path
+
+from inbox import idempotent_handler
+
+
+@idempotent_handler("shop.order.placed")
+def handle(message):
+    with Path({effects!r}).open("a") as file:
+        file.write("{version}\\n")
+"""
+PUBLISH = """
+import django
+django.setup()
+from django.db import transaction
+from outbox import publish
+with transaction.atomic():
+    publish("shop.order.placed", {})
+"""
+WATCHING = "relay: sending"
+
+
+class Project:
+    def __init__(self, directory):
+        self._directory = directory
+        self._effects = directory / "effects"
+        (directory / "shop").mkdir()
+        (directory / "shop" / "__init__.py").touch()
+        settings = SETTINGS.format(database=str(directory / "shop.sqlite3"))
+        (directory / "shop" / "settings.py").write_text(settings)
+
+    def run(self, *arguments):
+        return run_in(self._directory, "shop.settings", *arguments)
+
+    def write(self, version):
+        self.write_handlers(HANDLERS.format(effects=str(self._effects), version=version))
+
+    def write_handlers(self, text):
+        (self._directory / "shop" / "handlers.py").write_text(text)
+
+    def relay(self, *options):
+        return Process(environment_in(self._directory, "shop.settings"), self._directory / "log", "outbox_relay", *options)
+
+    def effects(self):
+        return self._effects.read_text().split() if self._effects.exists() else []
+
+    def has_effects_after_publishing(self, relay, effects):
+        done = self.run("-c", PUBLISH)
+        assert done.returncode == 0, done.stdout
+        relay.until(lambda: self.effects() == effects)
+
+
+@pytest.fixture
+def project(tmp_path, process_environment):
+    project = Project(tmp_path)
+    project.write("first")
+    assert project.run("-m", "django", "migrate", "-v0").returncode == 0
+    return project
+
+
+def test_process_starts_again_after_each_change_and_after_an_error_in_the_code(project):
+    with project.relay() as relay:
+        relay.until(lambda: WATCHING in relay.said())
+        project.has_effects_after_publishing(relay, ["first"])
+
+        project.write("the-second")
+        relay.until(lambda: relay.said().count(WATCHING) == 2)
+        project.has_effects_after_publishing(relay, ["first", "the-second"])
+
+        project.write_handlers("def handle(:")
+        relay.until(lambda: "It starts again after the next change of a file." in relay.said())
+        project.write("the-very-third")
+        relay.until(lambda: relay.said().count(WATCHING) == 3)
+        project.has_effects_after_publishing(relay, ["first", "the-second", "the-very-third"])
+
+        relay.terminate()
+        assert relay.ends() == 0
+    assert relay.said().count("relay: stopped") == 3
+
+
+def test_ctrl_c_ends_the_process_in_an_orderly_way(project):
+    with project.relay("--reload") as relay:
+        relay.until(lambda: WATCHING in relay.said())
+        os.killpg(relay.pid, signal.SIGINT)
+        assert relay.ends() == 0
+    assert "relay: stopped" in relay.said()
+
+
+def test_killed_supervisor_leaves_no_process_behind(project):
+    with project.relay() as relay:
+        relay.until(lambda: WATCHING in relay.said())
+        relay.kill()
+        wait_until(lambda: "relay: stopped" in relay.said())
+
+
+def test_command_that_cannot_start_ends_with_its_status(project, tmp_path):
+    (tmp_path / "shop.sqlite3").unlink()
+
+    done = project.run("-m", "django", "outbox_relay")
+
+    assert done.returncode == 1
+    assert "is not migrated" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("debug", "reload", "drain", "wanted"),
+    [
+        (True, None, False, True),
+        (True, False, False, False),
+        (True, None, True, False),
+        (False, None, False, False),
+        (False, True, False, True),
+        (False, True, True, False),
+    ],
+)
+def test_reloading_is_the_default_with_debug_and_never_happens_while_draining(settings, debug, reload, drain, wanted):
+    settings.DEBUG = debug
+
+    assert reloading.is_wanted({"reload": reload, "drain": drain}) is wanted
