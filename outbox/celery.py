@@ -18,17 +18,22 @@ call.
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, timedelta
+from functools import wraps
 from types import FrameType
 from typing import Any, ClassVar
 from weakref import WeakSet
 
 from celery import _state
+from celery.app.control import Control
 from celery.contrib.django.task import DjangoTask
 from django.db.backends.base.base import BaseDatabaseWrapper
+
+from exactly_once.wire.formats import CELERY_TOPICS
+from exactly_once.wire.text import fit
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +60,11 @@ class OutboxTask(DjangoTask):  # type: ignore[misc] # celery is not typed
     """A task whose `delay()` and `apply_async()` write to the outbox inside a transaction, and send directly outside of one.
 
     Attributes:
-        outbox_using: the database alias whose open transaction is checked, and to whose outbox the task is written.
+        outbox_using: the database alias whose open transaction is checked, and to whose outbox the task is written. Default:
+            that of the database routers.
     """
 
-    outbox_using: ClassVar[str] = "default"
+    outbox_using: ClassVar[str | None] = None
 
     def apply_async(
         self,
@@ -81,12 +87,14 @@ class OutboxTask(DjangoTask):  # type: ignore[misc] # celery is not typed
             kombu.exceptions.EncodeError: the arguments cannot be serialised; nothing was written.
         """
         from outbox.api import in_transaction  # noqa: PLC0415 - models are not ready when this module is imported
+        from outbox.store.dialect import database_of  # noqa: PLC0415
 
+        alias = database_of(self.outbox_using)
         app = self._get_app()
         at_once = app.conf.task_always_eager or _at_once.get()
-        if at_once or not in_transaction(self.outbox_using):
+        if at_once or not in_transaction(alias):
             if not at_once:
-                _warn_of_commit_hook(self)
+                _warn_of_commit_hook(self, alias)
             return super().apply_async(args, kwargs, task_id, producer, link, link_error, shadow, **options)
 
         from outbox.task_messages import RowProducer  # noqa: PLC0415 - as above
@@ -94,7 +102,7 @@ class OutboxTask(DjangoTask):  # type: ignore[misc] # celery is not typed
         for of_a_broker in ("publisher", "connection"):
             options.pop(of_a_broker, None)
         options = _due_in_the_header(app, options)
-        rows = RowProducer(app, self.outbox_using)
+        rows = RowProducer(app, alias)
         try:
             return super().apply_async(args, kwargs, task_id, rows, link, link_error, shadow, **options)
         finally:
@@ -118,6 +126,37 @@ class OutboxTask(DjangoTask):  # type: ignore[misc] # celery is not typed
             return super().on_replace(sig)
 
 
+def _cancelling_rows(revoke: Callable[..., Any]) -> Callable[..., Any]:
+    """Celery's `revoke`, which also cancels rows. Workers that start again forget it, and would run what is sent then."""
+
+    @wraps(revoke)
+    def with_rows(control: Any, task_id: Any, *args: Any, **options: Any) -> Any:
+        try:
+            _cancel_rows(control.app, [task_id] if isinstance(task_id, str) else [*task_id])
+        finally:
+            answer = revoke(control, task_id, *args, **options)
+        return answer
+
+    return with_rows
+
+
+# Every way to revoke a task ends here: that of a result, of a group, of an app. A process that revokes a task need not have
+# bound it, so that `on_bound` would be too late.
+Control.revoke = _cancelling_rows(Control.revoke)
+
+
+def _cancel_rows(app: Any, task_ids: Sequence[str]) -> None:
+    from outbox.decisions import cancel  # noqa: PLC0415 - models are not ready when this module is imported
+    from outbox.store.dialect import database_of  # noqa: PLC0415
+    from outbox.store.selecting import live_names  # noqa: PLC0415
+
+    tasks = [task for task in app.tasks.values() if isinstance(task, OutboxTask)]
+    names = [fit(str(task_id)) for task_id in task_ids]
+    for alias in {database_of(task.outbox_using) for task in tasks}:
+        for topic, biz_id in live_names(alias, [fit(f"{CELERY_TOPICS}{task.name}") for task in tasks], names):
+            cancel(topic=topic, biz_id=biz_id, by="revoke()", using=alias)
+
+
 def apps() -> list[Any]:
     """The Celery apps of which this process has bound an `OutboxTask`; if there are none, its default app.
 
@@ -127,16 +166,16 @@ def apps() -> list[Any]:
     return [app for app in open_apps if app in _bound] or [app for app in open_apps if app is _state.default_app]
 
 
-def _warn_of_commit_hook(task: OutboxTask) -> None:
+def _warn_of_commit_hook(task: OutboxTask, alias: str) -> None:
     """Warn once per task that is called in a commit hook instead of inside the transaction."""
-    if task.name in _warned or not _is_in_a_commit_hook(task.outbox_using):
+    if task.name in _warned or not _is_in_a_commit_hook(alias):
         return
     _warned.add(task.name)
     logger.warning(
         "The task %s is called in an on_commit hook of %r: it is lost if this process ends before the hook runs, or if the "
         "broker is unavailable. Call it inside the transaction, without on_commit: then it commits with the transaction.",
         task.name,
-        task.outbox_using,
+        alias,
     )
 
 

@@ -66,6 +66,12 @@ def find(alias: str, name: Mapping[str, Any], *, everywhere: bool = False) -> di
     return (not everywhere and dict(chosen.filter(day=LIVE))) or dict(chosen)
 
 
+def live_names(alias: str, topics: Collection[str], biz_ids: Collection[str]) -> list[tuple[str, str]]:
+    """The topic and biz-id of each message that is not settled and has one of these topics and biz-ids."""
+    rows = OutboxMessage.objects.using(alias).filter(day=LIVE, topic__in=topics, biz_id__in=biz_ids)
+    return [*rows.order_by("topic", "biz_id").values_list("topic", "biz_id").distinct()]
+
+
 def topics(alias: str, most: int = 10_000) -> list[str]:
     """The topics of all messages, up to a limit, in their order."""
     with connections[alias].cursor() as cursor:

@@ -9,6 +9,7 @@ from uuid import UUID
 
 import pytest
 from celery import chain, chord, group
+from celery.result import GroupResult
 from celery.signals import after_task_publish, before_task_publish
 from django.db import transaction
 from django.urls import reverse
@@ -115,6 +116,37 @@ class TestCall:
             other.delay()
 
         assert (len(rows("other")), rows()) == (1, [])
+
+    @pytest.mark.parametrize("revoke", ["result", "id", "group"])
+    def test_revoking_a_task_cancels_its_row(self, app, add, revoke):
+        kept = called(add, 1, 1, countdown=60)
+        result = called(add, 1, 2, countdown=60)
+        revoked = {
+            "result": result.revoke,
+            "id": partial(app.control.revoke, result.id),
+            "group": GroupResult("a group", [result], app=app).revoke,
+        }[revoke]
+
+        with pytest.raises(OperationalError):  # Celery also sends it to the workers
+            revoked()
+
+        assert {row.biz_id: row.state for row in rows()} == {kept.id: State.SCHEDULED, result.id: State.CANCELLED}
+
+    def test_revoking_a_task_in_a_transaction_is_rolled_back_with_it(self, add):
+        result = called(add, 1, 2, countdown=60)
+
+        with suppress(ZeroDivisionError), transaction.atomic():
+            with pytest.raises(OperationalError):
+                result.revoke()
+            raise ZeroDivisionError
+
+        assert the_row().state == State.SCHEDULED
+
+    def test_revoking_a_task_that_was_sent_or_never_written_is_celerys(self, app, add):
+        with pytest.raises(OperationalError):
+            app.control.revoke([TASK_ID, "not a UUID"])
+
+        assert rows() == []
 
     def test_eager_call_runs_at_once_and_writes_no_row(self, make):
         app = make(NO_BROKER, task_always_eager=True)
