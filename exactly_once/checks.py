@@ -1,10 +1,13 @@
 """`manage.py check` for what both apps need: databases, their settings, and the functions that redact."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any, TypeVar
 
+from django.apps import AppConfig
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.core.exceptions import ImproperlyConfigured
@@ -20,6 +23,8 @@ _Options = TypeVar("_Options")
 _Found = TypeVar("_Found")
 
 _SUPPORTED_VENDORS = ("postgresql", "sqlite")
+_LABEL, _LABEL_LENGTH = re.compile("[a-z_][a-z0-9_]*"), 33
+"""PostgreSQL truncates names to 63 characters: `<label>_outboxmessage_history_default`."""
 _FOREIGN_OPTIONS = {
     "postgresql": {"check_same_thread", "detect_types", "init_command", "timeout", "transaction_mode"},
     "sqlite": {"assume_role", "connect_timeout", "options", "pool", "server_side_binding", "service", "sslmode"},
@@ -165,6 +170,41 @@ def _unfit_settings() -> Iterator[tuple[str, str]]:
     if not settings.USE_TZ:
         problem = "USE_TZ is False: instants without a time zone cannot be compared with those of another service."
         yield problem, "Set it to True."
+
+
+@register()
+def check_labels(app_configs: object, **kwargs: Any) -> list[CheckMessage]:
+    """exactly_once.E004: a label from which no name of a table can be made that PostgreSQL reads unquoted."""
+    return [
+        Error(
+            f"The label of the app {app.name!r} is {app.label!r}. Statements contain its tables' names unquoted.",
+            hint=f"Set in its AppConfig a label of at most {_LABEL_LENGTH} lower-case letters (a-z), digits and underscores.",
+            id="exactly_once.E004",
+        )
+        for app in our_apps()
+        if len(app.label) > _LABEL_LENGTH or not _LABEL.fullmatch(app.label)
+    ]
+
+
+@register()
+def check_tenants(app_configs: object, **kwargs: Any) -> list[CheckMessage]:
+    """exactly_once.E005: tables in the schema of each tenant, as django-tenants creates them."""
+    ours = {app.name for app in our_apps()}
+    shared = getattr(settings, "PUBLIC_SCHEMA_NAME", "public")
+    kinds = [given["APPS"] for name, given in getattr(settings, "TENANT_TYPES", {}).items() if name != shared]
+    of_tenants = dict.fromkeys(chain(getattr(settings, "TENANT_APPS", ()), *kinds))
+    found = [entry for entry in of_tenants if AppConfig.create(entry).name in ours]
+    if not found:
+        return []
+    return [
+        Error(
+            f"The apps of the tenants contain {', '.join(map(repr, found))}. A process works in one schema, so no relay sends "
+            "the messages in the schemas of the tenants.",
+            hint="Move them to SHARED_APPS. All tenants then share one outbox and one inbox, and a message names its tenant; "
+            "see 'Tenants in schemas' in the documentation.",
+            id="exactly_once.E005",
+        )
+    ]
 
 
 @register()

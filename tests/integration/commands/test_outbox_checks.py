@@ -306,6 +306,36 @@ class TestDatabaseSettings:
             assert "exactly_once.E002" in done.stdout
 
 
+@pytest.mark.parametrize("label", ["eventBus", "bus_ünïcode", "b" * 34])
+def test_label_from_which_postgresql_makes_other_names_of_tables_is_an_error(tmp_path, label):
+    (tmp_path / "shop.py").write_text(
+        f"from outbox.apps import OutboxConfig\n\nclass Bus(OutboxConfig):\n    label = {label!r}\n"
+    )
+    (tmp_path / "labelled_settings.py").write_text(
+        "INSTALLED_APPS = ['django.contrib.contenttypes', 'exactly_once', 'shop.Bus']\n"
+        "DATABASES = {'default': {'ENGINE': 'django.db.backends.postgresql', 'NAME': 'x'}}\n"
+    )
+
+    done = run_in(tmp_path, "labelled_settings", "-m", "django", "check")
+
+    assert done.returncode != 0
+    assert "exactly_once.E004" in done.stdout
+    assert repr(label) in done.stdout
+
+
+def test_apps_in_the_schemas_of_tenants_are_an_error_that_names_them(settings):
+    settings.TENANT_APPS = ["tests.support.apps.effects", "outbox", "inbox.apps.InboxConfig"]
+    [error] = [message for message in run_checks() if message.id == "exactly_once.E005"]
+    assert "The apps of the tenants contain 'outbox', 'inbox.apps.InboxConfig'." in error.msg
+
+    settings.TENANT_APPS = ["tests.support.apps.effects"]
+    settings.TENANT_TYPES = {"public": {"APPS": ["outbox"]}, "shop": {"APPS": ["outbox"]}}
+    assert "exactly_once.E005" in {message.id for message in run_checks()}
+
+    settings.TENANT_TYPES = {"public": {"APPS": ["outbox"]}}
+    assert "exactly_once.E005" not in {message.id for message in run_checks()}
+
+
 class TestMissingTables:
     @pytest.mark.parametrize(
         "command",
