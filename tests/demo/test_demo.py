@@ -2,9 +2,7 @@
 
 import json
 import random
-from urllib.parse import urlsplit, urlunsplit
 
-import psycopg
 import pytest
 
 from demo_shop.audit import EFFECTS, ORDER
@@ -33,14 +31,12 @@ def run_demo(run_in_the_shop):
 
 
 @pytest.fixture
-def postgres_url(postgres_server):
-    """An empty database of this test's own."""
-    name = "demo_shop"
-    with psycopg.connect(postgres_server.url, autocommit=True) as connection:
-        connection.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
-        connection.execute(f"CREATE DATABASE {name}")
-        yield urlunsplit(urlsplit(postgres_server.url)._replace(path=f"/{name}"))
-        connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+def on_postgresql(postgres_server):
+    """The environment of a demo with the shop and the savings bank in empty databases of this test's own."""
+    urls = {name: postgres_server.create_database() for name in ("DATABASE_URL", "SAVINGS_DATABASE_URL")}
+    yield urls
+    for url in urls.values():
+        postgres_server.drop_database(url.rpartition("/")[2])
 
 
 def audited(finished):
@@ -81,10 +77,8 @@ def test_without_a_broker_every_effect_happens_once_although_processes_are_kille
     assert second["kills"] == 0
 
 
-def test_with_rabbitmq_every_effect_happens_once_although_processes_are_killed(run_demo, postgres_url, rabbitmq_url):
-    report = audited(
-        run_demo("--orders", str(ORDERS), "--kills", str(KILLS), DATABASE_URL=postgres_url, BROKER_URL=rabbitmq_url)
-    )
+def test_with_rabbitmq_every_effect_happens_once_although_processes_are_killed(run_demo, on_postgresql, rabbitmq_url):
+    report = audited(run_demo("--orders", str(ORDERS), "--kills", str(KILLS), **on_postgresql, BROKER_URL=rabbitmq_url))
 
     assert_everything_happened_once(report)
     assert report["kills"] == KILLS
