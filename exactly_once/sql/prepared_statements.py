@@ -261,10 +261,6 @@ def _run(
             raise
 
 
-def _raise_if_lost(error: Exception, statements: Sequence[PreparedStatement], at_hand: _AtHand) -> None:
-    sqlstate = sqlstate_of(error)
-
-
 def _raise_if_lost(error: Exception, session: _Session) -> None:
     sqlstate = sqlstate_of(error)
     if sqlstate in {_MISSING, _EXISTS}:

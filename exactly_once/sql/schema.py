@@ -150,8 +150,6 @@ def is_missing(error: BaseException) -> bool:
     if not isinstance(error, DatabaseError):
         return False
     if sqlstate := sqlstate_of(error):
-        return sqlstate in _MISSING
-    if sqlstate := getattr(error.__cause__, "sqlstate", None):
         return sqlstate in _MISSING or (sqlstate == _UNIQUE_VIOLATION and _is_of_a_number(error))
     return str(error).startswith(_MISSING_IN_SQLITE)
 

@@ -8,12 +8,7 @@ from django.utils.translation import gettext_lazy
 
 from exactly_once.cli.process_command import ProcessCommand
 from exactly_once.process.loop import StopRequest
-<<<<<<< HEAD
-from exactly_once.process.running import run_until_signalled
 from exactly_once.sql.schema import require_usable
-=======
-from exactly_once.sql.schema import require_schema
->>>>>>> a9dc33ea (processes: start again when the code changes, and refuse a system without fcntl in one line)
 from exactly_once.telemetry import prometheus
 from inbox.conf import inbox_options
 from inbox.consumer.service import serve

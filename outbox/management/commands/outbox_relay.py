@@ -12,12 +12,7 @@ from exactly_once.broker import is_local
 from exactly_once.cli.process_command import ProcessCommand
 from exactly_once.masking import masked
 from exactly_once.process.loop import StopRequest
-<<<<<<< HEAD
-from exactly_once.process.running import run_until_signalled
 from exactly_once.sql.schema import require_usable
-=======
-from exactly_once.sql.schema import require_schema
->>>>>>> a9dc33ea (processes: start again when the code changes, and refuse a system without fcntl in one line)
 from exactly_once.telemetry import prometheus
 from outbox.conf import outbox_options
 from outbox.monitoring import table_gauges
