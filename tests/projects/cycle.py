@@ -3,7 +3,7 @@
 Commands are processes of their own. The module of the settings may say more about the project, in names that Django ignores:
 
     before = "CREATE PUBLICATION …"     SQL for the empty database
-    tenants = ("blue", "red")           schemas, by `django_tenants`, each of which has its own cycle
+    tenants = ("blue", "red")           schemas of `django_tenants`, which share one outbox and one inbox
     using = "main"                      the alias of the database with the messages
     def after(): …                      called when everything is published
 """
@@ -26,11 +26,12 @@ import django
 
 PROJECT = import_module(os.environ["DJANGO_SETTINGS_MODULE"])
 USING: str = getattr(PROJECT, "using", "default")
+DATABASE = () if USING == "default" else ("--database", USING)
 TENANTS: tuple[str, ...] = getattr(PROJECT, "tenants", ())
 COMMANDS = (
     *(["exactly_once_status"], ["exactly_once_status", "--json"], ["exactly_once_processes", "--all"]),
     *(["exactly_once_alerts", "--once"], ["exactly_once_export"], ["exactly_once_roles"]),
-    *(["exactly_once_trail", "--topic", "projects.order", "--biz-id", "fails once"],),
+    *(["exactly_once_trail", "--topic", "projects.order", "--biz-id", f"{(*TENANTS, '')[0]}fails once"],),
     *(["outbox_pause", "projects.order"], ["outbox_resume", "projects.order"]),
     *(["inbox_pause", "projects.book"], ["inbox_resume", "projects.book"]),
     *(["outbox_replay", "--all", "--yes"], ["exactly_once_purge", "--older-than-days", "1"]),
@@ -38,16 +39,8 @@ COMMANDS = (
 LONGEST_SECONDS = 60
 
 
-def manage(*arguments: str) -> None:
-    """Run a command as a process; what it prints is shown if it fails."""
-    if TENANTS and arguments[0] not in {"migrate_schemas", "check"}:
-        for tenant in TENANTS:
-            run("tenant_command", *arguments, f"--schema={tenant}")
-    else:
-        run(*arguments)
-
-
 def run(*arguments: str) -> None:
+    """Run a command as a process; what it prints is shown if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "django", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120, check=False
     )
@@ -63,7 +56,8 @@ def create() -> None:
             cursor.execute(before)
     if TENANTS:
         run("migrate_schemas", "--shared", "--verbosity", "0")
-        create_tenants()
+        for tenant in ("public", *TENANTS):
+            create_tenant(tenant)
     else:
         for alias in connections:
             if connections[alias].settings_dict["ENGINE"] != "django.db.backends.dummy":
@@ -71,13 +65,12 @@ def create() -> None:
     run("check", "--database", USING)
 
 
-def create_tenants() -> None:
+def create_tenant(name: str) -> None:
     from django_tenants.utils import get_tenant_domain_model, get_tenant_model
 
-    for name in ("public", *TENANTS):
-        tenant = get_tenant_model()(schema_name=name, name=name)
-        tenant.save(verbosity=0)
-        get_tenant_domain_model()(domain=f"{name}.localhost", tenant=tenant, is_primary=True).save()
+    tenant = get_tenant_model()(schema_name=name, name=name)
+    tenant.save(verbosity=0)
+    get_tenant_domain_model()(domain=f"{name}.localhost", tenant=tenant, is_primary=True).save()
 
 
 @contextlib.contextmanager
@@ -108,7 +101,7 @@ def write(tenant: str) -> None:
     from outbox import Draft, cancel, prepare, publish, publish_many, reschedule
 
     def send(name: str, payload: str = "", **options: Any) -> None:
-        publish("projects.order", payload, biz_id=name, using=USING, **options)
+        publish("projects.order", payload, biz_id=f"{tenant}{name}", using=USING, **options)
 
     for number in range(20):
         with transaction.atomic(using=USING):
@@ -121,7 +114,7 @@ def write(tenant: str) -> None:
         with a_request(), transaction.atomic(using=USING):
             send(f"request {number}")
     with transaction.atomic(using=USING):
-        publish_many((Draft("projects.order", "", biz_id=f"many {number}") for number in range(10)), using=USING)
+        publish_many((Draft("projects.order", "", biz_id=f"{tenant}many {number}") for number in range(10)), using=USING)
     for _ in range(2):
         with transaction.atomic(using=USING):
             send("published twice")
@@ -134,41 +127,40 @@ def write(tenant: str) -> None:
         send("rescheduled", delay=timedelta(hours=1))
         send("restored", delay=timedelta(hours=1))
         send("cancelled")
-    with prepare("projects.order", "", biz_id="prepared", using=USING):
+    with prepare("projects.order", "", biz_id=f"{tenant}prepared", using=USING):
         pass
-    with contextlib.suppress(ZeroDivisionError), prepare("projects.order", "", biz_id="rolled back", using=USING):
+    with contextlib.suppress(ZeroDivisionError), prepare("projects.order", "", biz_id=f"{tenant}rolled back", using=USING):
         raise ZeroDivisionError
     for name in ("cancelled", "restored"):
-        assert cancel(topic="projects.order", biz_id=name, using=USING), name
-    assert reschedule(topic="projects.order", biz_id="rescheduled", delay=timedelta(), using=USING)
+        assert cancel(topic="projects.order", biz_id=f"{tenant}{name}", using=USING), name
+    assert reschedule(topic="projects.order", biz_id=f"{tenant}rescheduled", delay=timedelta(), using=USING)
 
 
 def expected() -> Counter[str]:
-    names = [f"plain {n}" for n in range(20)] + [f"first {n}" for n in range(7)] + [f"many {n}" for n in range(10)]
-    names += [f"request {n}" for n in range(7)]
+    names = [f"plain {n}" for n in range(20)] + [f"many {n}" for n in range(10)]
+    names += [f"{kind} {n}" for kind in ("first", "request") for n in range(7)]
     return Counter([*names, *("published twice", "unique", "delayed", "fails once", "rescheduled", "prepared")])
 
 
-def effects() -> Counter[str]:
+def effects(tenant: str) -> Counter[str]:
     from tests.projects.shop.models import Effect
 
-    return Counter(Effect.objects.using(USING).values_list("name", flat=True))
+    with at_home(tenant):
+        return Counter(name.removeprefix(tenant) for name in Effect.objects.using(USING).values_list("name", flat=True))
 
 
 def handled(wanted: Counter[str]) -> None:
     """Run relays until every effect is there; more than one of a kind, or another one, is an error."""
     deadline = time.monotonic() + LONGEST_SECONDS
     while True:
-        manage("outbox_relay", "--drain")
-        found = {}
-        for tenant in TENANTS or ("",):
-            with at_home(tenant):
-                found[tenant] = effects()
-                assert not found[tenant] - wanted, f"too much{f' in {tenant}' if tenant else ''}: {found[tenant] - wanted}"
-        if all(effects == wanted for effects in found.values()):
+        run("outbox_relay", "--drain", *DATABASE)
+        found = {tenant: effects(tenant) for tenant in TENANTS or ("",)}
+        for tenant, names in found.items():
+            assert not names - wanted, f"too much in {tenant or USING}: {names - wanted}"
+        if all(names == wanted for names in found.values()):
             return
         time.sleep(0.2)
-        assert time.monotonic() < deadline, f"missing: { {tenant: wanted - effects for tenant, effects in found.items()} }"
+        assert time.monotonic() < deadline, f"missing: { {tenant: wanted - names for tenant, names in found.items()} }"
 
 
 def operate() -> None:
@@ -180,16 +172,16 @@ def operate() -> None:
     from tests.projects.shop.models import Effect
 
     for tenant in TENANTS or ("",):
+        assert InboxMessage.objects.using(USING).get(biz_id=f"{tenant}dead letter").state == "dead"
+        assert InboxMessage.objects.using(USING).get(biz_id=f"{tenant}published twice").duplicates == 1
+        assert restore(topic="projects.order", biz_id=f"{tenant}restored", using=USING)
+        assert publish_now(topic="projects.order", biz_id=f"{tenant}restored", using=USING)
         with at_home(tenant):
-            assert InboxMessage.objects.using(USING).filter(state="dead").count() == 1
-            assert InboxMessage.objects.using(USING).get(biz_id="published twice").duplicates == 1
-            assert restore(topic="projects.order", biz_id="restored", using=USING)
-            assert publish_now(topic="projects.order", biz_id="restored", using=USING)
             Effect.objects.using(USING).create(name="repaired")
-            call_command("inbox_retry", "--all", database=USING, stdout=StringIO())
-            for command in COMMANDS:
-                call_command(*command, database=USING, stdout=StringIO())
-            pages()
+    call_command("inbox_retry", "--all", *DATABASE, stdout=StringIO())
+    for command in COMMANDS:
+        call_command(*command, *DATABASE, stdout=StringIO())
+    pages()
 
 
 def pages() -> None:

@@ -1,4 +1,7 @@
+from django.apps import apps
 from django.contrib import admin
-from django.urls import path
+from django.urls import include, path
 
 urlpatterns = [path("admin/", admin.site.urls)]
+if apps.is_installed("grappelli"):
+    urlpatterns.insert(0, path("grappelli/", include("grappelli.urls")))

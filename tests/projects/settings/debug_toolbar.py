@@ -1,4 +1,4 @@
-"""`CursorWrapper.execute` replaced, as debug toolbars and Sentry do, and `cursor` of each connection in the middle of its life"""
+"""`CursorWrapper.execute` and the `cursor` of each connection replaced, as debug toolbars and Sentry do"""
 
 from django.db.backends import utils
 from django.db.backends.signals import connection_created

@@ -1,13 +1,14 @@
 """SQLite, with the options of *Getting started*"""
 
 import os
+from pathlib import Path
 
 from tests.projects.settings.plain import *  # noqa: F403
 
 DATABASES = {
     "default": {
         "ENGINE": "django.db.backends.sqlite3",
-        "NAME": os.path.join(os.environ["CYCLE_DIRECTORY"], "project.sqlite3"),
+        "NAME": Path(os.environ["CYCLE_DIRECTORY"], "project.sqlite3"),
         "OPTIONS": {
             "transaction_mode": "IMMEDIATE",
             "timeout": 20,

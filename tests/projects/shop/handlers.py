@@ -19,4 +19,4 @@ def book(message: Message) -> None:
 
 @checker("projects.order")
 def is_decided(message: UndecidedMessage) -> Answer:
-    return Answer.ROLLBACK if message.biz_id == "rolled back" else Answer.COMMIT
+    return Answer.ROLLBACK if message.biz_id.endswith("rolled back") else Answer.COMMIT

@@ -8,3 +8,6 @@ class Effect(models.Model):
 
     class Meta:
         app_label = "projectshop"
+
+    def __str__(self):
+        return self.name

@@ -1,0 +1,90 @@
+"""The cycle in each project of `tests.projects.settings`: it works, or a check refuses the project with the remedy.
+
+    .venv/bin/python -m pytest tests/projects -k pool
+
+The table of docs/reference/projects.md has a row for each of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.servers import PgBouncer
+
+SETTINGS = Path(__file__).parent / "settings"
+PROJECTS = {path.stem: ast.parse(path.read_text()) for path in sorted(SETTINGS.glob("[a-z]*.py"))}
+CORE = {"plain", "debug_toolbar", "conn_pool", "psycopg2", "publication"}
+PAGE = ROOT / "docs" / "reference" / "projects.md"
+WORKS = "Works"
+
+
+def refused_by(module):
+    """The id of the check that refuses a project: `refused = "app.E001"`."""
+    for node in module.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "refused":
+            return ast.literal_eval(node.value)
+    return None
+
+
+def said(module):
+    check = refused_by(module)
+    return f"[`{check}`](checks.md#{check.lower().replace('.', '')}) refuses it" if check else WORKS
+
+
+@pytest.fixture
+def pgbouncer(postgres_server):
+    """The URL of a database, by its URL, through a PgBouncer."""
+    with PgBouncer(postgres_server.port) as pooler:
+        yield lambda url: pooler.url_of(url.rpartition("/")[2])
+
+
+@pytest.fixture
+def environment(postgres_server, tmp_path, request):
+    """Of a process with two empty databases."""
+    database = postgres_server.create_database()
+    pooled = (
+        {"POOLED_DATABASE_URL": request.getfixturevalue("pgbouncer")(database)} if "[pgbouncer]" in request.node.name else {}
+    )
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
+        **pooled,
+        "DATABASE_URL": database,
+        "SECOND_DATABASE_URL": postgres_server.create_database(),
+        "CYCLE_DIRECTORY": str(tmp_path),
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in CORE else pytest.mark.long) for name in PROJECTS])
+def test_project_works_or_is_refused_by_a_check(name, environment):
+    module = PROJECTS[name]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.projects.cycle"],
+        env={**environment, "DJANGO_SETTINGS_MODULE": f"tests.projects.settings.{name}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    if check := refused_by(module):
+        assert done.returncode
+        assert f"({check})" in done.stdout, done.stdout
+        assert "HINT" in done.stdout
+    else:
+        assert not done.returncode, done.stdout
+
+
+def test_page_has_a_row_for_each_project():
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE)[1:]
+
+    assert rows == sorted((ast.get_docstring(module), said(module)) for module in PROJECTS.values())
