@@ -145,6 +145,7 @@ class TestSequence:
         with ExitStack() as processes:
             relay = processes.enter_context(command("outbox_relay", **given))
             runs = relay if broker == "local://" else processes.enter_context(command("inbox_consume", **given))
+            runs.until(lambda: runs is relay or "receiving from" in runs.said())
             for n in range(30):
                 published(topic="worker.job", payload={}, biz_id=f"before-{n}")
             runs.until(lambda: effects() == 30)
