@@ -7,7 +7,7 @@ from django.apps import apps
 from django.contrib.admin import AdminSite
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse
-from django.urls import NoReverseMatch, reverse
+from django.urls import NoReverseMatch, URLPattern, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
@@ -18,7 +18,7 @@ from exactly_once.sql.labels import label_of
 
 
 class PageAdmin(ReadOnlyAdmin):
-    """A page in the place of a list. Its model is a proxy for its permission and its name."""
+    """A page in the place of a list. Its model is a proxy for its permission and its name: its rows have no pages."""
 
     template: str
     actions = None
@@ -29,6 +29,9 @@ class PageAdmin(ReadOnlyAdmin):
 
     class Media:
         css: ClassVar[Any] = {"all": ["exactly_once/overview.css", "exactly_once/pages.css"]}
+
+    def get_urls(self) -> list[URLPattern]:
+        return [pattern for pattern in super().get_urls() if str(pattern.name).endswith("_changelist")]
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         self.require_permission(request)

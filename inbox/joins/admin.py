@@ -17,7 +17,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.columns import computed, shown
 from exactly_once.admin.filters import ConditionFilter
-from exactly_once.admin.pages import message_link
+from exactly_once.admin.pages import may_see_messages, message_link
 from exactly_once.display import (
     NOTHING,
     Tone,
@@ -154,6 +154,12 @@ class RunAdmin(ActingAdmin):
         parts = Prefetch("parts", Part.objects.using(self.using).defer("body", "headers").order_by("pk"))
         return super().get_queryset(request).select_related("row").prefetch_related(parts)
 
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
+        row = super().get_object(request, object_id, from_field)
+        if row is not None:
+            row.shows_payloads = may_see_messages(request, self.package)
+        return row
+
     def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
         term = search_term.strip()
         return (queryset.filter(run_id=term) | queryset.filter(handler=term) if term else queryset), False
@@ -193,7 +199,7 @@ class RunAdmin(ActingAdmin):
 
     @admin.display(description=_("messages that have come"))
     def come(self, row: Any) -> SafeString:
-        parts = [(part, self._shown(part) if part.body else "") for part in row.parts.all()]
+        parts = [(part, self._shown(part) if part.body and row.shows_payloads else "") for part in row.parts.all()]
         content = {"parts": parts, "flow": row.flow_url, "now": row.database_now}
         return render_to_string("exactly_once/parts.html", content)
 

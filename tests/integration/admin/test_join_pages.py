@@ -20,6 +20,7 @@ pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 RUNS, RUN = (f"admin:inbox_joins_run_{page}" for page in ("changelist", "change"))
 VIEW, COMPLETE, EXTEND, START = "view_run", "complete_run", "extend_run", "start_run"
+VIEW_MESSAGES = "view_inboxmessage"
 CONFIRMED = {"confirmed": "yes", "reason": "the export failed"}
 
 on_the_list = partial(act, page=RUNS)
@@ -76,15 +77,23 @@ def test_number_of_statements_of_the_list_does_not_depend_on_the_number_of_runs(
 
 
 def test_page_of_a_run_shows_the_messages_that_have_come(waiting):
-    text = Page(staff_client(VIEW).get(reverse(RUN, args=[waiting.pk]))).text
+    text = Page(staff_client(VIEW, VIEW_MESSAGES).get(reverse(RUN, args=[waiting.pk]))).text
 
     for words in (TOPICS[0], '"rows": 7', TOPICS[1], TOPICS[2]):
         assert words in text
 
 
+def test_page_of_a_run_shows_payloads_only_with_the_permission_to_view_messages(waiting):
+    text = Page(staff_client(VIEW).get(reverse(RUN, args=[waiting.pk]))).text
+
+    assert '"rows"' not in text
+    for topic in TOPICS:
+        assert topic in text
+
+
 def test_payloads_are_folded_and_redacted(waiting, settings):
     settings.INBOX = {"REDACT": "tests.support.redactors.mask"}
-    page = Page(staff_client(VIEW).get(reverse(RUN, args=[waiting.pk])))
+    page = Page(staff_client(VIEW, VIEW_MESSAGES).get(reverse(RUN, args=[waiting.pk])))
 
     assert '"rows": "masked"' in page.text
     assert any("message-folded" in attributes.get("class", "") for attributes in page.all("details"))

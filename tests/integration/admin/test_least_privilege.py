@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from django.contrib import admin
 from django.contrib.auth.models import User
 from django.urls import reverse
 
 from exactly_once.models import AuditEntry, Operation
+from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
 from inbox import Lease
 from inbox.models import InboxMessage
@@ -86,6 +88,28 @@ def test_query_of_an_endpoints_url_is_not_in_the_audit_log():
     assert urls == ["https://example.com/hooks?…", "https://example.com/new?…"]
     log = Page(client.get(reverse("admin:exactly_once_auditentry_changelist"))).text
     assert "s3cret" not in log
+
+
+PAGES = {
+    model._meta.model_name: model
+    for model in admin.site._registry
+    if model._meta.proxy and model._meta.concrete_model is AuditEntry
+}
+"""Those that have no rows: their models are proxies for a permission and a name."""
+
+
+@pytest.mark.parametrize("view", ["change/", "history/", "delete/", ""])
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_page_without_rows_shows_no_entry_of_the_audit_log(name, view):
+    entry = AuditEntry.objects.create(
+        app="outbox", at=utcnow(), actor="ada", place="admin", address="10.9.8.7", action="cancel", kind="message", name="m-1"
+    )
+    client, page = staff_client(f"view_{name}"), reverse(f"admin:exactly_once_{name}_changelist")
+
+    assert Page(client.get(page))
+    answer = client.get(f"{page}{entry.pk}/{view}", follow=True)
+    assert answer.status_code == 404
+    assert "10.9.8.7" not in answer.content.decode()
 
 
 REVOCATIONS = {
