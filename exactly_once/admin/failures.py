@@ -140,10 +140,12 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         if not failing.is_visible(request.user):
             raise PermissionDenied
         error_class, place = (_column(request.GET.get(name, "")) for name in ("class", "place"))
+        rejected = None
         if request.method == "POST":
             answer = self._act(request, failing, error_class, place)
-            if answer is not None:
+            if isinstance(answer, HttpResponse):
                 return answer
+            rejected = answer
         group = failing.groups.one(self.using, error_class, place)
         written = failing.notes.of(self.using, error_class, place)
         context = {
@@ -154,7 +156,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             "place": place,
             "written": written,
             "now": utcnow(),
-            "note_form": NoteForm(initial={"note": written.note if written else ""}) if self.may_note(request) else None,
+            "note_form": self.may_note(request) and (rejected or NoteForm(initial={"note": written.note if written else ""})),
             "offered": self._offered(request, failing) if group else (),
             "messages_url": listed(failing.model, failure=encoded(error_class, place)).url(self.admin_site, request),
             "latest": [
@@ -164,21 +166,23 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         }
         return self.respond(request, _GROUP, context)
 
-    def _act(self, request: HttpRequest, failing: OperatedMessages, error_class: str, place: str) -> HttpResponse | None:
+    def _act(self, request: HttpRequest, failing: OperatedMessages, error_class: str, place: str) -> HttpResponse | NoteForm:
+        """The response; the form of a note that is not valid, so that it comes back with what was typed."""
         url = group_url(self.admin_site.name, failing.app, error_class, place)
         chosen = request.POST.get("action", "")
         if chosen == NOTE.name:
             if not self.may_note(request):
                 raise PermissionDenied
             form = NoteForm(request.POST)
-            if form.is_valid():
-                user: Any = request.user
-                note = form.cleaned_data["note"].strip()
-                with transaction.atomic(using=self.using):
-                    failing.notes.write(self.using, error_class, place, note, by=user.get_username())
-                    subject = Subject(kind="failure group", name=f"{error_class} {place}")
-                    record(failing.app, self.using, actor_of(request), NOTE.name, [subject], {"note": note})
-                messages.success(request, str(NOTE.done))
+            if not form.is_valid():
+                return form
+            user: Any = request.user
+            note = form.cleaned_data["note"].strip()
+            with transaction.atomic(using=self.using):
+                failing.notes.write(self.using, error_class, place, note, by=user.get_username())
+                subject = Subject(kind="failure group", name=f"{error_class} {place}")
+                record(failing.app, self.using, actor_of(request), NOTE.name, [subject], {"note": note})
+            messages.success(request, str(NOTE.done))
             return HttpResponseRedirect(url)
         action = self._offered(request, failing).get(chosen)
         if action is None:

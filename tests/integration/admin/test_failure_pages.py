@@ -208,6 +208,14 @@ class TestFailureGroups:
         client.post(url, {"action": "note", "note": ""})
         assert not FailureNote.objects.exists()
 
+    def test_note_that_is_too_long_is_not_lost(self, handles):
+        failed(handles, refuse_the_card)
+        long, url = "The bank is down. " * 300, reverse(GROUP, query=group_of(the_row()))
+        page = Page(staff_client(VIEW, NOTE).post(url, {"action": "note", "note": long}))
+        assert long in page.text
+        assert "at most 4000 characters" in page.text
+        assert not FailureNote.objects.exists()
+
     def test_note_and_actions_need_their_permissions(self, handles):
         failed(handles, refuse_the_card)
         url = f"{reverse(GROUP)}?app=inbox&class=ValueError&place={the_row().error_place}"
