@@ -18,7 +18,7 @@ from exactly_once.admin.sections import link_of_alert
 from exactly_once.display import NOTHING, Tone, age, app_name, badge, headline, identifier, stacked, visible, warning
 from exactly_once.models import Alert, Lease
 from exactly_once.operators.actions import Action
-from exactly_once.operators.alerts import acknowledge, lease_name
+from exactly_once.operators.alerts import acknowledge, intervals, lease_name
 from exactly_once.sql.now import DatabaseTime
 
 _State = Alert.State
@@ -75,15 +75,14 @@ class AlertAdmin(ActingAdmin):
 
     def warnings(self, request: HttpRequest) -> list[SafeString]:
         leases = Lease.objects.using(self.using).annotate(database_now=DatabaseTime())
-        evaluated = leases.filter(name__in=map(lease_name, APPS), done_at__isnull=False).order_by("done_at")
-        oldest: Any = evaluated.first()
-        if oldest is None:
+        every = {lease_name(app): interval for app, interval in intervals().items()}
+        evaluated: Any = leases.filter(name__in=every, done_at__isnull=False).order_by("done_at")
+        if not evaluated:
             words = gettext("The conditions have not been evaluated yet. A running relay or consumer does so once a minute.")
             return [warning(words)]
-        if oldest.database_now - oldest.done_at > _UNEVALUATED_FOR:
-            words = gettext("The conditions were last evaluated {}, so this page is out of date. No process evaluates them.")
-            return [warning(format_html(words, age(oldest.done_at, oldest.database_now)))]
-        return []
+        words = gettext("The conditions were last evaluated {}, so this page is out of date. No process evaluates them.")
+        overdue = (one for one in evaluated if one.database_now - one.done_at > _UNEVALUATED_FOR + every[one.name])
+        return [warning(format_html(words, age(one.done_at, one.database_now))) for one in overdue][:1]
 
     def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
         alert: Any = kwargs.get("obj")

@@ -31,6 +31,7 @@ from exactly_once.app_options import AlertOptions
 from exactly_once.masking import masked
 from exactly_once.models import Alert
 from exactly_once.operators.leases import TableLease
+from exactly_once.process.clock import monotonic
 from exactly_once.process.heartbeat import one_line
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.running import beside
@@ -253,23 +254,28 @@ def _post(content: Mapping[str, Any], given: AlertOptions) -> None:
 _SENDERS: Mapping[str, Callable[[Mapping[str, Any], AlertOptions], None]] = {"mail": _mail, "webhook": _post}
 
 
-def _seconds() -> float:
-    return min((conditions.options().EVERY.total_seconds() for conditions in _conditions.values()), default=60.0)
+def intervals() -> dict[str, timedelta]:
+    """How often the alerts of each app are evaluated."""
+    return {app: conditions.options().EVERY for app, conditions in _conditions.items()}
 
 
 def _keep_evaluating(aliases: Collection[str], stop: StopRequest) -> None:
-    """Evaluate the alerts of these databases, until asked to stop. No error ends it."""
+    """Evaluate the alerts of these databases, those of each app at its own interval, until asked to stop. No error ends it."""
     evaluators: dict[tuple[str, str], Evaluator] = {}
     turns = Turns("alerts", "alerts: an evaluation on %r failed; it is tried again in a minute.")
+    due_at = {app: monotonic() + every.total_seconds() for app, every in intervals().items()}
 
-    def evaluate(alias: str) -> None:
+    def evaluate(alias: str, due: Collection[str]) -> None:
         for app in evaluated_apps(alias):
-            evaluators.setdefault((app, alias), Evaluator(app, alias)).round()
+            if app in due:
+                evaluators.setdefault((app, alias), Evaluator(app, alias)).round()
 
     try:
-        while not stop.wait(_seconds()):
+        while not stop.wait(max(min(due_at.values()) - monotonic(), 0.0)):
+            due = {app for app, at in due_at.items() if at <= monotonic()}
+            due_at |= {app: monotonic() + every.total_seconds() for app, every in intervals().items() if app in due}
             for alias in with_table(Alert, aliases)[0]:
-                turns.take(alias, partial(evaluate, alias), stop)
+                turns.take(alias, partial(evaluate, alias, due), stop)
             # The next round is in a minute.
             connections.close_all()
         for evaluator in evaluators.values():

@@ -396,3 +396,13 @@ def test_thread_of_the_alerts_survives_an_error_and_goes_on(alerts, monkeypatch,
         a_message(State.READY)
         failing.clear()
         wait_until(Alert.objects.exists)
+
+
+def test_alerts_of_each_app_are_evaluated_at_its_own_interval(alerts, settings):
+    alerts(EVERY=timedelta(milliseconds=20))
+    settings.INBOX = {"ALERTS": {"EVERY": HOUR}}
+    evaluated_at = Lease.objects.filter(name="outbox: alerts", done_at__isnull=False).values_list("done_at", flat=True)
+    with module.alerting(["default"], StopRequest()):
+        first = wait_until(evaluated_at.first)
+        wait_until(lambda: evaluated_at.first() > first)
+    assert not Lease.objects.filter(name="inbox: alerts").exists()
