@@ -43,7 +43,7 @@ class _Limits(forms.Form):
         required=False,
         help_text=_(
             "1 message first, then 10, then 100 and so on. Each wave is awaited. The operation stops by itself when a message "
-            "fails again as before."
+            "fails."
         ),
     )
 

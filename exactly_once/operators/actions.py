@@ -117,7 +117,7 @@ class CanaryResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Canary:
-    """How a canary sees whether the same failure returns.
+    """How a canary sees whether messages fail, as before or in another way.
 
     Attributes:
         failures: why these rows fail now, by row.

@@ -1,7 +1,8 @@
 """Execute bulk operations in the background of a relay or a consumer, batch by batch.
 
 Each batch is one transaction under the lease of the operation, see `operation_rows`. A cancelled operation ends before its next
-batch. A canary runs in waves: it waits until a wave has been run, and stops by itself when a message fails as before.
+batch. A canary runs in waves: it waits until a wave has been run, and stops by itself when a message of it fails, as before or
+in another way.
 """
 
 import logging
@@ -184,19 +185,16 @@ class Operations:
         return not (operation.wave_rows and canary) or self._has_passed(alias, operation, canary)
 
     def _has_passed(self, alias: str, operation: Any, canary: Canary) -> bool:
-        """Has the present wave been run without the failure of before? If not, the operation stops or waits."""
+        """Has the present wave been run without a failure? If not, the operation stops or waits."""
         before = dict(operation.wave_rows)
         judged = canary.judge(alias, list(before), operation.wave_at)
-        same = [row for row, failure in judged.failed.items() if failure == before[row]]
         counts = {
             "succeeded": operation.succeeded + len(judged.succeeded),
             "failed_again": operation.failed_again + len(judged.failed),
         }
-        if same:
-            because = (
-                f"wave {operation.wave}: {len(same):,} of {len(before):,} messages failed again as before ({before[same[0]]})"
-            )
-            left = [[row, before[row]] for row in same]
+        if judged.failed:
+            because = f"wave {operation.wave}: {_failures_in_words(judged.failed, before)}"
+            left = [[row, failure] for row, failure in judged.failed.items()]
             self._table.end(alias, operation, OperationState.STOPPED, because, wave_rows=left, **counts)
             logger.warning("%s: operation %d on %r stops by itself, %s.", self._component, operation.pk, alias, because)
             return False
@@ -206,6 +204,15 @@ class Operations:
         operation.succeeded, operation.failed_again, operation.wave_rows = counts["succeeded"], counts["failed_again"], []
         self._table.record(alias, operation, (), **counts, wave_rows=[])
         return True
+
+
+def _failures_in_words(failed: Mapping[int, str], before: Mapping[int, str]) -> str:
+    """The failures of a wave: how many are those of before, how many are new, and the first of each."""
+    ways: dict[str, list[str]] = {}
+    for row, failure in failed.items():
+        ways.setdefault("failed again as before" if failure == before[row] else "failed in another way", []).append(failure)
+    said = (f"{len(failures):,} of {len(before):,} messages {way} ({failures[0]})" for way, failures in sorted(ways.items()))
+    return ", ".join(said)
 
 
 def why_not_permitted(operation: Any) -> str:

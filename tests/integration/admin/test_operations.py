@@ -337,12 +337,18 @@ class TestCanary:
         assert states() == ["done"] * 40
 
     @pytest.mark.long
-    def test_another_failure_does_not_stop_a_canary(self, canary):
-        operation = canary(2, errors := [ValueError("first"), KeyError("second")])
+    def test_canary_stops_by_itself_when_messages_fail_in_another_way(self, canary):
+        operation = canary(20, errors := [ValueError("first"), KeyError("second")])
         del errors[0]
+        executor = inbox_operations.executor()
 
-        wait_until(partial(has_ended, operation, inbox_operations.executor()))
-        assert (operation.state, operation.done, operation.failed_again) == ("finished", 2, 2)
+        wait_until(partial(has_ended, operation, executor))
+        assert (operation.state, operation.done, operation.failed_again) == ("stopped", 1, 1)
+        assert "wave 1: 1 of 1 messages failed in another way (KeyError" in operation.stopped_because
+        failing = InboxMessage.objects.order_by("pk").first()
+        page = Page(staff_client(VIEW).get(reverse(OPERATION, args=[operation.pk])))
+        assert page.all("a", href=reverse("admin:inbox_inboxmessage_change", args=[failing.pk]))
+        assert "KeyError" in page.text
 
 
 class TestOutbox:
