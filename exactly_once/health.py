@@ -11,7 +11,6 @@ A view says no more than which check failed: no host name, no error text. The co
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 
 from django.contrib.auth.decorators import login_not_required
 from django.db import Error, connections, router
@@ -25,19 +24,12 @@ from django.views.decorators.http import require_safe
 from exactly_once.cli.parts import OK, UNAVAILABLE, Check, Part, parts
 from exactly_once.models import Process
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.reading import Reading
 from exactly_once.wire.text import describe
 
 _LIMIT_SECONDS = 1.5
-_SHORT_TIMEOUTS = {
-    "connect_timeout": 2,
-    "tcp_user_timeout": 2_000,
-    "keepalives_idle": 2,
-    "keepalives_interval": 1,
-    "keepalives_count": 2,
-}
-"""Options of libpq, so that a connection that was cut off does not make later probes fail."""
-
-_Probe = Future[dict[str, list[Check]]]
+_lock = threading.Lock()
+_readings: dict[tuple[object, ...], Reading[dict[str, list[Check]]]] = {}
 
 
 def readiness(chosen: Sequence[Part], alias: str, *, everywhere: bool) -> Mapping[str, Sequence[Check]]:
@@ -45,14 +37,12 @@ def readiness(chosen: Sequence[Part], alias: str, *, everywhere: bool) -> Mappin
 
     A probe that comes while the same checks run waits for their results, so a frozen database holds one thread.
     """
-    key = (alias, everywhere, *(part.app for part in chosen))
     with _lock:
-        probe = _probes.get(key)
-        if probe is None:
-            probe = _probes[key] = Future()
-            threading.Thread(target=_run, args=[key, probe, chosen], name="health", daemon=True).start()
+        reading = _readings.setdefault((alias, everywhere, *(part.app for part in chosen)), Reading("health", alias))
     try:
-        return probe.result(_LIMIT_SECONDS)
+        return reading.result(
+            lambda: {part.app: part.readiness(alias, everywhere=everywhere) for part in chosen}, _LIMIT_SECONDS
+        )
     except TimeoutError:
         said = _("no answer within %(seconds).1f s") % {"seconds": _LIMIT_SECONDS}
     except Error as error:
@@ -82,6 +72,7 @@ def _run(key: _Key, probe: _Probe, chosen: Sequence[Part]) -> None:
 
 
 def ready(request: HttpRequest, *, app: str = "", database: str = "") -> HttpResponse:
+def ready(request: HttpRequest, *, app: str = "", database: str = DEFAULT_DB_ALIAS) -> HttpResponse:
     """200 if the service can do its work, and 503 if not."""
     chosen = [part for part in parts() if part.app == (app or part.app)]
     if not chosen:

@@ -13,7 +13,7 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.columns import computed, instant, shown, text
-from exactly_once.admin.filters import APPS, AppFilter, ConditionFilter
+from exactly_once.admin.filters import AppFilter, ConditionFilter
 from exactly_once.admin.sections import link_of_alert
 from exactly_once.display import NOTHING, Tone, age, app_name, badge, headline, identifier, stacked, visible, warning
 from exactly_once.models import Alert, Lease

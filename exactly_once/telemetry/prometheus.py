@@ -1,8 +1,9 @@
 """Export the figures of `metrics` with prometheus_client, the extra `django-exactly-once[prometheus]`.
 
 The counters and histograms are those of this process. The table gauges are read from the database when Prometheus scrapes:
-not more often than every `_FRESH_SECONDS`, and so seldom that reading them takes at most a twentieth of the time. With
-PROMETHEUS_MULTIPROC_DIR set, as for the processes of a Celery worker, the figures of all its processes are served together.
+not more often than every `_FRESH_SECONDS`, and so seldom that reading them takes at most a twentieth of the time. A scrape does
+not wait for a database that hangs, or the threads of abandoned scrapes would pile up. With PROMETHEUS_MULTIPROC_DIR set, as for
+the processes of a Celery worker, the figures of all its processes are served together.
 """
 
 from __future__ import annotations
@@ -15,13 +16,11 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from django.core.management.base import CommandError, CommandParser
-from django.db import connections
 from django.utils.translation import gettext as _
 
 from exactly_once.metrics import Instrument, instruments
 from exactly_once.process.clock import monotonic
-from exactly_once.process.running import is_private
-from exactly_once.sql.connections import drop_unusable_connections
+from exactly_once.sql.reading import Reading
 from exactly_once.wire.text import describe
 
 if TYPE_CHECKING:
@@ -35,6 +34,8 @@ Sample = tuple[Instrument, Sequence[str], float]
 _MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 _EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - Prometheus is usually on another host
 _FRESH_SECONDS = 5.0
+_LONGEST_SECONDS = 8.0
+"""How long a scrape waits for the tables. Prometheus waits for ten seconds by default."""
 _SHARE = 20
 """Reading the tables takes at most one part in this many of the time (1/20)."""
 _attaching = threading.Lock()
@@ -116,7 +117,7 @@ class TableGauges:
         self._alias = alias
         self._readable = readable
         self._read = read
-        self._lock = threading.Lock()
+        self._reading = Reading[list[Sample]]("metrics", alias)
         self._samples: list[Sample] = []
         self._read_again_at = -inf
 
@@ -128,10 +129,7 @@ class TableGauges:
         """The gauges as metric families. Scrapes that come together share one reading."""
         from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415 - an extra
 
-        with self._lock:
-            if monotonic() >= self._read_again_at:
-                self._samples = self._fresh()
-            samples = list(self._samples)
+        samples = self._samples if monotonic() < self._read_again_at else self._read_now()
         families: dict[str, Any] = {}
         for gauge, values, value in samples:
             if gauge.name not in families:
@@ -139,21 +137,22 @@ class TableGauges:
             families[gauge.name].add_metric([self._alias, *values], value)
         yield from families.values()
 
-    def _fresh(self) -> list[Sample]:
-        began_at = monotonic()
+    def _read_now(self) -> list[Sample]:
         try:
-            drop_unusable_connections()
+            return self._reading.result(self._fresh, _LONGEST_SECONDS)
+        except TimeoutError:
+            logger.info("The metrics of the tables on %r are not read: no answer within %g s.", self._alias, _LONGEST_SECONDS)
+            return [(self._readable, (), 0.0)]
+
+    def _fresh(self) -> list[Sample]:
+        began_at, pause = monotonic(), _FRESH_SECONDS
+        try:
             found = [*self._read(self._alias), (self._readable, (), 1.0)]
+            pause = max(pause, _SHARE * min(monotonic() - began_at, _LONGEST_SECONDS))
         except Exception as error:  # noqa: BLE001 - a scrape must not fail with the database
             logger.info("The metrics of the tables on %r cannot be read: %s", self._alias, describe(error))
             found = [(self._readable, (), 0.0)]
-        finally:
-            # The server has a thread for each scrape.
-            for connection in connections.all(initialized_only=True):
-                if not is_private(connection):
-                    connection.close()
-        now = monotonic()
-        self._read_again_at = now + max(_FRESH_SECONDS, _SHARE * (now - began_at))
+        self._samples, self._read_again_at = found, monotonic() + pause
         return found
 
 

@@ -29,12 +29,13 @@ from outbox import monitoring as outbox_tables
 from outbox.states import State
 from outbox.store import pausing
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import InAThread, an_envelope, deliver, options, the_effect
+from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, options, the_effect
 from tests.support.heartbeats import a_relay
+from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import drained, published, set_columns
 from tests.support.servers.private import free_port
 from tests.support.sql import executed, fetched
-from tests.support.waiting import wait_until
+from tests.support.waiting import A_WHILE, wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -272,6 +273,21 @@ class TestTableGauges:
         published("t")
 
         assert scraped(gauges) == first
+
+
+def test_scrapes_do_not_pile_up_while_the_tables_are_locked(monkeypatch):
+    monkeypatch.setattr(prometheus, "_LONGEST_SECONDS", 0.5)
+    gauges, unread = outbox_tables.table_gauges("default"), {("outbox_table_readable", "default"): 0}
+    other = OpenTransaction()
+    try:
+        other.does(executed, "LOCK TABLE outbox_pausedtopic IN ACCESS EXCLUSIVE MODE").result(A_WHILE)
+        assert at_once([lambda: scraped(gauges)] * 8) == [unread] * 8
+        assert scraped(gauges) == unread
+        assert [thread.name for thread in threading.enumerate()].count("metrics") == 1
+    finally:
+        other.ends()
+
+    wait_until(lambda: scraped(gauges).get(("outbox_table_readable", "default")) == 1)
 
 
 @pytest.fixture
