@@ -19,11 +19,11 @@ from django.contrib.admin.utils import flatten_fieldsets, lookup_field
 from django.contrib.admin.views.main import ChangeList
 from django.core.exceptions import PermissionDenied
 from django.core.paginator import Paginator
-from django.db import DatabaseError, router, transaction
+from django.db import DEFAULT_DB_ALIAS, DatabaseError, router, transaction
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
-from django.urls import reverse
+from django.urls import URLPattern, reverse
 from django.utils.functional import cached_property
 from django.utils.html import strip_tags
 from django.utils.safestring import SafeString
@@ -36,6 +36,7 @@ from exactly_once.display import NOTHING, number, visible
 from exactly_once.operators.actions import Action, ActionForm, Given
 from exactly_once.operators.audit import Subject, actor_of, posted, record
 from exactly_once.operators.operation_rows import RowOutcome
+from exactly_once.sql.connections import decision_transaction, without_atomic_requests
 from exactly_once.sql.labels import package_of
 from exactly_once.sql.now import DatabaseTime
 
@@ -151,6 +152,12 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg] # no generic at
 
     def _has_value(self, name: Any, row: Any) -> bool:
         return row is None or name in self.always or strip_tags(str(lookup_field(name, row, self)[2])) not in _EMPTY
+
+    def get_urls(self) -> list[URLPattern]:
+        patterns: list[URLPattern] = super().get_urls()
+        for pattern in patterns:
+            pattern.callback = without_atomic_requests(pattern.callback)
+        return patterns
 
     @property
     def using(self) -> str:
@@ -320,7 +327,7 @@ class ActingAdmin(ReadOnlyAdmin):
         form = action.form(request.POST or None, alias=self.using, initial=request.GET.dict())
         if not form.is_valid():
             return self._ask(request, action, {}, form)
-        with transaction.atomic(using=self.using):
+        with decision_transaction(self.using):
             if action.run is not None:
                 action.run(self.using, None, _given(request, form))
             row = self.get_queryset(request).get(**{self.named_by: form.cleaned_data[self.named_by]})
@@ -424,7 +431,7 @@ class ActingAdmin(ReadOnlyAdmin):
         if not self.permits(request, action, row):
             return RowOutcome(pk, subject, gettext("you do not have the permission for it"), is_error=True)
         try:
-            with transaction.atomic(using=alias):
+            with decision_transaction(alias):
                 if action.run is not None and action.run(alias, pk, given):
                     self.log_change(request, row, f"{capfirst(done)}: {given.reason}" if given.reason else f"{capfirst(done)}.")
                     self.audit(request, alias, action.name, row)

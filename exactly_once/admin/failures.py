@@ -7,7 +7,6 @@ from typing import Any
 from django import forms
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
-from django.db import transaction
 from django.db.models import QuerySet
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import URLPattern, path, reverse
@@ -25,6 +24,7 @@ from exactly_once.operators.actions import Action, ActionForm, OperatedMessages,
 from exactly_once.operators.audit import Subject, actor_of, record
 from exactly_once.operators.failure_groups import MOST_GROUPS, FailureGroup
 from exactly_once.process.clock import utcnow
+from exactly_once.sql.connections import decision_transaction, without_atomic_requests
 from exactly_once.sql.labels import package_of
 from exactly_once.wire.text import NAME_LENGTH
 
@@ -132,6 +132,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             raise PermissionDenied
         return HttpResponseRedirect(group_url(self.admin_site.name, note.app, note.error_class, note.place))
 
+    @without_atomic_requests
     def group_view(self, request: HttpRequest) -> HttpResponse:
         """One group: its figures, its note, its latest messages, and what can be done with all of them."""
         failing = operated.get(request.GET.get("app", ""))
@@ -178,7 +179,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
                 return form
             user: Any = request.user
             note = form.cleaned_data["note"].strip()
-            with transaction.atomic(using=self.using):
+            with decision_transaction(self.using):
                 failing.notes.write(self.using, error_class, place, note, by=user.get_username())
                 subject = Subject(kind="failure group", name=f"{error_class} {place}")
                 record(failing.app, self.using, actor_of(request), NOTE.name, [subject], {"note": note})

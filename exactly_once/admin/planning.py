@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from django import forms
 from django.contrib import messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
-from django.db import transaction
 from django.db.models import Count, Q, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
@@ -18,6 +17,7 @@ from exactly_once.display import number
 from exactly_once.operators.actions import Action, ReasonForm
 from exactly_once.operators.audit import Subject, actor_of, record
 from exactly_once.operators.operation_rows import OperationTable, Plan
+from exactly_once.sql.connections import decision_transaction
 from exactly_once.sql.labels import package_of
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _planned(
     )
     applicable = chosen.filter(action.condition, state__in=action.sources)
     rows = applicable.order_by("pk").values_list("pk", flat=True)[:MOST_ROWS]
-    with transaction.atomic(using=alias):
+    with decision_transaction(alias):
         operation = OperationTable(app).plan(alias, planned, rows.iterator(chunk_size=10_000))
         subject = Subject(kind="operation", id=str(operation.pk), name=selection)
         record(app, alias, actor_of(request), action.name, [subject], {**given, "messages": operation.total})

@@ -19,7 +19,7 @@ from django.db.models import Exists, OuterRef, Q, QuerySet
 from django.db.models.functions import Coalesce
 
 from exactly_once.models import OPEN, Operation, OperationPart, OperationState
-from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.connections import decision_transaction, is_postgresql
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, printable
@@ -31,7 +31,7 @@ UNCHANGED_KEPT = 1_000
 _PART = 500
 _MOST_REASONS = 50
 _OTHER_REASONS = "other reasons"
-_LONGEST_SLEEP = "30s"
+_LONGEST_SLEEP = timedelta(seconds=30)
 
 
 class RowOutcome(NamedTuple):
@@ -123,14 +123,7 @@ class OperationTable:
     @contextmanager
     def batch(self, alias: str, pk: int, token: uuid.UUID) -> Iterator[Any | None]:
         """The transaction of one batch, and its locked operation; None if another process has it, or it has ended."""
-        with transaction.atomic(using=alias):
-            connection = connections[alias]
-            if is_postgresql(connection) and is_outermost(connection):
-                with connection.cursor() as cursor:
-                    cursor.execute(
-                        "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
-                        f"SET LOCAL idle_in_transaction_session_timeout = '{_LONGEST_SLEEP}'"
-                    )
+        with decision_transaction(alias, _LONGEST_SLEEP):
             yield self.rows(alias).filter(pk=pk, token=token, state=OperationState.RUNNING).select_for_update().first()
 
     def next_rows(self, alias: str, operation: Operation, most: int) -> list[int]:

@@ -1,21 +1,25 @@
-"""The connections of a long-lived process, and the lock timeout of their transactions."""
+"""The connections of a long-lived process, and the limits of transactions."""
 
 from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from django.db import DatabaseError, InterfaceError, connections, router
+from django.db import DatabaseError, InterfaceError, connections, router, transaction
 from django.db.models import Model
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 logger = logging.getLogger(__name__)
+
+LONGEST_IDLE = timedelta(seconds=10)
+"""The server then ends the transaction of a frozen process that has decided something."""
+_View = TypeVar("_View", bound=Callable[..., Any])
 
 
 def is_postgresql(connection: BaseDatabaseWrapper) -> bool:
@@ -25,6 +29,30 @@ def is_postgresql(connection: BaseDatabaseWrapper) -> bool:
 def is_outermost(connection: BaseDatabaseWrapper) -> bool:
     """Is the open transaction our own, not a savepoint inside a caller's?"""
     return len(connection.atomic_blocks) == 1
+
+
+@contextmanager
+def decision_transaction(alias: str, longest_idle: timedelta = LONGEST_IDLE) -> Iterator[None]:
+    """The transaction of an operator's decision and its audit entry: READ COMMITTED whatever the project's default is.
+
+    The server ends it if this process is frozen. Nested in another transaction it is a savepoint, with the settings of that.
+    """
+    with transaction.atomic(using=alias):
+        connection = connections[alias]
+        if is_postgresql(connection) and is_outermost(connection):
+            with connection.cursor() as cursor:
+                cursor.execute(
+                    "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
+                    f"SET LOCAL idle_in_transaction_session_timeout = {int(longest_idle.total_seconds() * 1000)}"
+                )
+        yield
+
+
+def without_atomic_requests(view: _View) -> _View:
+    """A view whose decisions have transactions of their own, whatever ATOMIC_REQUESTS is."""
+    for alias in connections:
+        view = transaction.non_atomic_requests(alias)(view)
+    return view
 
 
 @contextmanager

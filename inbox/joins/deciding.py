@@ -9,6 +9,7 @@ from typing import Any
 
 from django.db import transaction
 
+from exactly_once.sql.connections import decision_transaction
 from exactly_once.wire.identity import new_message_id
 from exactly_once.wire.text import NAME_LENGTH
 from inbox.errors import InboxError
@@ -76,7 +77,7 @@ def missing(run: Any) -> tuple[str, ...]:
 
 
 def _decide(alias: str, pk: int, decide: Callable[[Run, store.Locked], bool]) -> bool:
-    with transaction.atomic(using=alias):
+    with decision_transaction(alias):
         run = Run.objects.using(alias).filter(pk=pk).first()
         locked = run and store.lock(alias, run.handler, run.run_id)
         decided = bool(run and locked and store.state_of(alias, locked)[0] in RETRY.sources and decide(run, locked))

@@ -3,13 +3,13 @@ from pathlib import Path
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
-from django.db import transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from exactly_once.cli.command import DatabaseCommand
 from exactly_once.cli.terminal import refuse_unknown
 from exactly_once.operators.audit import Actor, Subject, record
+from exactly_once.sql.connections import decision_transaction
 from inbox.errors import NotEditable
 from inbox.models import InboxMessage
 from inbox.operators.editing import correct, editable, locked_is_not_editable, replace_message
@@ -50,7 +50,7 @@ class Command(DatabaseCommand):
             return
         alias = options["database"]
         # On SQLite the transaction itself waits for the lock, and not the statement in it.
-        with locked_is_not_editable(stored.pk), transaction.atomic(using=alias):
+        with locked_is_not_editable(stored.pk), decision_transaction(alias):
             row = replace_message(alias, stored.pk, text, by=f"by {actor}")
             if row is not None:
                 subject = Subject(kind="message", id=stored.message_id, name=f"{stored.message_id} ({stored.handler})")

@@ -3,7 +3,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
-from django.db import transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
@@ -12,6 +11,7 @@ from exactly_once.cli.terminal import Progress, refuse_unknown
 from exactly_once.operators.audit import Actor, Subject, record
 from exactly_once.operators.operations import BATCH
 from exactly_once.plurals import ngettext
+from exactly_once.sql.connections import decision_transaction
 from inbox.handlers.registry import may_exist, registry
 from inbox.models import InboxMessage
 from inbox.operators import decisions
@@ -114,13 +114,13 @@ def _decide(
                 logger.warning("inbox_retry: the maximum message age was overridden for message %s.", subjects[row].name)
         return len(changed)
 
-    with transaction.atomic(using=alias):
+    with decision_transaction(alias):
         outcomes = decisions.decide_many(alias, list(subjects), decision)
         changed = audit([outcome.row for outcome in outcomes if not outcome.unchanged])
     unsent += [outcome.unchanged for outcome in outcomes if outcome.is_error]
     for outcome in outcomes:
         if outcome.unchanged == decisions.LOCKED:
-            with transaction.atomic(using=alias):
+            with decision_transaction(alias):
                 changed += decisions.decide(alias, outcome.row, decision) and audit([outcome.row])
     return changed
 

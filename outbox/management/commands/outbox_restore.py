@@ -2,7 +2,6 @@ from collections import Counter
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
-from django.db import transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
@@ -10,6 +9,7 @@ from exactly_once.cli.command import DatabaseCommand
 from exactly_once.cli.terminal import BOLD, Line, Progress, Table, age, instant, message_id, refuse_unknown, sentence, show
 from exactly_once.operators.audit import Actor, Subject, record
 from exactly_once.plurals import ngettext
+from exactly_once.sql.connections import decision_transaction
 from outbox.operators.previews import Restorable, preview_restoring
 from outbox.states import RESTORE
 from outbox.store import deciding
@@ -60,7 +60,7 @@ class Command(DatabaseCommand):
 
         with Progress(_("restored"), expected) as progress:
             for chunk in chunks(found, _AT_ONCE):
-                with transaction.atomic(using=alias):
+                with decision_transaction(alias):
                     decided = deciding.decide(
                         alias, RESTORE, chunk, sources=selection.states, overdue=overdue, reason="outbox_restore"
                     )

@@ -9,6 +9,7 @@ from exactly_once.cli.command import DatabaseCommand
 from exactly_once.cli.terminal import Progress, message_id, refuse_unknown
 from exactly_once.operators.audit import Actor, Subject, record
 from exactly_once.plurals import ngettext
+from exactly_once.sql.connections import decision_transaction
 from outbox.errors import InvalidMessage
 from outbox.models import OutboxMessage
 from outbox.pausing import TopicState, resume
@@ -70,7 +71,7 @@ class Command(DatabaseCommand):
             return
         with Progress(_("resumed"), len(found)) as progress:
             for position, identity in found.items():
-                with transaction.atomic(using=alias):
+                with decision_transaction(alias):
                     resumed = deciding.decide(alias, RESUME_CHECKS, [position], reason="outbox_resume --checks")
                     if resumed:
                         record("outbox", alias, actor, "ask_again", [Subject(kind="message", id=str(identity))])
