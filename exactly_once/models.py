@@ -28,7 +28,9 @@ class Process(models.Model):
     beat_at = models.DateTimeField(_("last heartbeat"))
     last_pass_at = models.DateTimeField(_("last successful pass"), null=True)
     """Of a relay."""
+    # What it waits for, for people; and is that the broker?
     waits_for = models.CharField(max_length=NAME_LENGTH, default="", blank=True)
+    without_broker = models.BooleanField(default=False, db_default=False)
     rate = models.FloatField(_("messages per second"), default=0.0, db_default=0.0)
     memory_bytes = models.PositiveBigIntegerField(_("resident memory in bytes"), null=True)
     # The time of the last heartbeat's statement and its commit, as the process saw it.
@@ -116,9 +118,9 @@ class AuditEntry(models.Model):
     """The package that it is about: "outbox" or "inbox"."""
     at = models.DateTimeField(_("time"))
     actor = models.CharField(_("who"), max_length=NAME_LENGTH)
-    """The user name in the admin, or the operating system's user of a command."""
+    """The user name in the admin, the operating system's user of a command, or the client of the HTTP API."""
     place = models.CharField(_("where"), max_length=NAME_LENGTH)
-    """"admin", or the name of the command."""
+    """"admin", the name of the command, or "HTTP API"."""
     address = models.CharField(_("address"), max_length=NAME_LENGTH)
     """The IP address of the request, or the host of the command."""
     action = models.CharField(_("action"), max_length=64)
@@ -254,7 +256,9 @@ class Operation(models.Model):
     given = models.JSONField(_("parameters"), default=dict)
     reason = models.CharField(_("reason"), max_length=500, default="", blank=True)
     requested_by = models.CharField(_("requested by"), max_length=NAME_LENGTH)
-    # What that user needs until the operation has ended; "" if a command planned it.
+    # The client of the HTTP API that has planned it; "" if a user or a command has.
+    client = models.CharField(max_length=NAME_LENGTH, default="")
+    # What that user or client needs until the operation has ended; "" if a command planned it.
     permission = models.CharField(max_length=NAME_LENGTH, default="")
     # Messages per second at most; NULL for no limit.
     rate = models.PositiveIntegerField(_("messages per second"), null=True)

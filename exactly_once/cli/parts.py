@@ -34,7 +34,6 @@ from exactly_once.sql.schema import require_schema, why_unmigrated
 
 OK, UNKNOWN = "ok", "unknown"
 UNAVAILABLE, NOT_MIGRATED, NONE_RUNNING = "unavailable", "not migrated", "none running"
-_BROKER = "the broker"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +135,7 @@ class Part:
             return [Check(name=name, status=NONE_RUNNING), Check(name="broker", status=UNKNOWN)]
         waits = [row.waits_for for row in alive]
         working = Check(name=name) if not all(waits) else Check(name=name, status="waiting", detail=waits[0])
-        lost = all(reason.startswith(_BROKER) for reason in waits)
+        lost = all(row.without_broker for row in alive)
         return [working, Check(name="broker", status=UNAVAILABLE, detail=waits[0]) if lost else Check(name="broker")]
 
 

@@ -80,7 +80,9 @@ class HeartbeatTable:
 
     def mark_stopped(self, alias: str, process: uuid.UUID, **columns: Any) -> None:
         """Record the orderly end of a process."""
-        self._rows(alias).filter(pk=process).update(stopped_at=DatabaseTime(), rate=0.0, waits_for="", **columns)
+        self._rows(alias).filter(pk=process).update(
+            stopped_at=DatabaseTime(), rate=0.0, waits_for="", without_broker=False, **columns
+        )
 
     def delete_old(self, alias: str, silent_for: timedelta) -> int:
         """Delete the rows of processes that have been silent for `silent_for`, or stopped an hour ago; return their number."""
@@ -141,6 +143,7 @@ class HeartbeatWriter:
         *,
         done: int,
         waits_for: str,
+        without_broker: bool,
         facts: Mapping[str, Any],
         broker_seconds: float | None,
         passed_at: float | None = None,
@@ -155,6 +158,7 @@ class HeartbeatWriter:
         changing = {
             "rate": self._rate.of(now, done),
             "waits_for": heartbeat.one_line(waits_for),
+            "without_broker": without_broker,
             "mode": self._stop.mode,
             "facts": facts,
             "running": work.running(self._table.app, self._alias, self._started_at),

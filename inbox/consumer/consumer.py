@@ -164,6 +164,7 @@ class Consumer:
             received=self.outcomes.total(),
             ran=self._runner.ran,
             waits_for=self._waits_for,
+            without_broker=bool(self._waits_for),
             broker_seconds=self._round_trip,
         )
 

@@ -36,7 +36,8 @@ class Activity:
         handlers: the handlers that it receives messages for.
         received: deliveries since its start.
         ran: stored messages that it has run since its start.
-        waits_for: the unavailable resource that stops it from working; "" if there is none.
+        waits_for: the unavailable resource that stops it from working, for people; "" if there is none.
+        without_broker: is that the broker?
         broker_seconds: the last round trip to the broker; None without one.
     """
 
@@ -44,6 +45,7 @@ class Activity:
     received: int = 0
     ran: int = 0
     waits_for: str = ""
+    without_broker: bool = False
     broker_seconds: float | None = None
 
 
@@ -81,6 +83,7 @@ class Heartbeats:
                     monotonic(),
                     done=activity.received + activity.ran,
                     waits_for=activity.waits_for,
+                    without_broker=activity.without_broker,
                     facts={
                         "handlers": sorted(handler.name for handler in activity.handlers if handler.using == alias),
                         "received": activity.received,

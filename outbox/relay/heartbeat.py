@@ -35,7 +35,7 @@ class Heartbeat:
         self._counting = threading.Lock()
         self._published = 0
         self._passed_at: float | None = None
-        self._waits: dict[threading.Thread, str] = {}
+        self._waits: dict[threading.Thread, tuple[str, bool]] = {}
         self._shards: dict[threading.Thread, int] = {}
         self._broker_seconds: float | None = None
         self._writing = threading.Lock()
@@ -60,13 +60,13 @@ class Heartbeat:
         with self._counting:
             self._passed_at = monotonic()
 
-    def waits_for(self, what: str) -> None:
-        """Record that this thread's loop waits for `what`; "" while it works.
+    def waits_for(self, what: str, *, is_broker: bool = False) -> None:
+        """Record that this thread's loop waits for `what`, for people; "" while it works.
 
         The process is shown as waiting if all of its loops wait.
         """
         with self._counting:
-            self._waits[threading.current_thread()] = what
+            self._waits[threading.current_thread()] = what, is_broker
 
     def claims(self, shards: int) -> None:
         """Record how many shards this loop tries to claim in one pass."""
@@ -103,10 +103,12 @@ class Heartbeat:
     def _beat(self, now: float) -> None:
         with self._counting:
             published, passed_at = self._published, self._passed_at
+        waits_for, without_broker = self._reason()
         self._writer.send(
             now,
             done=published,
-            waits_for=self._reason(),
+            waits_for=waits_for,
+            without_broker=without_broker,
             facts={"published": published, "shards": self._claimed()},
             broker_seconds=self._broker_seconds,
             passed_at=passed_at,
@@ -116,9 +118,9 @@ class Heartbeat:
         with self._counting:
             return sum(shards for loop, shards in self._shards.items() if loop.is_alive())
 
-    def _reason(self) -> str:
-        """What the process waits for, if all of its running loops wait; else ""."""
+    def _reason(self) -> tuple[str, bool]:
+        """What the process waits for, if all of its running loops wait, and is that the broker; else ""."""
         with self._counting:
             self._waits = {loop: what for loop, what in self._waits.items() if loop.is_alive()}
             waits = list(self._waits.values())
-        return waits[0] if waits and all(waits) else ""
+        return waits[0] if waits and all(what for what, _ in waits) else ("", False)

@@ -274,7 +274,7 @@ class Relay:
             self._waits_for = report.waits_for
 
     def _wait_for_broker(self, reason: str, *, refused: bool = False) -> None:
-        self._heartbeat.waits_for(f"the broker: {reason}")
+        self._heartbeat.waits_for(f"the broker: {reason}", is_broker=True)
         if not self._database.ongoing:
             self._heartbeat.beat()
         if not self._broker.ongoing:

@@ -15,6 +15,7 @@ from exactly_once.models import Process as ProcessRow
 from tests.support import mortal
 from tests.support.aliases import the_default_at
 from tests.support.deliveries import InAThread, at_once
+from tests.support.heartbeats import a_relay
 from tests.support.open_transactions import OpenTransaction
 from tests.support.servers import FaultProxy
 from tests.support.waiting import A_WHILE, wait_until
@@ -159,6 +160,14 @@ def test_views_do_not_show_why_a_check_fails(client, running, rabbitmq_url):
     assert response.status_code == 503
     assert response.json()["checks"]["outbox"] == {"database": "ok", "relays": "waiting", "broker": "unavailable"}
     assert "127.0.0.1" not in response.text
+
+
+@override_settings(ROOT_URLCONF=__name__)
+@pytest.mark.parametrize(("is_lost", "status"), [(True, "unavailable"), (False, "ok")])
+def test_readiness_reads_no_text_that_is_for_people(is_lost, status, client):
+    a_relay(waits_for="RabbitMQ" if is_lost else "the broker of tickets", without_broker=is_lost)
+
+    assert ready(client, "outbox") == {"database": "ok", "relays": "waiting", "broker": status}
 
 
 @override_settings(ROOT_URLCONF=__name__)
