@@ -56,11 +56,13 @@ class Decision:
         outcome: what was done, or why nothing was.
         state: the present state of the message, or of the newest one that was changed; "" with `Outcome.NOT_FOUND`.
         why: with `Outcome.TOO_LATE`, what prevented it, for people.
+        changed: the positions of the messages that it has changed.
     """
 
     outcome: Outcome
     state: str
     why: str = field(default="", compare=False)
+    changed: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def __bool__(self) -> bool:
         return self.outcome not in {Outcome.TOO_LATE, Outcome.NOT_FOUND}
@@ -231,7 +233,7 @@ def decide(
         )
         locked = [position for position, left in decided.left.items() if left == LOCKED]
         if decided and not locked:
-            return Decision(done, decided.became[max(decided.became)])
+            return Decision(done, decided.became[max(decided.became)], changed=tuple(decided.became))
         # Undo the changes: the outcome says that nothing was changed.
         transaction.set_rollback(True, using=alias)
     left = {position: left for position, left in decided.left.items() if left != DELETED}

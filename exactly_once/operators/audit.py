@@ -29,8 +29,8 @@ class Actor:
     """The person or program that acts.
 
     Attributes:
-        name: the user name.
-        place: "admin", or the name of the command.
+        name: the name of the user, or of the client of the HTTP API.
+        place: "admin", the name of the command, or "HTTP API".
         address: the IP address of the request, or the host of the command.
     """
 

@@ -56,6 +56,7 @@ class Plan:
     selection: str
     sources: Sequence[str]
     requested_by: str
+    client: str = ""
     permission: str = ""
     reason: str = ""
     given: Mapping[str, Any]
@@ -197,7 +198,7 @@ class OperationTable:
         left = Exists(self._parts(alias).filter(operation_id=OuterRef("pk")))
         stopped = self.rows(alias).filter(left, pk=pk, state=OperationState.STOPPED)
         planned = {"state": OperationState.PLANNED, "planned_at": DatabaseTime(), "ended_at": None, "stopped_because": ""}
-        requested = {"requested_by": by[:NAME_LENGTH], "permission": permission}
+        requested = {"requested_by": by[:NAME_LENGTH], "client": "", "permission": permission}
         return bool(stopped.update(**planned, **requested, wave=0, wave_rows=[]))
 
     def stop(self, alias: str, pk: int, token: uuid.UUID, because: str) -> None:

@@ -1,12 +1,12 @@
 """The endpoints."""
 
 import logging
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from itertools import islice
 from typing import Annotated, Any, cast
 from uuid import UUID
 
-from django.db import transaction
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.urls import ResolverMatch, reverse
@@ -17,7 +17,9 @@ from exactly_once.http.api import Api, Name, answers, client_of, require
 from exactly_once.http.problems import Problem, with_status
 from exactly_once.http_options import Client, HttpOptions
 from exactly_once.models import OPEN
+from exactly_once.operators.audit import Actor, Subject, record
 from exactly_once.operators.operation_rows import Plan
+from exactly_once.sql.connections import decision_transaction
 from outbox import decisions
 from outbox.conf import outbox_options
 from outbox.decisions import Decision, Outcome
@@ -25,7 +27,7 @@ from outbox.errors import InvalidMessage, PayloadTooLarge, UnknownMessage
 from outbox.http import schemas
 from outbox.http.publishing import publish_all, publish_with_key
 from outbox.models import OutboxMessage
-from outbox.operators.operations import CLIENT, MANAGE, RESTORE_THEM, TOPIC, operations
+from outbox.operators.operations import MANAGE, RESTORE_THEM, operations
 from outbox.operators.replaying import plan_alone
 from outbox.store.dialect import database_of
 from outbox.store.restoring import restored_by_default
@@ -118,16 +120,13 @@ def messages(request: HttpRequest, topic: Annotated[Name, Query()], biz_id: Anno
 @api.post("/messages/cancel", operation_id="cancel", response=answers({200: schemas.Decided}, 404, 409))
 def cancel(request: HttpRequest, which: schemas.Chosen) -> schemas.Decided:
     """Cancel a message before it is published, or all unpublished ones with a topic and biz-id. 409: it is too late."""
-    client = _manager(request, which)
-    return _decided(client, "cancel", which, decisions.cancel(**_named(client, which)))
+    return _decided(request, "cancel", which, decisions.cancel)
 
 
 @api.post("/messages/reschedule", operation_id="reschedule", response=answers({200: schemas.Decided}, 404, 409))
 def reschedule(request: HttpRequest, which: schemas.Rescheduling) -> schemas.Decided:
     """Change the time before which an unpublished message is not delivered; a delay of 0 publishes it now."""
-    client = _manager(request, which)
-    decision = decisions.reschedule(**_named(client, which), delay=which.delay, deliver_at=which.deliver_at)
-    return _decided(client, "reschedule", which, decision)
+    return _decided(request, "reschedule", which, decisions.reschedule, delay=which.delay, deliver_at=which.deliver_at)
 
 
 @api.post(
@@ -145,14 +144,12 @@ def restore(
     operation. The request may be repeated: it is answered with the same operation until that has ended, and what was restored
     stays restored.
     """
-    client = _manager(request, which)
     if which.topic is not None and which.id is None and which.biz_id is None:
-        planned = _planned(client, which.topic, which)
+        planned = _planned(request, which.topic, which)
         match = cast(ResolverMatch, request.resolver_match)
         response["Location"] = reverse(f"{match.namespace}:operation", args=[planned.id])
         return Status(HTTPStatus.ACCEPTED, planned)
-    decision = decisions.restore(**_named(client, which), states=which.states, overdue=which.overdue)
-    return _decided(client, "restore", which, decision)
+    return _decided(request, "restore", which, decisions.restore, states=which.states, overdue=which.overdue)
 
 
 @api.get("/operations/{int:operation_id}", operation_id="operation", response=answers({200: schemas.OperationStatus}, 404))
@@ -161,32 +158,39 @@ def operation(request: HttpRequest, operation_id: Annotated[int, Path(lt=2**63)]
     client = client_of(request)
     found = operations.rows(_alias()).filter(pk=operation_id, requested_by=_name_of(client)).first()
     if found is None or not client.may(found.selection.removeprefix(TOPIC), MANAGE):
+    found = operations.rows(_options().DATABASE).filter(pk=operation_id, client=client.name).first()
+    if found is None or not client.may(found.given["topic"], MANAGE):
         raise Problem(HTTPStatus.NOT_FOUND, f"There is no operation {operation_id} of this client and its scopes.")
     return schemas.OperationStatus.model_validate(found)
 
 
-def _planned(client: Client, topic: str, which: schemas.Restoring) -> schemas.OperationStatus:
+def _planned(request: HttpRequest, topic: str, which: schemas.Restoring) -> schemas.OperationStatus:
     """Plan the operation, unless one that this client has asked for with the same values is still open."""
+    client = _manager(request, which)
     decisions.refuse_unfit(topic=topic)
     states = [str(state) for state in which.states or restored_by_default(by_id=False)]
     plan = Plan(
         action=RESTORE_THEM.name,
-        selection=f"{TOPIC}{topic}",
+        selection=f"topic {topic}",
         sources=states,
         requested_by=_name_of(client),
+        client=client.name,
         permission=MANAGE,
-        given={"overdue": which.overdue},
+        given={"topic": topic, "overdue": which.overdue},
     )
     alias = _alias()
     with transaction.atomic(using=alias, durable=True):
+    alias = _options().DATABASE
+    with decision_transaction(alias):
         # A request is repeated while the first one, of a million messages, is still being planned.
         plan_alone(alias)
-        same = operations.rows(alias).filter(action=plan.action, requested_by=plan.requested_by, state__in=OPEN)
-        for found in same.filter(selection=plan.selection):
+        for found in operations.rows(alias).filter(action=plan.action, client=plan.client, state__in=OPEN):
             if (found.sources, found.given) == (states, plan.given):
                 return schemas.OperationStatus.model_validate(found)
         rows = Selection(topic=topic, states=states).positions(alias)
         planned = operations.plan(alias, plan, islice(rows, _MOST_ROWS))
+        subject = Subject(kind="operation", id=str(planned.pk), name=plan.selection)
+        _record(request, plan.action, which, [subject], messages=planned.total)
     logger.info(
         "http: client %s plans operation %d: restore %d messages of topic %s", client.name, planned.pk, planned.total, topic
     )
@@ -230,7 +234,23 @@ def _rows() -> QuerySet[OutboxMessage]:
     return OutboxMessage.objects.using(_alias()).only(*_SHOWN, *_SHOWN_AT)
 
 
-def _decided(client: Client, action: str, which: schemas.Chosen, decision: Decision) -> schemas.Decided:
+def _decided(
+    request: HttpRequest, action: str, which: schemas.Chosen, decide: Callable[..., Decision], **given: Any
+) -> schemas.Decided:
+    """Make a decision, and write it into the audit log in the same transaction."""
+    client, alias = _manager(request, which), _options().DATABASE
+    names = {"message_id": which.id, "topic": which.topic, "biz_id": which.biz_id}
+    with decision_transaction(alias):
+        decision = decide(**names, **given, by=_name_of(client), using=alias)
+        if decision:
+            # Also by its names: history has no index of the positions of published messages.
+            named = {column: value for column, value in names.items() if value is not None}
+            changed = _rows().filter(**named, pk__in=decision.changed).order_by("pk")
+            subjects = [
+                Subject(kind="message", id=str(row.message_id), name=f"{row.message_id} ({row.topic} {row.biz_id})")
+                for row in changed
+            ]
+            _record(request, action, which, subjects)
     if decision.outcome is Outcome.NOT_FOUND:
         raise Problem(HTTPStatus.NOT_FOUND, f"There is no message with {_text_of(which)}.")
     if not decision:
@@ -251,7 +271,14 @@ def _named(client: Client, which: schemas.Chosen) -> dict[str, Any]:
     """Which messages, and who decides."""
     names = {"message_id": which.id, "topic": which.topic, "biz_id": which.biz_id}
     return {**names, "by": _name_of(client), "using": _alias()}
+def _record(request: HttpRequest, action: str, which: schemas.Chosen, subjects: Sequence[Subject], **more: Any) -> None:
+    """Write a decision into the audit log, in its transaction."""
+    actor = Actor(name=client_of(request).name, place="HTTP API", address=str(request.META.get("REMOTE_ADDR", "")))
+    given = which.model_dump(exclude={"overdue"}, exclude_none=True) | more
+    if isinstance(which, schemas.Restoring):
+        given["without_overdue"] = not which.overdue
+    record("outbox", _options().DATABASE, actor, action, subjects, given)
 
 
 def _name_of(client: Client) -> str:
-    return f"{CLIENT}{client.name}"
+    return f"the HTTP client {client.name}"

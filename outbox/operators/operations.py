@@ -44,8 +44,6 @@ operations = OperationTable("outbox")
 groups = FailureGroups(OutboxMessage, live, place="topic", who="topic", only=Q(day=LIVE))
 """Failing messages by the broker's kind of answer and topic."""
 notes = Notes("outbox")
-CLIENT, TOPIC = "the HTTP client ", "topic "
-"""What the requester and the selection of an operation of an HTTP client begin with."""
 
 
 def _decided(
@@ -306,11 +304,10 @@ MANAGE = "manage"
 
 def why_not(operation: Any) -> str:
     """Why the user or client that planned an operation may no longer do so; "" if it may."""
-    if operation.permission != MANAGE:
+    if not operation.client:
         return why_not_permitted(operation)
     # The settings of a relay may have no tokens.
-    clients, topic = outbox_options().http.clients, operation.selection.removeprefix(TOPIC)
-    name = operation.requested_by.removeprefix(CLIENT)
-    if not clients or any(client.name == name and client.may(topic, MANAGE) for client in clients):
+    clients, topic = outbox_options().http.clients, operation.given["topic"]
+    if not clients or any(client.name == operation.client and client.may(topic, MANAGE) for client in clients):
         return ""
     return f"{operation.requested_by} no longer has the scope {MANAGE}:{topic}"

@@ -28,7 +28,7 @@ from inbox.receiving.reading import read
 from inbox.states import State
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
-from outbox.operators.operations import CLIENT, MANAGE, TOPIC, operations
+from outbox.operators.operations import MANAGE, operations
 from outbox.operators.replaying import executor as outbox_executor
 from outbox.relay.housekeeping import Housekeeper
 from outbox.states import State as OutboxState
@@ -393,11 +393,12 @@ class TestOutbox:
         message, user = a_message(OutboxState.DEAD), staff_client("view_outboxmessage", "restore_outboxmessage")
         plan = Plan(
             action="restore",
-            selection=f"{TOPIC}{message.topic}",
+            selection=f"topic {message.topic}",
             sources=["dead"],
-            requested_by=f"{CLIENT}removed",
+            requested_by="the HTTP client removed",
+            client="removed",
             permission=MANAGE,
-            given={"overdue": True},
+            given={"topic": message.topic, "overdue": True},
         )
         operation = operations.plan("default", plan, [message.pk])
         with override_settings(OUTBOX={"HTTP": {"TOKENS": {"partner": TOKENS["partner"]}}}):

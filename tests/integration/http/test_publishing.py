@@ -8,9 +8,12 @@ from django.core.handlers.wsgi import WSGIRequest
 from django.db import DEFAULT_DB_ALIAS, OperationalError, connection, transaction
 from django.test import override_settings
 
+from exactly_once.models import AuditEntry
+from exactly_once.operators.operation_rows import Plan
 from exactly_once.process.loop import StopRequest
 from outbox import Draft, publish_many
 from outbox.models import OutboxMessage, TrailEntry
+from outbox.operators.operations import operations
 from outbox.operators.replaying import executor as relays_operations
 from outbox.testing import published, run_relay
 from tests.support.deliveries import at_once
@@ -391,6 +394,45 @@ def executed(response):
 
 @pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
+def test_each_decision_is_in_the_audit_log_with_its_client():
+    first, second = (push(message={**MESSAGE, "biz_id": "order-17", "delay_seconds": 60}).json()["id"] for _ in range(2))
+    decide = Api().post
+    decide("outbox/messages/reschedule", {"id": first, "delay_seconds": 3600})
+    decide("outbox/messages/cancel", {"topic": TOPIC, "biz_id": "order-17"})
+    decide("outbox/messages/restore", {"id": second, "overdue": False})
+    decide("outbox/messages/cancel", {"id": str(uuid.uuid4())})
+    operation = decide("outbox/messages/restore", {"topic": TOPIC}).json()["id"]
+
+    entries = AuditEntry.objects.order_by("pk")
+    assert {(entry.app, entry.actor, entry.place, entry.address) for entry in entries} == {
+        ("outbox", "shop", "HTTP API", "127.0.0.1")
+    }
+    assert [(entry.action, entry.kind, entry.object_id) for entry in entries] == [
+        ("reschedule", "message", first),
+        ("cancel", "message", first),
+        ("cancel", "message", second),
+        ("restore", "message", second),
+        ("restore", "operation", str(operation)),
+    ]
+    assert entries[0].parameters == {"id": first, "delay_seconds": 3600}
+    assert entries[3].parameters == {"id": second, "without_overdue": True}
+    assert entries[4].parameters == {"topic": TOPIC, "messages": 1}
+
+
+def test_operation_of_a_user_who_is_named_like_a_client_is_not_that_clients():
+    plan = Plan(
+        action="restore",
+        selection=f"topic {TOPIC}",
+        sources=["dead"],
+        requested_by="the HTTP client shop",
+        permission="outbox.restore_outboxmessage",
+        given={"overdue": True},
+    )
+    operation = operations.plan("default", plan, [1])
+
+    assert Api().get(f"outbox/operations/{operation.pk}").status_code == 404
+
+
 def test_restore_of_a_topic_is_answered_before_its_messages_are_restored():
     ids = [message.id for message in some_cancelled(2_500)]
 
