@@ -231,8 +231,9 @@ class Lease(models.Model):
 
 
 class OperationState(models.TextChoices):
-    """The state of an operation. All but the first two are final."""
+    """The state of an operation. A previewed one is not executed until its user has confirmed it. The last three are final."""
 
+    PREVIEWED = "previewed", _("Previewed")
     PLANNED = "planned", _("Planned")
     RUNNING = "running", _("Running")
     STOPPED = "stopped", _("Stopped")

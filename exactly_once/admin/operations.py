@@ -38,7 +38,7 @@ class StateFilter(ConditionFilter):
 
     title = _("state")
     parameter_name = "state"
-    fixed: ClassVar[Any] = {state: (label, Q(state=state)) for state, label in OperationState.choices}
+    fixed: ClassVar[Any] = {state: (state.label, Q(state=state)) for state in OperationState if state in _TONES}
 
 
 def _may_decide(user: Any, operation: Any) -> bool:
@@ -102,7 +102,9 @@ class OperationAdmin(ActingAdmin):
     )
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        rows: QuerySet[Any] = Operation.objects.using(self.using).filter(app__in=_visible_apps(request))
+        rows: QuerySet[Any] = (
+            Operation.objects.using(self.using).filter(app__in=_visible_apps(request)).exclude(state=OperationState.PREVIEWED)
+        )
         annotated: QuerySet[Any] = rows.annotate(database_now=DatabaseTime())
         return annotated
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from django import forms
 from django.contrib import messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
-from django.db.models import Count, Q, QuerySet
+from django.db.models import Count, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
 from django.utils.translation import gettext_lazy as _
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MOST_ROWS = 1_000_000
 _PLAN = "exactly_once/plan.html"
 _CONFIRMED = "plan_confirmed"
+_LONGEST_NUMBER = 18
 
 
 class _Limits(forms.Form):
@@ -70,15 +71,23 @@ def plan(
         selection: what was selected, for people.
         back_url: where to go without an operation.
     """
-    counts = _counts(chosen, action)
-    applies, total = sum(count for _, count, is_changed in counts if is_changed), sum(count for _, count, _ in counts)
-    form = _form(action, request.POST if _CONFIRMED in request.POST else None)
-    if form.is_valid() and applies:
-        operation = _planned(request, chosen, action, selection, form, [state for state, _, changed in counts if changed])
-        messages.success(request, _("The operation is planned. A running process executes it."))
-        return HttpResponseRedirect(
-            reverse(f"{model_admin.admin_site.name}:exactly_once_operation_change", args=[operation.pk])
+    alias, table = chosen.db, OperationTable(package_of(chosen.model))
+    pk = _previewed(request)
+    form = _form(action, request.POST if pk else None)
+    if form.is_valid():
+        if operation := _confirmed(request, table, alias, pk, action, chosen.model, form):
+            messages.success(request, _("The operation is planned. A running process executes it."))
+            return HttpResponseRedirect(
+                reverse(f"{model_admin.admin_site.name}:exactly_once_operation_change", args=[operation.pk])
+            )
+        messages.warning(
+            request, _("Nothing was planned: the preview is out of date, or was confirmed before. This is a new one.")
         )
+    rows = chosen.filter(action.condition, state__in=action.sources).order_by("pk").values_list("pk", "state")[:MOST_ROWS]
+    previewed = _plan(request, action, chosen.model, selection=selection)
+    operation, changed = table.preview(alias, previewed, rows.iterator(chunk_size=10_000), instead_of=pk)
+    counts = _counts(chosen, changed)
+    applies, total = operation.total, sum(count for _, count, _ in counts)
     labels = dict(chosen.model._meta.get_field("state").flatchoices)
     context = {
         "title": _("%(action)s: preview") % {"action": action.label},
@@ -89,6 +98,7 @@ def plan(
         "applies": number(applies),
         "total": number(total),
         "is_empty": not applies,
+        "previewed": operation.pk,
         "is_cut": total > MOST_ROWS,
         "most": number(MOST_ROWS),
         "back_url": back_url,
@@ -101,37 +111,52 @@ def plan(
     return model_admin.respond(request, _PLAN, context)
 
 
-def _planned(
-    request: HttpRequest, chosen: QuerySet[Any], action: Action, selection: str, form: Any, sources: Sequence[str]
-) -> Any:
+def _previewed(request: HttpRequest) -> int:
+    """The preview that is confirmed; 0 if none is."""
+    given = request.POST.get(_CONFIRMED, "")
+    return int(given) if given.isdecimal() and len(given) <= _LONGEST_NUMBER else 0
+
+
+def _plan(request: HttpRequest, action: Action, model: Any, **answered: Any) -> Plan:
     user: Any = request.user
-    given, app, alias = form.cleaned_data, package_of(chosen.model), chosen.db
-    planned = Plan(
-        action=action.name,
-        selection=selection,
-        sources=sorted(map(str, sources)),
-        requested_by=user.get_username(),
-        permission=action.codename(chosen.model),
+    return Plan(action=action.name, requested_by=user.get_username(), permission=action.codename(model), **answered)
+
+
+def _confirmed(
+    request: HttpRequest, table: OperationTable, alias: str, pk: int, action: Action, model: Any, form: Any
+) -> Any | None:
+    """The operation that was previewed, which is planned now. None: see `OperationTable.confirm`."""
+    given = form.cleaned_data
+    plan = _plan(
+        request,
+        action,
+        model,
+        selection="",
         reason=given["reason"],
         given={name: value for name, value in given.items() if name not in {"reason", *_Limits.base_fields}},
         rate=given["rate"],
         is_canary=given.get("canary", False),
     )
-    applicable = chosen.filter(action.condition, state__in=action.sources)
-    rows = applicable.order_by("pk").values_list("pk", flat=True)[:MOST_ROWS]
     with decision_transaction(alias):
-        operation = OperationTable(app).plan(alias, planned, rows.iterator(chunk_size=10_000))
-        subject = Subject(kind="operation", id=str(operation.pk), name=selection)
-        record(app, alias, actor_of(request), action.name, [subject], {**given, "messages": operation.total})
+        operation = table.confirm(alias, pk, plan)
+        if operation is not None:
+            subject = Subject(kind="operation", id=str(operation.pk), name=operation.selection)
+            record(table.app, alias, actor_of(request), action.name, [subject], {**given, "messages": operation.total})
     return operation
 
 
-def _counts(chosen: QuerySet[Any], action: Action) -> Sequence[tuple[str, int, bool]]:
-    """By state: its number of messages, and does the action change them?"""
+def _counts(chosen: QuerySet[Any], changed: Mapping[str, int]) -> Sequence[tuple[str, int, bool]]:
+    """By state: its number of messages, and does the action change them?
+
+    Args:
+        changed: the messages of the preview by state.
+    """
     bounded: QuerySet[Any] = QuerySet(chosen.model, using=chosen.db).filter(
         pk__in=chosen.order_by().values("pk")[: MOST_ROWS + 1]
     )
-    changed = Count("pk", filter=Q(action.condition, state__in=action.sources))
-    by_state = bounded.order_by("state").values_list("state").annotate(Count("pk"), changed=changed)
-    parts = ((state, ((count, True), (total - count, False))) for state, total, count in by_state)
-    return [(state, count, is_changed) for state, counts in parts for count, is_changed in counts if count]
+    by_state = dict(bounded.order_by("state").values_list("state").annotate(Count("pk")))
+    parts = (
+        (state, ((changed.get(state, 0), True), (by_state.get(state, 0) - changed.get(state, 0), False)))
+        for state in sorted({*by_state, *changed})
+    )
+    return [(state, count, is_changed) for state, counts in parts for count, is_changed in counts if count > 0]

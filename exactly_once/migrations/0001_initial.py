@@ -167,7 +167,7 @@ class Migration(migrations.Migration):
                 ('client', models.CharField(default='', max_length=255)),
                 ('permission', models.CharField(default='', max_length=255)),
                 ('rate', models.PositiveIntegerField(null=True, verbose_name='messages per second')),
-                ('state', models.CharField(choices=[('planned', 'Planned'), ('running', 'Running'), ('stopped', 'Stopped'), ('finished', 'Finished'), ('cancelled', 'Cancelled')], default='planned', max_length=12, verbose_name='state')),
+                ('state', models.CharField(choices=[('previewed', 'Previewed'), ('planned', 'Planned'), ('running', 'Running'), ('stopped', 'Stopped'), ('finished', 'Finished'), ('cancelled', 'Cancelled')], default='planned', max_length=12, verbose_name='state')),
                 ('cancelled_by', models.CharField(default='', max_length=255)),
                 ('stopped_because', models.TextField(default='')),
                 ('total', models.PositiveIntegerField(default=0)),

@@ -9,7 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ LEASE = timedelta(seconds=10)
 """A process that has not recorded a batch for this long is taken to be dead."""
 UNCHANGED_KEPT = 1_000
 """Unchanged messages that an operation names one by one; all of them are counted by reason."""
+_PREVIEW_KEPT = timedelta(hours=1)
 _PART = 500
 _MOST_REASONS = 50
 _OTHER_REASONS = "other reasons"
@@ -50,16 +51,16 @@ class RowOutcome(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """An operation to be planned; see the model for its fields."""
+    """An operation to be planned; see the model for its fields. For a preview, the user's answers are not known."""
 
     action: str
     selection: str
-    sources: Sequence[str]
+    sources: Sequence[str] = ()
     requested_by: str
     client: str = ""
     permission: str = ""
     reason: str = ""
-    given: Mapping[str, Any]
+    given: Mapping[str, Any] = field(default_factory=dict)
     rate: int | None = None
     is_canary: bool = False
 
@@ -74,7 +75,7 @@ class OperationTable:
     def __init__(self, app: str) -> None:
         self.app = app
 
-    def plan(self, alias: str, plan: Plan, rows: Iterable[int]) -> Any:
+    def plan(self, alias: str, plan: Plan, rows: Iterable[int], **columns: Any) -> Any:
         """Store an operation on these rows; returns it."""
         with transaction.atomic(using=alias):
             written = {
@@ -83,6 +84,7 @@ class OperationTable:
                 "sources": [str(source) for source in plan.sources],
                 "given": dict(plan.given),
                 "requested_by": plan.requested_by[:NAME_LENGTH],
+                **columns,
             }
             planned = self.rows(alias).create(app=self.app, planned_at=DatabaseTime(), **written)
             total, remaining = 0, iter(rows)
@@ -91,6 +93,45 @@ class OperationTable:
                 total += len(some)
             self._of(alias, planned).update(total=total)
         return self._of(alias, planned).get()
+
+    def preview(self, alias: str, plan: Plan, rows: Iterable[tuple[int, str]], *, instead_of: int) -> tuple[Any, Counter[str]]:
+        """Store an operation on these rows, which is not executed until `confirm`; returns it, and the number of rows by state.
+
+        What matches later does not belong to it. It is kept for an hour, and not without a row.
+
+        Args:
+            rows: each with its state. The states are the `sources` of the operation.
+            instead_of: the primary key of an earlier preview of this user, which is deleted.
+        """
+        states = Counter[str]()
+
+        def counted() -> Iterator[int]:
+            for row, state in rows:
+                states[state] += 1
+                yield row
+
+        with transaction.atomic(using=alias):
+            earlier = Q(planned_at__lt=DatabaseTime(-_PREVIEW_KEPT)) | Q(pk=instead_of, requested_by=plan.requested_by)
+            self.rows(alias).filter(earlier, state=OperationState.PREVIEWED).delete()
+            # Retention deletes a preview like an operation that has ended.
+            operation = self.plan(alias, plan, counted(), state=OperationState.PREVIEWED, ended_at=DatabaseTime())
+            if states:
+                self._of(alias, operation).update(sources=sorted(states))
+            else:
+                self._of(alias, operation).delete()
+        return operation, states
+
+    def confirm(self, alias: str, pk: int, plan: Plan) -> Any | None:
+        """previewed → planned, with what the user has answered; returns it. None: it is not this user's, or no longer kept.
+
+        Args:
+            plan: its selection and sources are those of the preview.
+        """
+        mine = {"action": plan.action, "requested_by": plan.requested_by[:NAME_LENGTH], "state": OperationState.PREVIEWED}
+        answered = {name: getattr(plan, name) for name in ("permission", "reason", "given", "rate", "is_canary")}
+        now = {"state": OperationState.PLANNED, "planned_at": DatabaseTime(), "ended_at": None}
+        found = self.rows(alias).filter(pk=pk, planned_at__gte=DatabaseTime(-_PREVIEW_KEPT), **mine)
+        return self.rows(alias).get(pk=pk) if found.update(**answered, **now) else None
 
     def rows(self, alias: str) -> QuerySet[Any]:
         return QuerySet(Operation, using=alias).filter(app=self.app)

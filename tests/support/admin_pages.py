@@ -132,6 +132,18 @@ def act(client, action, *rows, page=LIST, query="", **fields):
     return client.post(reverse(page) + query, data)
 
 
+def previewed(response):
+    """The field that confirms the operation of this preview."""
+    return {field["name"]: field["value"] for field in Page(response).all("input", name="plan_confirmed")}
+
+
+def act_on_all(client, action, *, page=LIST, query="", **fields):
+    """Preview an action on all rows that match the list's filters, and confirm it."""
+    (row, *_) = client.get(reverse(page) + query).context["cl"].result_list
+    preview = act(client, action, row, page=page, query=query, select_across="1")
+    return act(client, action, row, page=page, query=query, select_across="1", **previewed(preview), **fields)
+
+
 def said(response):
     return [(message.level_tag, message.message) for message in get_messages(response.wsgi_request)]
 

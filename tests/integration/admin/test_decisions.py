@@ -6,13 +6,13 @@ from django.urls import reverse
 
 from inbox.joins.models import Run
 from inbox.outgoing_webhooks import Endpoint
-from tests.support.admin_pages import a_message, act, an_inbox_message, superuser_client
+from tests.support.admin_pages import a_message, act, act_on_all, an_inbox_message, superuser_client
 from tests.support.joins import TOPICS, comes, report
 from tests.support.sql import executed
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
-CONFIRMED = {"confirmed": "yes", "plan_confirmed": "yes", "reason": "because"}
+CONFIRMED = {"confirmed": "yes", "reason": "because"}
 READ_COMMITTED = ("read committed", "10s")
 
 
@@ -45,7 +45,8 @@ def cancel(client):
 
 
 def cancel_all(client):
-    act(client, "cancel", a_message(), select_across="1", **CONFIRMED)
+    a_message()
+    act_on_all(client, "cancel", reason="because")
 
 
 def add_and_disable_an_endpoint(client):

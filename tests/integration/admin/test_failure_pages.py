@@ -15,7 +15,7 @@ from inbox.models import InboxMessage
 from inbox.operators.operations import executor
 from inbox.states import State
 from outbox.models import OutboxMessage
-from tests.support.admin_pages import Page, a_message, said, staff_client
+from tests.support.admin_pages import Page, a_message, previewed, said, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, make_due, options, the_row
 from tests.support.inbox_rows import settle
 
@@ -222,7 +222,7 @@ class TestFailureGroups:
         client = staff_client(VIEW)
         assert not Page(client.get(url)).all("button", name="action")
         for action in ("note", "retry", "skip"):
-            assert client.post(url, {"action": action, "note": "x", "plan_confirmed": "yes", "reason": "x"}).status_code == 403
+            assert client.post(url, {"action": action, "note": "x", "plan_confirmed": "1", "reason": "x"}).status_code == 403
         assert not Operation.objects.exists()
         assert staff_client().get(reverse(GROUPS)).status_code == 403
         assert staff_client().get(url).status_code == 403
@@ -233,15 +233,17 @@ class TestFailureGroups:
         row = InboxMessage.objects.filter(error_class="ValueError").first()
         client = staff_client(VIEW, SKIP)
         url = f"{reverse(GROUP)}?app=inbox&class=ValueError&place={row.error_place}"
-        preview = Page(client.post(url, {"action": "skip"}))
-        assert "It applies to 3 of 3 messages." in preview.text
-        response = client.post(url, {"action": "skip", "plan_confirmed": "yes", "reason": "paid by hand"})
+        preview = client.post(url, {"action": "skip"})
+        assert "It applies to 3 of 3 messages." in Page(preview).text
+        failed(handles, refuse_the_card)
+        response = client.post(url, {"action": "skip", **previewed(preview), "reason": "paid by hand"})
         assert "planned" in said(response)[0][1]
         assert operate() > 0
         operation = Operation.objects.get()
         assert response.url == reverse("admin:exactly_once_operation_change", args=[operation.pk])
         assert (operation.state, operation.done, operation.total) == ("finished", 3, 3)
-        assert sorted(InboxMessage.objects.values_list("state", flat=True)) == ["retrying", "skipped", "skipped", "skipped"]
+        states = sorted(InboxMessage.objects.values_list("state", flat=True))
+        assert states == ["retrying", "retrying", "skipped", "skipped", "skipped"]
         assert InboxMessage.objects.filter(last_error="skipped: paid by hand").count() == 3
 
     @pytest.mark.every_database

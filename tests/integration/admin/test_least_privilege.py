@@ -15,7 +15,7 @@ from inbox.models import InboxMessage
 from inbox.operators.operations import executor
 from inbox.outgoing_webhooks import Endpoint
 from inbox.states import State
-from tests.support.admin_pages import Page, a_message, act, staff_client
+from tests.support.admin_pages import Page, a_message, act, act_on_all, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, options
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
@@ -128,9 +128,8 @@ def test_planned_operation_of_a_user_without_the_permission_any_more_stops_and_c
     handler = handles(fails)
     for _ in range(3):
         deliver(handler, an_envelope(), given=options(MAX_ATTEMPTS=1))
-    planned = {"select_across": "1", "plan_confirmed": "yes", "reason": "wrong"}
     client = staff_client(VIEW_INBOX, "skip_inboxmessage")
-    act(client, "skip", InboxMessage.objects.first(), page=INBOX_LIST, query="?state=dead", **planned)
+    act_on_all(client, "skip", page=INBOX_LIST, query="?state=dead", reason="wrong")
     operation = Operation.objects.get()
     user = User.objects.get(username=operation.requested_by)
     name = user.get_username()

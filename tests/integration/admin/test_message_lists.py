@@ -18,7 +18,7 @@ from inbox.models import TrailEntry as InboxTrailEntry
 from inbox.states import State as InboxState
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
-from tests.support.admin_pages import NASTY, RESTORE, VIEW, Page, a_message, an_inbox_message, listed, staff_client
+from tests.support.admin_pages import NASTY, RESTORE, VIEW, Page, a_message, an_inbox_message, listed, previewed, staff_client
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
@@ -408,16 +408,16 @@ class TestAllMatching:
         client, url = app.client(), reverse(app.page, query=query)
         data = {"action": app.action, "_selected_action": [row.pk], "select_across": "1"}
 
-        preview = Page(client.post(url, data))
-        client.post(url, {**data, "plan_confirmed": "yes", "reason": "broker was down"})
+        preview = client.post(url, data)
+        client.post(url, {**data, **previewed(preview), "reason": "broker was down"})
 
-        assert "applies to 1 of 1" in " ".join(preview.text.split())
-        assert Operation.objects.get().total == 1
+        assert "applies to 1 of 1" in " ".join(Page(preview).text.split())
+        assert (Operation.objects.get().total, Operation.objects.get().state) == (1, "planned")
 
     @pytest.mark.parametrize("query", [{"state": "bogus"}, {"q": "headers.tenant:"}, {"q": "a\x00b"}], ids=str)
     def test_operation_is_not_planned_if_a_filter_or_the_search_is_not_understood(self, app, query):
         row = app.message()
-        data = {"action": app.action, "_selected_action": [row.pk], "select_across": "1", "plan_confirmed": "yes"}
+        data = {"action": app.action, "_selected_action": [row.pk], "select_across": "1", "plan_confirmed": "1"}
 
         app.client().post(reverse(app.page, query=query), data)
 

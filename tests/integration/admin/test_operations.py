@@ -32,7 +32,7 @@ from outbox.operators.operations import MANAGE, operations
 from outbox.operators.replaying import executor as outbox_executor
 from outbox.relay.housekeeping import Housekeeper
 from outbox.states import State as OutboxState
-from tests.support.admin_pages import Page, a_message, act, said, staff_client
+from tests.support.admin_pages import Page, a_message, act, act_on_all, previewed, said, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, make_due, options, the_effect
 from tests.support.http_api import TOKENS
 from tests.support.inbox_rows import settle, store_message
@@ -43,7 +43,6 @@ pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "othe
 VIEW, RETRY, SKIP = "view_inboxmessage", "retry_inboxmessage", "skip_inboxmessage"
 LIST = "admin:inbox_inboxmessage_changelist"
 OPERATIONS, OPERATION = (f"admin:exactly_once_operation_{page}" for page in ("changelist", "change"))
-CONFIRMED = {"select_across": "1", "plan_confirmed": "yes", "reason": "because"}
 
 
 def dead_rows(count, *, state=State.DEAD, **columns):
@@ -62,8 +61,7 @@ def dead_rows(count, *, state=State.DEAD, **columns):
 
 def planned(client, action, query="?state=dead", **fields):
     """Plan an operation on all messages that match the list's filters; returns it."""
-    row = InboxMessage.objects.order_by("pk").first()
-    response = act(client, action, row, page=LIST, query=query, **{**CONFIRMED, **fields})
+    response = act_on_all(client, action, page=LIST, query=query, **{"reason": "because", **fields})
     assert response.status_code == 302, Page(response).text
     return Operation.objects.get(pk=re.search(r"operation/(\d+)/", response.url)[1])
 
@@ -71,6 +69,11 @@ def planned(client, action, query="?state=dead", **fields):
 def operate(batches=None):
     """What a running consumer does with planned operations."""
     return inbox_operations.executor().drain(StopRequest())
+
+
+def planned_ones():
+    """Without those that are only previewed."""
+    return Operation.objects.exclude(state="previewed")
 
 
 def states():
@@ -86,7 +89,8 @@ class TestPlanning:
         preview = Page(act(client, "retry", InboxMessage.objects.first(), page=LIST, query="?state=dead", select_across="1"))
         assert "It applies to 3 of 3 messages." in preview.text
         assert "state dead" in preview.text
-        assert not Operation.objects.exists()
+        assert not Page(client.get(reverse(OPERATIONS))).all("a", href=reverse(OPERATION, args=[Operation.objects.get().pk]))
+        assert operate() == 0
 
         operation = planned(client, "retry")
         assert (operation.total, operation.state, operation.sources, operation.reason) == (3, "planned", ["dead"], "because")
@@ -96,7 +100,7 @@ class TestPlanning:
         operation.refresh_from_db()
         assert (operation.state, operation.done, operation.refused, operation.failed) == ("finished", 3, 0, 0)
         assert states() == ["retrying"] * 5
-        assert not OperationPart.objects.exists()
+        assert not operation.parts.exists()
 
     def test_preview_that_applies_to_no_message_disables_the_button(self):
         dead_rows(3, state=State.DONE, settled_at=DatabaseTime())
@@ -106,8 +110,8 @@ class TestPlanning:
         assert "It applies to 0 of 3 messages." in preview.text
         (button,) = preview.all("input", type="submit")
         assert "disabled" in button
-        act(client, "retry", row, page=LIST, **CONFIRMED)
-        assert not Operation.objects.exists()
+        act_on_all(client, "retry", page=LIST, reason="because")
+        assert not planned_ones()
 
     def test_preview_counts_messages_in_quarantine_as_unchanged(self):
         dead_rows(1)
@@ -119,15 +123,56 @@ class TestPlanning:
     def test_operation_needs_the_permission_of_its_action(self):
         dead_rows(1)
         client = staff_client(VIEW, SKIP)
-        act(client, "retry", InboxMessage.objects.first(), page=LIST, **CONFIRMED)
-        assert not Operation.objects.exists()
+        own = act(client, "skip", InboxMessage.objects.first(), page=LIST, select_across="1")
+        act(client, "retry", InboxMessage.objects.first(), page=LIST, select_across="1", **previewed(own), reason="because")
+        assert not planned_ones()
 
     def test_skip_demands_a_reason(self):
         dead_rows(1)
         client = staff_client(VIEW, SKIP)
-        page = Page(act(client, "skip", InboxMessage.objects.first(), page=LIST, **{**CONFIRMED, "reason": ""}))
+        page = Page(act_on_all(client, "skip", page=LIST, reason=""))
         assert "This field is required" in page.text
-        assert not Operation.objects.exists()
+        assert not planned_ones()
+        assert Operation.objects.count() == 1  # the preview that is shown now
+
+    @pytest.mark.every_database
+    def test_operation_is_on_the_messages_of_the_preview_and_on_no_other(self):
+        dead_rows(3)
+        dead_rows(2, state=State.RETRYING)
+        client, row = staff_client(VIEW, SKIP), InboxMessage.objects.first()
+        do = partial(act, client, "skip", row, page=LIST, query="?state=dead", select_across="1")
+        preview = do()
+        dead_rows(4, handler="later")
+        InboxMessage.objects.filter(state=State.RETRYING).update(state=State.DEAD)
+
+        do(**previewed(preview), reason="because")
+        operate()
+
+        operation = planned_ones().get()
+        assert "Skip 3 messages" in [button["value"] for button in Page(preview).all("input", type="submit")]
+        assert (operation.total, operation.done) == (3, 3)
+        assert states() == ["dead"] * 6 + ["skipped"] * 3
+
+    @pytest.mark.parametrize("why", ["it is too old", "it was confirmed before", "it is another user's"])
+    def test_preview_that_cannot_be_confirmed_is_shown_anew(self, why):
+        dead_rows(3)
+        client, row = staff_client(VIEW, RETRY), InboxMessage.objects.first()
+        do = partial(act, client, "retry", row, page=LIST, query="?state=dead", select_across="1")
+        first = do()
+        if why == "it is too old":
+            Operation.objects.update(planned_at=DatabaseTime(-timedelta(hours=2)))
+        elif why == "it was confirmed before":
+            do(**previewed(first), reason="because")
+        else:
+            Operation.objects.update(requested_by="ada")
+        planned_before = planned_ones().count()
+
+        again = do(**previewed(first), reason="what was typed")
+
+        assert "Nothing was planned" in Page(again).text
+        assert Page(again).all("input", name="reason", value="what was typed")
+        assert previewed(again) != previewed(first)
+        assert planned_ones().count() == planned_before
 
     def test_message_that_matches_later_does_not_belong_to_the_operation(self):
         dead_rows(2)
@@ -356,8 +401,7 @@ class TestOutbox:
 
     @staticmethod
     def executed(client, action, query, **fields):
-        row = OutboxMessage.objects.order_by("pk").first()
-        response = act(client, action, row, query=query, **{**CONFIRMED, **fields})
+        response = act_on_all(client, action, query=query, **{"reason": "because", **fields})
         assert response.status_code == 302, Page(response).text
         outbox_executor("default").drain(StopRequest())
         return Operation.objects.get(pk=re.search(r"operation/(\d+)/", response.url)[1])
