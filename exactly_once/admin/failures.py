@@ -168,7 +168,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         return self.respond(request, _GROUP, context)
 
     def _act(self, request: HttpRequest, failing: OperatedMessages, error_class: str, place: str) -> HttpResponse | NoteForm:
-        """The response; the form of a note that is not valid, so that it comes back with what was typed."""
+        """The response; the form of an invalid note, so that it comes back with what was typed."""
         url = group_url(self.admin_site.name, failing.app, error_class, place)
         chosen = request.POST.get("action", "")
         if chosen == NOTE.name:

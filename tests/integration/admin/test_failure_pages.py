@@ -208,7 +208,7 @@ class TestFailureGroups:
         client.post(url, {"action": "note", "note": ""})
         assert not FailureNote.objects.exists()
 
-    def test_note_that_is_too_long_is_not_lost(self, handles):
+    def test_text_of_a_note_is_not_lost_if_it_is_too_long(self, handles):
         failed(handles, refuse_the_card)
         long, url = "The bank is down. " * 300, reverse(GROUP, query=group_of(the_row()))
         page = Page(staff_client(VIEW, NOTE).post(url, {"action": "note", "note": long}))

@@ -154,7 +154,7 @@ class TestPlanning:
         assert states() == ["dead"] * 6 + ["skipped"] * 3
 
     @pytest.mark.parametrize("why", ["it is too old", "it was confirmed before", "it is another user's"])
-    def test_preview_that_cannot_be_confirmed_is_shown_anew(self, why):
+    def test_preview_that_cannot_be_confirmed_is_shown_again(self, why):
         dead_rows(3)
         client, row = staff_client(VIEW, RETRY), InboxMessage.objects.first()
         do = partial(act, client, "retry", row, page=LIST, query="?state=dead", select_across="1")
