@@ -23,7 +23,6 @@ from django.views.decorators.http import require_safe
 
 from exactly_once.cli.parts import OK, UNAVAILABLE, Check, Part, parts
 from exactly_once.models import Process
-from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.reading import Reading
 from exactly_once.wire.text import describe
 
@@ -50,29 +49,7 @@ def readiness(chosen: Sequence[Part], alias: str, *, everywhere: bool) -> Mappin
     return {part.app: [Check(name="database", status=UNAVAILABLE, detail=said)] for part in chosen}
 
 
-_lock = threading.Lock()
-_Key = tuple[object, ...]
-_probes: dict[_Key, _Probe] = {}
-
-
-def _run(key: _Key, probe: _Probe, chosen: Sequence[Part]) -> None:
-    alias, everywhere = str(key[0]), bool(key[1])
-    try:
-        connection = connections[alias]
-        if is_postgresql(connection):
-            given = {name: value for name, value in connection.settings_dict["OPTIONS"].items() if name != "pool"}
-            connection.settings_dict = {**connection.settings_dict, "OPTIONS": {**given, **_SHORT_TIMEOUTS}}
-        probe.set_result({part.app: part.readiness(alias, everywhere=everywhere) for part in chosen})
-    except Exception as error:  # noqa: BLE001 - the thread of the probe raises it
-        probe.set_exception(error)
-    finally:
-        with _lock:
-            del _probes[key]
-        connections.close_all()
-
-
 def ready(request: HttpRequest, *, app: str = "", database: str = "") -> HttpResponse:
-def ready(request: HttpRequest, *, app: str = "", database: str = DEFAULT_DB_ALIAS) -> HttpResponse:
     """200 if the service can do its work, and 503 if not."""
     chosen = [part for part in parts() if part.app == (app or part.app)]
     if not chosen:

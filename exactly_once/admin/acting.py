@@ -19,7 +19,7 @@ from django.contrib.admin.utils import flatten_fieldsets, lookup_field
 from django.contrib.admin.views.main import ChangeList
 from django.core.exceptions import PermissionDenied
 from django.core.paginator import Paginator
-from django.db import DEFAULT_DB_ALIAS, DatabaseError, router, transaction
+from django.db import DatabaseError, router
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse

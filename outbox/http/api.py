@@ -156,9 +156,7 @@ def restore(
 def operation(request: HttpRequest, operation_id: Annotated[int, Path(lt=2**63)]) -> schemas.OperationStatus:
     """The progress of an operation that this client has asked for."""
     client = client_of(request)
-    found = operations.rows(_alias()).filter(pk=operation_id, requested_by=_name_of(client)).first()
-    if found is None or not client.may(found.selection.removeprefix(TOPIC), MANAGE):
-    found = operations.rows(_options().DATABASE).filter(pk=operation_id, client=client.name).first()
+    found = operations.rows(_alias()).filter(pk=operation_id, client=client.name).first()
     if found is None or not client.may(found.given["topic"], MANAGE):
         raise Problem(HTTPStatus.NOT_FOUND, f"There is no operation {operation_id} of this client and its scopes.")
     return schemas.OperationStatus.model_validate(found)
@@ -179,8 +177,6 @@ def _planned(request: HttpRequest, topic: str, which: schemas.Restoring) -> sche
         given={"topic": topic, "overdue": which.overdue},
     )
     alias = _alias()
-    with transaction.atomic(using=alias, durable=True):
-    alias = _options().DATABASE
     with decision_transaction(alias):
         # A request is repeated while the first one, of a million messages, is still being planned.
         plan_alone(alias)
@@ -238,7 +234,7 @@ def _decided(
     request: HttpRequest, action: str, which: schemas.Chosen, decide: Callable[..., Decision], **given: Any
 ) -> schemas.Decided:
     """Make a decision, and write it into the audit log in the same transaction."""
-    client, alias = _manager(request, which), _options().DATABASE
+    client, alias = _manager(request, which), _alias()
     names = {"message_id": which.id, "topic": which.topic, "biz_id": which.biz_id}
     with decision_transaction(alias):
         decision = decide(**names, **given, by=_name_of(client), using=alias)
@@ -267,17 +263,13 @@ def _text_of(which: schemas.Chosen) -> str:
     return ", ".join(f"{name} {value}" for name in ("id", "topic", "biz_id") if (value := getattr(which, name)) is not None)
 
 
-def _named(client: Client, which: schemas.Chosen) -> dict[str, Any]:
-    """Which messages, and who decides."""
-    names = {"message_id": which.id, "topic": which.topic, "biz_id": which.biz_id}
-    return {**names, "by": _name_of(client), "using": _alias()}
 def _record(request: HttpRequest, action: str, which: schemas.Chosen, subjects: Sequence[Subject], **more: Any) -> None:
     """Write a decision into the audit log, in its transaction."""
     actor = Actor(name=client_of(request).name, place="HTTP API", address=str(request.META.get("REMOTE_ADDR", "")))
     given = which.model_dump(exclude={"overdue"}, exclude_none=True) | more
     if isinstance(which, schemas.Restoring):
         given["without_overdue"] = not which.overdue
-    record("outbox", _options().DATABASE, actor, action, subjects, given)
+    record("outbox", _alias(), actor, action, subjects, given)
 
 
 def _name_of(client: Client) -> str:
