@@ -27,6 +27,8 @@ class AlertOptions:
         DEAD: this many new dead letters within DEAD_WITHIN raise an alert.
         DEAD_WITHIN: see DEAD; also the time for which a conflicting duplicate raises one.
         PAUSED_FOR: a topic or handler that is paused for longer raises an alert.
+        FAILING: this share of failed attempts raises an alert, of at least ten within ten minutes.
+        BACKLOG: more messages in the queues of a handler at the broker raise an alert.
         MAIL_TO: recipients of an e-mail for each raised and cleared alert. Django's EMAIL settings, or its MAILERS, send it.
         WEBHOOK_URL: receives a JSON object by POST for each raised and cleared alert; "" for none. It must be https://, except
             on this host.
@@ -44,6 +46,8 @@ class AlertOptions:
     DEAD: int = 1
     DEAD_WITHIN: timedelta = timedelta(minutes=15)
     PAUSED_FOR: timedelta = timedelta(hours=1)
+    FAILING: float = 0.5
+    BACKLOG: int = 10_000
     MAIL_TO: tuple[str, ...] = ()
     WEBHOOK_URL: str = field(default="", repr=False)
     TIMEOUT: timedelta = timedelta(seconds=10)

@@ -41,7 +41,8 @@ class Process(models.Model):
     facts = models.JSONField(default=dict)
     """What only its kind reports. A relay: `published` since its
     start, and the `shards` that it tries in one pass. A consumer: the names of its `handlers` on this database; deliveries
-    `received`, and stored messages that it `ran`, since its start.
+    `received`, and stored messages that it `ran`, since its start; by handler, how many `threads` may run it, and how many
+    messages are `queued` at the broker.
     """
     mode = models.CharField(
         max_length=12,

@@ -28,4 +28,10 @@ MESSAGES = gauge("inbox_messages", "Rows in the table that are not done, skipped
 OLDEST_DUE = gauge("inbox_oldest_due_seconds", "How long the oldest due message has been waiting; 0 if none is.", "database")
 CONSUMERS = gauge("inbox_consumers", "Consumer processes by their heartbeats: working, waiting or silent.", "database", "state")
 UNATTENDED = gauge("inbox_unattended_handlers", "Handlers of this project that no live process runs.", "database")
+QUEUED = gauge(
+    "inbox_queue_messages",
+    "Messages in the queues of a handler at the broker, as consumers read them.",
+    "database",
+    "handler",
+)
 READABLE = gauge("inbox_table_readable", "1 if the figures of the tables could be read, else 0.", "database")

@@ -103,8 +103,23 @@ def counted(rows: QuerySet[Any]) -> str:
     return f"{number(counter.count)}+" if counter.is_cut else number(counter.count)
 
 
+class _RowCount(int):
+    """A number of rows as lists show it: "10,000+" where it was cut."""
+
+    is_cut = False
+
+    def __str__(self) -> str:
+        return f"{number(int(self))}+" if self.is_cut else number(int(self))
+
+
 class LeanChangeList(ChangeList):
     """A list that does not load the large columns."""
+
+    def get_results(self, request: HttpRequest) -> None:
+        super().get_results(request)
+        paginator: Any = self.paginator
+        self.result_count = _RowCount(self.result_count)
+        self.result_count.is_cut = paginator.is_cut
 
     @property
     def filter_bar(self) -> list[tuple[Any, list[Any], Any]]:

@@ -18,6 +18,7 @@ from exactly_once.models import DatabaseHealth
 from exactly_once.operators import database_health as health
 from exactly_once.operators.database_health import Pin, TableHealth
 from exactly_once.operators.minutes import database_time
+from exactly_once.plurals import ngettext
 from exactly_once.sql.schema import our_apps
 
 _MOST_PARTITIONS = 31
@@ -65,15 +66,19 @@ def our_tables(alias: str) -> list[TableHealth] | None:
 
 
 def horizon_warnings(pins: Sequence[Pin] | None) -> Iterator[str]:
-    """What has held back the vacuum horizon for long."""
+    """What has held back the vacuum horizon for long: one sentence for all sessions."""
+    opened = [(pin.open_for, pin) for pin in pins or () if pin.open_for is not None and pin.open_for >= _LONG]
+    if opened:
+        yield ngettext(
+            "%(what)s has held back the vacuum horizon for %(duration)s: dead rows are not removed, and relays read past them.",
+            "%(what)s have held back the vacuum horizon, the first for %(duration)s: dead rows are not removed, and relays "
+            "read past them.",
+            len(opened),
+            what=", ".join(_named(pin) for _for, pin in opened),
+            duration=duration(max(lasted for lasted, _pin in opened)),
+        )
     for pin in pins or ():
-        if pin.open_for is not None and pin.open_for >= _LONG:
-            words = _(
-                "%(what)s has held back the vacuum horizon for %(duration)s: dead rows are not removed, and relays "
-                "read past them."
-            )
-            yield words % {"what": _named(pin), "duration": duration(pin.open_for)}
-        elif pin.open_for is None and pin.age >= _MANY_TRANSACTIONS:
+        if pin.open_for is None and pin.age >= _MANY_TRANSACTIONS:
             words = _("%(what)s has held back the vacuum horizon for %(count)s transactions: dead rows are not removed.")
             yield words % {"what": _named(pin), "count": number(pin.age)}
 

@@ -12,7 +12,7 @@ from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.text import format_lazy
-from django.utils.translation import gettext
+from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
@@ -23,7 +23,7 @@ from exactly_once.admin.sections import sections
 from exactly_once.display import NOTHING, Tone, age, badge, bytes_text, duration, identifier, number, stacked, visible, warning
 from exactly_once.models import Busy, Process
 from exactly_once.operators.actions import Action
-from exactly_once.operators.heartbeat_table import HeartbeatTable, process_kinds
+from exactly_once.operators.heartbeat_table import HeartbeatTable, long_runs, process_kinds
 from exactly_once.operators.minutes import database_time
 from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.process.loop import ALLOWED_IN, Mode, Request
@@ -32,6 +32,7 @@ from exactly_once.sql.connections import with_table
 _PROCESSES = HeartbeatTable()
 _HANDLERS_IN_THE_LIST = 3
 _MOST_BUSY = 200
+_LONG_RUN = timedelta(minutes=5)
 _MODES: dict[str, Any] = {
     Mode.PAUSED: (_("Paused"), Tone.LATER),
     Mode.DRAINING: (_("Draining"), Tone.LATER),
@@ -54,7 +55,7 @@ def _action(asked: Request, label: Any, done: Any, question: Any = "", button: A
 
 def _work(row: Any, most: int | None = None) -> SafeString:
     # The present rate of a silent process is unknown.
-    rate = NOTHING if row.silent or row.stopped_at else number(row.rate, 1)
+    rate = NOTHING if row.silent or row.has_stopped else number(row.rate, 1)
     counts = [format_html("{}", count) for kind in process_kinds() if kind.app == row.app for count in kind.counts(row)]
     handlers = row.facts.get("handlers", [])
     more = len(handlers[most:]) if most else 0
@@ -119,7 +120,7 @@ class ProcessAdmin(ActingAdmin):
         return [warning(words) for words in missing if words]
 
     def badge_of(self, row: Any) -> SafeString:
-        if row.stopped_at:
+        if row.has_stopped:
             return badge(gettext("Stopped"), Tone.OVER)
         if row.silent:
             return badge(gettext("Silent"), Tone.STOPPED)
@@ -129,7 +130,8 @@ class ProcessAdmin(ActingAdmin):
             return badge(gettext("Waiting"), Tone.FAILING)
         if row.app == "outbox" and row.last_pass_at is None:
             return badge(gettext("Starting"), Tone.LATER)
-        return badge(gettext("Working"), Tone.DONE)
+        has_long = long_runs(row, _LONG_RUN)
+        return badge(gettext("Long run"), Tone.FAILING) if has_long else badge(gettext("Working"), Tone.DONE)
 
     def remark(self, action: Action, row: Any) -> SafeString | str:
         words = super().remark(action, row)
@@ -150,11 +152,18 @@ class ProcessAdmin(ActingAdmin):
         if row.silent and row.beat_at > row.database_now:
             lines.append(format_html("{}", gettext("its last heartbeat is ahead of the database's clock")))
         elif row.silent:
+        if row.has_stopped:
+            words = gettext("killed {}, because it did not end in time")
+            return stacked(*lines, format_html(words, age(row.beat_at, row.database_now)))
+        if row.silent:
             lines.append(format_html(gettext("for {}"), duration(row.database_now - row.beat_at)))
         elif row.waits_for and row.mode not in _MODES:
             lines.append(format_html(gettext("for {}"), visible(row.waits_for)))
         if row.requested:
             lines.append(self._request_of(row))
+        for name, lasted in long_runs(row, _LONG_RUN).items():
+            words = ngettext("{name} for {time}", "{name} for {time}, in {count} threads", len(lasted))
+            lines.append(format_html(words, name=identifier(name), time=duration(lasted[0]), count=len(lasted)))
         return stacked(*lines)
 
     def _request_of(self, row: Any) -> SafeString:

@@ -5,7 +5,7 @@ cost little: counts up to a limit, and the statistics of each minute that the pr
 figure is shown as unknown, never as 0.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
@@ -20,10 +20,11 @@ from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 from django.utils.translation import gettext
 
-from exactly_once.display import identifier, number, visible
+from exactly_once.display import duration, identifier, number, visible
 from exactly_once.operators.clock import Dated, ahead
 from exactly_once.operators.failure_groups import FailureGroups
-from exactly_once.operators.minutes import Minutes
+from exactly_once.operators.heartbeat_table import lost
+from exactly_once.operators.minutes import LATELY, Minutes
 from exactly_once.sql.counts import Count
 
 _MOST_GROUPS = 3
@@ -127,6 +128,24 @@ def clock_was_ahead(alias: str, kinds: Sequence[Dated]) -> Iterator[Attention]:
         yield Attention(condition="clock_ahead", text=words % {"problem": found})
 
 
+def silent(rows: Iterable[Any], words: Text) -> Iterator[Attention]:
+    """A line for each process that is `lost`. `words` has a place for its name, and one for how long."""
+    for process in lost(rows):
+        text = format_html(str(words), identifier(str(process)), duration(process.database_now - process.beat_at))
+        yield Attention(condition="silent", objects=[str(process)], text=text)
+
+
+def failing(
+    minutes: Minutes, alias: str, share: float, known: Collection[str], succeeded: str, *failed: str
+) -> Iterator[Attention]:
+    """A line for each handler or topic whose attempts fail, except those of which other lines say why: the `known` ones."""
+    found = minutes.failing_lately(alias, succeeded, failed, share)
+    for name, counts in ((name, counts) for name, counts in found.items() if name not in known):
+        words = gettext("{}: {} of {} attempts have failed within {}.")
+        text = format_html(words, identifier(name), *map(number, counts), duration(LATELY))
+        yield Attention(condition="failing", objects=[name], text=text)
+
+
 def waiting(processes: Iterable[Any], one: Text, several: Text) -> Iterator[Attention]:
     """A line for each thing that running processes wait for.
 
@@ -192,7 +211,8 @@ class Traffic:
         counts: the messages by state and name, of the states in `backlog`, "retrying" and "dead".
         names: those that are known otherwise, up to a number.
         paused: the model of the paused names.
-        depths: the number of messages in the queues of each name, as far as the broker reports it; None if it does not.
+        depths: the number of messages in the queues of each name, as far as it is known; None if none is. Takes the database.
+        remarks: what is wrong with a name now. Takes the database.
     """
 
     kind: str
@@ -201,7 +221,8 @@ class Traffic:
     counts: Callable[[str], Mapping[str, Mapping[str, Count]]]
     names: Callable[[str, int], Sequence[str]]
     paused: Any
-    depths: Callable[[], Mapping[str, int] | None] = lambda: None
+    depths: Callable[[str], Mapping[str, int] | None] = lambda alias: None
+    remarks: Callable[[str], Mapping[str, Text]] = lambda alias: {}
 
 
 class LeasedRun(NamedTuple):

@@ -14,16 +14,15 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.pages import PageAdmin
 from exactly_once.admin.paused import pause_badge, paused_by
-from exactly_once.admin.sections import Section, Traffic, listed, sections
+from exactly_once.admin.sections import Section, Text, Traffic, listed, sections
 from exactly_once.display import number
 from exactly_once.models import TopicsAndHandlers
 from exactly_once.operators.actions import permission
-from exactly_once.operators.minutes import OTHER, database_time
+from exactly_once.operators.minutes import LATELY, OTHER, database_time
 from exactly_once.sql.counts import Count
 from exactly_once.telemetry.statistics import Counted, percentile
 
 _MOST = 200
-_LATELY = timedelta(minutes=10)
 _FAILING = (("retrying", _("retrying")), ("dead", _("dead")))
 
 
@@ -35,19 +34,26 @@ class TopicsAndHandlersAdmin(PageAdmin):
         return {
             "parts": [self._part(request, section, section.traffic) for section in sections(request)],
             "action_checkbox_name": ACTION_CHECKBOX_NAME,
-            "minutes": _LATELY // timedelta(minutes=1),
+            "minutes": LATELY // timedelta(minutes=1),
         }
 
     def _part(self, request: HttpRequest, section: Section, traffic: Traffic) -> dict[str, Any]:
         alias, now = self.using, database_time(self.using)
         counts = traffic.counts(alias)
         paused = {getattr(row, traffic.kind): row for row in traffic.paused.objects.using(alias)}
-        lately = section.minutes.by_subject(alias, _LATELY)
+        lately = section.minutes.by_subject(alias, LATELY)
         busy = {name for each in counts.values() for name in each} | paused.keys() | (lately.keys() - {OTHER})
         names = dict.fromkeys([*sorted(busy), *traffic.names(alias, _MOST + 1)])
-        depths = traffic.depths()
+        depths, remarks = traffic.depths(alias) or {}, traffic.remarks(alias)
         rows = [
-            _Row(name, {state: _count(each, name) for state, each in counts.items()}, traffic.backlog, paused.get(name))
+            _Row(
+                name,
+                {state: _count(each, name) for state, each in counts.items()},
+                traffic.backlog,
+                paused.get(name),
+                remarks.get(name, ""),
+                depths.get(name),
+            )
             for name in names
         ]
         rows.sort(key=lambda row: row.rank)
@@ -55,17 +61,17 @@ class TopicsAndHandlersAdmin(PageAdmin):
         return {
             "title": traffic.title,
             "kind": traffic.kind,
-            "has_queues": depths is not None,
+            "has_queues": bool(depths),
             "is_cut": len(rows) > _MOST,
             "most": _MOST,
             "may_pause": request.user.has_perm(permission(traffic.paused, "pause")),
             "may_resume": paused_url and request.user.has_perm(permission(traffic.paused, "resume")),
             "paused_url": paused_url,
-            "rows": [self._shown(section, row, lately.get(row.name), depths or {}) for row in rows[:_MOST]],
+            "rows": [self._shown(section, row, lately.get(row.name)) for row in rows[:_MOST]],
             "now": now,
         }
 
-    def _shown(self, section: Section, row: _Row, counted: Counted | None, depths: Mapping[str, int]) -> dict[str, Any]:
+    def _shown(self, section: Section, row: _Row, counted: Counted | None) -> dict[str, Any]:
         query = {section.traffic.kind: row.name}
         url, pause_url = (
             reverse(f"{self.admin_site.name}:{model._meta.app_label}_{model._meta.model_name}_{page}", query=query)
@@ -77,10 +83,9 @@ class TopicsAndHandlersAdmin(PageAdmin):
             "of": row,
             "topics": section.topic_of(row.name) if section.topic_of else "",
             "url": url,
-            "rate": number(counted.counts[section.numbers[0][1][0]] / (_LATELY / timedelta(minutes=1)), 1),
+            "rate": number(counted.counts[section.numbers[0][1][0]] / (LATELY / timedelta(minutes=1)), 1),
             "percentiles": [(name, percentile(histogram, share)) for name, share in (("p50", 0.5), ("p95", 0.95))],
             "failing": [(label, row.counts[state], state) for state, label in _FAILING if row.counts[state].number],
-            "queue": depths.get(row.name),
             "pause_url": pause_url,
             "paused_badge": row.paused and pause_badge(row.paused),
             "paused_by": row.paused and paused_by(row.paused),
@@ -88,10 +93,14 @@ class TopicsAndHandlersAdmin(PageAdmin):
 
 
 class _Row:
-    def __init__(self, name: str, counts: Mapping[str, Count], backlog: Sequence[str], paused: Any) -> None:
+    """A topic or handler; `queue` is the number of messages in its queues at the broker, None if that is unknown."""
+
+    def __init__(
+        self, name: str, counts: Mapping[str, Count], backlog: Sequence[str], paused: Any, remark: Text, queue: int | None
+    ) -> None:
         waiting = [counts[state] for state in backlog]
         oldest = [count.oldest for count in waiting if count.oldest is not None]
-        self.name, self.counts, self.paused = name, counts, paused
+        self.name, self.counts, self.paused, self.remark, self.queue = name, counts, paused, remark, queue
         self.backlog = Count(
             number=sum(count.number for count in waiting),
             is_cut=any(count.is_cut for count in waiting),
@@ -102,7 +111,8 @@ class _Row:
     def rank(self) -> tuple[bool, int, int, str]:
         """Those that fail or are paused come first, then those with the largest backlog."""
         failing = self.counts["dead"].number + self.counts["retrying"].number
-        return not (failing or self.paused), -failing, -self.backlog.number, self.name
+        is_well = not (failing or self.paused or self.remark)
+        return is_well, -failing, -self.backlog.number - (self.queue or 0), self.name
 
 
 def _count(each: Mapping[str, Count], name: str) -> Count:

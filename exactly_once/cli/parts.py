@@ -230,10 +230,7 @@ def process_as_json(process: Any) -> dict[str, Any]:
 def process_table(processes: Sequence[Any], *, brief: bool) -> Table:
     """A line for each process. A brief one has no identity and no resources, for the end of other tables."""
     columns = [column for column in _COLUMNS if column.is_brief or not brief]
-    lines = [
-        Line([column.cell(process) for column in columns], RED if process.silent and not process.stopped_at else "")
-        for process in processes
-    ]
+    lines = [Line([column.cell(process) for column in columns], RED if process.silent else "") for process in processes]
     return Table([Line([str(column.title) for column in columns], BOLD), *lines], texts=1)
 
 
@@ -265,6 +262,8 @@ def _milliseconds(value: float | None) -> str:
 def _state(process: Any) -> str:
     if process.stopped_at:
         return _("stopped %(time)s ago") % {"time": age(process.stopped_at, process.database_now)}
+    if process.has_stopped:
+        return _("killed %(time)s ago, because it did not end in time") % {"time": age(process.beat_at, process.database_now)}
     states = [_("silent") if process.silent else str(process.mode)]
     if process.waits_for and not process.silent:
         states.append(_("waits for %(what)s") % {"what": process.waits_for})
@@ -285,7 +284,7 @@ _COLUMNS = [
     _Column(gettext_lazy("started"), lambda process: age(process.started_at, process.database_now)),
     _Column(gettext_lazy("heartbeat"), _heartbeat),
     # The present rate of a silent process is unknown.
-    _Column(gettext_lazy("per second"), lambda row: "-" if row.silent or row.stopped_at else f"{row.rate:,.1f}"),
+    _Column(gettext_lazy("per second"), lambda row: "-" if row.silent or row.has_stopped else f"{row.rate:,.1f}"),
     _Column(
         gettext_lazy("memory"),
         lambda process: "-" if process.memory_bytes is None else f"{process.memory_bytes / 2**20:,.0f} MB",

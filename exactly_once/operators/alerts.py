@@ -12,7 +12,7 @@ process holds the lease; it may be repeated when a process is killed in between.
 import json
 import logging
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,9 +28,12 @@ from django.db.models import Model, QuerySet
 from django.dispatch import Signal
 
 from exactly_once.app_options import AlertOptions
+from exactly_once.display import duration
 from exactly_once.masking import masked
 from exactly_once.models import Alert
+from exactly_once.operators.heartbeat_table import lost
 from exactly_once.operators.leases import TableLease
+from exactly_once.operators.minutes import LATELY, Minutes
 from exactly_once.process.clock import monotonic
 from exactly_once.process.heartbeat import one_line
 from exactly_once.process.loop import StopRequest
@@ -69,11 +72,13 @@ class Conditions:
         evaluate: takes the database and the options; returns the conditions that are met, each with its summary.
         options: the app's options now.
         messages: the model of its messages.
+        at_once: the conditions that one evaluation raises.
     """
 
     evaluate: Callable[[str, AlertOptions], Mapping[Key, str]]
     options: Callable[[], AlertOptions]
     messages: type[Model]
+    at_once: Collection[str] = ()
 
 
 _conditions: dict[str, Conditions] = {}
@@ -182,7 +187,8 @@ class Evaluator:
     def _meet(self, row: Any, summary: str, given: AlertOptions) -> bool:
         row.met, row.unmet = row.met + 1, 0
         row.summary, row.seen_at = printable(summary, ERROR_LENGTH), DatabaseTime()
-        is_raised = row.state == _State.PENDING and row.met >= given.RAISE_AFTER
+        needed = 1 if row.condition in _conditions[self._app].at_once else given.RAISE_AFTER
+        is_raised = row.state == _State.PENDING and row.met >= needed
         if is_raised:
             row.state, row.raised_at = _State.RAISED, DatabaseTime()
             _send_on(row, "raised", given.channels)
@@ -302,6 +308,24 @@ def acknowledge(alias: str, pk: int, by: str) -> str | None:
     rows = Alert.objects.using(alias).filter(pk=pk, state=_State.RAISED, acknowledged_at=None)
     app = rows.values_list("app", flat=True).first()
     return app if rows.update(acknowledged_by=by[:NAME_LENGTH], acknowledged_at=DatabaseTime()) else None
+
+
+def silent(rows: Iterable[Any]) -> Iterator[tuple[Key, str]]:
+    """The condition of the processes that are `lost`, of the rows of an app."""
+    for process in lost(rows):
+        since = duration(process.database_now - process.beat_at)
+        words = "It has sent no heartbeat for {}: it was killed, is frozen, or cannot reach the database. Look into its log."
+        yield ("silent", str(process)), words.format(since)
+
+
+def failing(
+    minutes: Minutes, alias: str, options: AlertOptions, known: Collection[str], succeeded: str, *failed: str
+) -> Iterator[tuple[Key, str]]:
+    """The condition of the handlers or topics of an app whose attempts fail, except the `known` ones."""
+    for name, (failures, attempts) in minutes.failing_lately(alias, succeeded, failed, options.FAILING).items():
+        if name not in known:
+            words = f"Of {attempts:,} attempts within {duration(LATELY)}, {failures:,} have failed. See its last errors."
+            yield ("failing", name), words
 
 
 def _send_on(row: Any, event: str, channels: Sequence[str]) -> None:

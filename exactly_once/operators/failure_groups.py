@@ -113,6 +113,10 @@ class FailureGroups:
             error=newest.values_list("last_error", flat=True).first() or "",
         )
 
+    def places(self, alias: str, error_class: str) -> list[str]:
+        """The places where messages fail with this class, up to the limit of groups."""
+        return [place for kind, place in self._names(alias) if kind == error_class]
+
     def most_dead(self, alias: str, most: int) -> list[tuple[str, str, int]]:
         """Class and place of the groups with the most dead messages, and their number, of up to ten thousand dead messages."""
         dead: QuerySet[Any] = QuerySet(self.model, using=alias).filter(self._only, state="dead", failing_since__isnull=False)

@@ -2,7 +2,7 @@
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,7 @@ from exactly_once.wire.text import NAME_LENGTH, describe
 
 logger = logging.getLogger(__name__)
 
+_IS_STOPPING = Q(stopped_at=None, mode=Mode.STOPPING)
 _PENDING = Q(acknowledged_at=None) & ~Q(requested="")
 
 
@@ -86,12 +87,13 @@ class HeartbeatTable:
 
     def delete_old(self, alias: str, silent_for: timedelta) -> int:
         """Delete the rows of processes that have been silent for `silent_for`, or stopped an hour ago; return their number."""
-        stopped = Q(stopped_at__lt=DatabaseTime(-heartbeat.STOPPED_SHOWN_FOR))
+        an_hour_ago = DatabaseTime(-heartbeat.STOPPED_SHOWN_FOR)
+        stopped = Q(stopped_at__lt=an_hour_ago) | Q(_IS_STOPPING, beat_at__lt=an_hour_ago)
         return self._rows(alias).filter(Q(beat_at__lt=DatabaseTime(-silent_for)) | stopped).delete()[0]
 
     def rows(self, alias: str) -> QuerySet[Any]:
         """Every process that has not stopped, silent ones last, annotated with `silent` and with `database_now`."""
-        return self.known(alias).filter(stopped_at=None)
+        return self.known(alias).filter(has_stopped=False)
 
     def known(self, alias: str) -> QuerySet[Any]:
         """`rows`, and after them the processes that have stopped within the last hour."""
@@ -99,10 +101,20 @@ class HeartbeatTable:
         # A heartbeat from the future is that of a process which ended while the clock was ahead.
         late, early = DatabaseTime(-heartbeat.SILENT_AFTER), DatabaseTime(heartbeat.SILENT_AFTER)
         silent = Q(Q(beat_at__lt=late) | Q(beat_at__gt=early), stopped_at=None)
+        """`rows`, and after them the processes that have stopped within the last hour.
+
+        One that was asked to stop and then fell silent has stopped, too: it did not end in time, and was killed.
+        """
+        an_hour_ago = DatabaseTime(-heartbeat.STOPPED_SHOWN_FOR)
+        is_silent = Q(beat_at__lt=DatabaseTime(-heartbeat.SILENT_AFTER))
+        ended = Q(_IS_STOPPING, is_silent)
+        old = Q(stopped_at__lt=an_hour_ago, stopped_at__isnull=False) | Q(_IS_STOPPING, beat_at__lt=an_hour_ago)
         known: QuerySet[Any] = self._rows(alias).annotate(
-            has_stopped=Q(stopped_at__isnull=False), silent=silent, database_now=DatabaseTime()
+            has_stopped=Q(stopped_at__isnull=False) | ended,
+            silent=Q(is_silent, stopped_at=None) & ~_IS_STOPPING,
+            database_now=DatabaseTime(),
         )
-        return known.filter(lately).order_by("has_stopped", "silent", "-app", "-started_at", "id")
+        return known.exclude(old).order_by("has_stopped", "silent", "-app", "-started_at", "id")
 
     def _rows(self, alias: str) -> QuerySet[Process]:
         rows = Process.objects.using(alias)
@@ -227,6 +239,33 @@ class HeartbeatWriter:
                 describe(error),
             )
         self.is_failing = True
+
+
+def lost(rows: Iterable[Any]) -> list[Any]:
+    """Of `HeartbeatTable.rows`, the silent processes that no process started later has replaced, while others of them work.
+
+    If none works, that is reported instead.
+    """
+    known = list(rows)
+    started = sorted(row.started_at for row in known if not row.silent)
+    found = []
+    for row in sorted((row for row in known if row.silent and started), key=lambda row: row.beat_at):
+        replacement = next((at for at in started if at > row.beat_at), None)
+        if replacement is None:
+            found.append(row)
+        else:
+            started.remove(replacement)
+    return found
+
+
+def long_runs(row: Any, limit: timedelta) -> dict[str, list[timedelta]]:
+    """For how long the runs of a process that take longer than `limit` have lasted, the longest first, by what runs."""
+    found: dict[str, list[timedelta]] = {}
+    for run in row.running:
+        lasted = row.database_now - row.started_at - timedelta(seconds=run["began"])
+        if lasted > limit:
+            found.setdefault(run["what"], []).append(lasted)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,8 @@ from exactly_once.wire.text import describe
 logger = logging.getLogger(__name__)
 
 MINUTE = timedelta(minutes=1)
+LATELY = timedelta(minutes=10)
+_FEWEST_ATTEMPTS = 10
 KEPT = timedelta(days=8)
 _AFTER_THE_MINUTE = timedelta(seconds=2)
 _LATE = timedelta(seconds=10)
@@ -177,6 +179,20 @@ class Minutes:
         failed = self._summed(alias, duration, "subject", condition, [ALL, *names])
         return [(subject, count) for subject, count in failed.items() if count][:most]
 
+    def failing_lately(self, alias: str, succeeded: str, failed: Sequence[str], share: float) -> dict[str, tuple[int, int]]:
+        """The subjects of whose attempts in the last ten minutes this share has failed: how many failed, and of how many.
+
+        Args:
+            succeeded, failed: the names of the counts.
+        """
+        found = {}
+        for subject, counted in self.by_subject(alias, LATELY).items():
+            failures = sum(counted.counts[name] for name in failed)
+            attempts = failures + counted.counts[succeeded]
+            if subject != OTHER and attempts >= _FEWEST_ATTEMPTS and failures >= share * attempts:
+                found[subject] = failures, attempts
+        return found
+
     def by_subject(self, alias: str, duration: timedelta) -> dict[str, Counted]:
         """What was counted of each subject in this time until now."""
         rows = self._rows(alias).filter(minute__gte=DatabaseTime(-duration)).exclude(subject=ALL)
@@ -210,4 +226,4 @@ def _counted(counts: Mapping[str, int], times: Mapping[str, Mapping[str, int] | 
     return Counted(Counter(counts), {name: Counter(histogram) for name, histogram in histograms.items()})
 
 
-__all__ = ["ALL", "KEPT", "MINUTE", "OTHER", "MinuteWriter", "Minutes", "Step", "database_time"]
+__all__ = ["ALL", "KEPT", "LATELY", "MINUTE", "OTHER", "MinuteWriter", "Minutes", "Step", "database_time"]

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.heartbeat import one_line
+from exactly_once.process.running import stack_of
 
 _MOST = 50
+_STACK_AFTER_SECONDS = 60.0
+_STACK_LENGTH = 2_000
 
 
 class Work(NamedTuple):
@@ -52,12 +55,13 @@ def end(before: Work | None) -> None:
 
 
 def running(app: str, alias: str, started_at: float) -> list[dict[str, Any]]:
-    """What threads run now for this database, the oldest first and not more than fifty.
+    """What threads run now for this database, the oldest first and not more than fifty; after a minute, each with its stack.
 
     An instant is a number of seconds since the process started (`started_at`, monotonic), so that it does not change while the
     thread goes on, and no clock of this host is compared with that of the database.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    now = monotonic()
     found: list[dict[str, Any]] = [
         {
             "what": work.what,
@@ -65,6 +69,7 @@ def running(app: str, alias: str, started_at: float) -> list[dict[str, Any]]:
             "messages": work.messages,
             "thread": names[thread],
             "began": round(work.began_at - started_at, 1),
+            **({"stack": stack_of(thread)[-_STACK_LENGTH:]} if now - work.began_at > _STACK_AFTER_SECONDS else {}),
         }
         # A copy: other threads change it. One that has ended without a word, by the end of its process only, is left out.
         for thread, work in list(_now.items())

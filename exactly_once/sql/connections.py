@@ -114,6 +114,17 @@ def leave_pools() -> None:
             )
 
 
+def name_connections(application: str) -> None:
+    """Let this process connect to PostgreSQL under this name, which operators see in `pg_stat_activity`.
+
+    It is libpq's fallback: a name in OPTIONS, PGAPPNAME or a service file is used instead. Call it before the work begins.
+    """
+    for connection in connections.all():
+        if connection.vendor == "postgresql":
+            given = connection.settings_dict
+            given["OPTIONS"] = {"fallback_application_name": application, **given["OPTIONS"]}
+
+
 def drop_unusable_connections() -> None:
     """Close unusable connections, as a web process does between requests. Call it before each work item, outside transactions.
 

@@ -20,6 +20,7 @@ from exactly_once.admin.acting import counted
 from exactly_once.admin.columns import instant, shown, text
 from exactly_once.admin.failures import FailureFilter, failure_text
 from exactly_once.admin.messages import EXPORT, MessageAdmin
+from exactly_once.admin.sections import named
 from exactly_once.admin.trail import attempts
 from exactly_once.display import (
     NOTHING,
@@ -28,6 +29,7 @@ from exactly_once.display import (
     as_json,
     as_text,
     badge,
+    duration,
     folded,
     headline,
     identifier,
@@ -52,7 +54,7 @@ from inbox.operators import accounting
 from inbox.operators.dead_letters import letters
 from inbox.operators.decisions import REFUSALS
 from inbox.operators.operations import ACTIONS, EDIT, OVERRIDE, RETRY, RUN_CONFLICTING, SKIP, groups, notes
-from inbox.operators.processes import consumers
+from inbox.operators.processes import consumers, hanging, unattended, what_to_start, where_run
 from inbox.states import DUE, SETTLED, State
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
@@ -86,9 +88,9 @@ class InboxStuckFilter(filters.StuckFilter):
         return super().failed() & ~IS_DEFERRED
 
     def overdue(self, before: DatabaseTime) -> Q:
-        return Q(state__in=[State.RECEIVED, State.WAITING, State.RUNNING]) & (
-            Q(next_attempt_at__lt=before) | Q(next_attempt_at__isnull=True, received_at__lt=before)
-        )
+        due = Q(next_attempt_at__lt=before) | Q(next_attempt_at__isnull=True, received_at__lt=before)
+        # While a message is run, its next attempt is in the future.
+        return Q(due, state__in=[State.WAITING, State.RUNNING]) | Q(state=State.RECEIVED, received_at__lt=before)
 
 
 class InboxStateFilter(filters.StateFilter):
@@ -259,9 +261,22 @@ class InboxMessageAdmin(MessageAdmin):
     def _why(self, row: Any) -> SafeString:
         if row.state in DUE and PausedHandler.objects.using(self.using).filter(handler=row.handler).exists():
             return note(gettext("Its handler is paused. It is run when the handler is resumed."))
+        if row.state == State.RECEIVED and (words := self._waits_for(row)):
+            return note(words)
         if _is_deferred(row):
             return note(gettext("Its handler has deferred it, for the reason below. It is run again when it is due."))
         return note(_WHY.get(row.state, ""))
+
+    def _waits_for(self, row: Any) -> SafeString | str:
+        """What a stored message waits for, if the heartbeats of the consumers show it."""
+        if process := where_run(self.using, row.handler, row.message_id):
+            return format_html(gettext("A thread of {} runs it now: see the page Busy."), identifier(str(process)))
+        if row.handler in unattended(self.using):
+            return gettext("No consumer is running for its handler. %(remedy)s") % {"remedy": what_to_start()}
+        if (busy := hanging(self.using).get(row.handler)) and busy.fills:
+            words = gettext("It waits for a thread: other messages of its handler have been running for {} in {}.")
+            return format_html(words, duration(busy.lasts), named(busy.processes))
+        return ""
 
     def _behind(self, row: Any) -> SafeString:
         head = self._of_its_key(row).filter(at__lt=row.place or row.pk).exclude(state__in=SETTLED).order_by("at").first()

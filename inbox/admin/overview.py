@@ -17,19 +17,22 @@ from exactly_once.admin.sections import (
     OldestRow,
     Reading,
     Section,
+    Text,
     Traffic,
     clock_was_ahead,
     count_text,
+    failing,
     failing_dead,
     listed,
     named,
     register,
+    silent,
     waiting,
 )
 from exactly_once.display import duration, identifier, number, visible
 from exactly_once.management_api import QueueDepths
-from exactly_once.models import Process
-from exactly_once.operators.minutes import Minutes, database_time
+from exactly_once.models import Busy, Process, TopicsAndHandlers
+from exactly_once.operators.minutes import database_time
 from exactly_once.sql.connections import with_table
 from exactly_once.sql.counts import Count
 from exactly_once.wire.formats import CELERY_TOPICS
@@ -39,11 +42,12 @@ from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler
 from inbox.operators import accounting
 from inbox.operators.accounting import DATED
-from inbox.operators.alerting import newly_conflicting
+from inbox.operators.alerting import MINUTES, newly_conflicting
 from inbox.operators.housekeeping import HISTORY
 from inbox.operators.operations import groups
-from inbox.operators.processes import consumers, unattended, what_to_start
+from inbox.operators.processes import Hanging, consumers, hanging, queued, unattended, what_to_start
 from inbox.states import State
+from inbox.store.due import paused_handlers
 
 _DAY = timedelta(days=1)
 _MOST_NAMED = 5
@@ -59,7 +63,8 @@ def _topic_of(handler: str) -> str:
 
 def _read(alias: str) -> Reading:
     counts, now = accounting.counts(alias), database_time(alias)
-    alive = [process for process in consumers.rows(alias) if not process.silent]
+    processes = list(consumers.rows(alias))
+    alive = [process for process in processes if not process.silent]
     oldest = min((found for state in _OPEN if (found := counts[state].oldest)), default=None)
     paused = PausedHandler.objects.using(alias).count()
     return Reading(
@@ -69,11 +74,17 @@ def _read(alias: str) -> Reading:
             Fact(name=_("Consumers running"), value=str(len(alive)), link=listed(Process, app="inbox")),
             Fact(name=_("Paused handlers"), value=str(paused), link=listed(PausedHandler)),
         ],
-        attention=list(_attention(alias, counts, alive, now)),
+        attention=list(_attention(alias, counts, processes, now)),
     )
 
 
-def _attention(alias: str, counts: Mapping[State, Count], alive: Sequence[Any], now: datetime) -> Iterator[Attention]:
+def _lasting(one: Hanging) -> Text:
+    """How long the runs of a handler have lasted, and where."""
+    words = gettext("runs for {} in {} of {} threads of {}")
+    return format_html(words, duration(one.lasts), one.runs, one.threads, named(one.processes))
+
+
+def _attention(alias: str, counts: Mapping[State, Count], processes: Sequence[Any], now: datetime) -> Iterator[Attention]:
     if names := unattended(alias):
         words = ngettext(
             "No consumer is running for the handler {}. {}", "No consumer is running for the handlers {}. {}", len(names)
@@ -81,6 +92,11 @@ def _attention(alias: str, counts: Mapping[State, Count], alive: Sequence[Any], 
         yield Attention(condition="no_consumer", objects=names, text=format_html(words, named(names), what_to_start()))
     yield from waiting(alive, _("Consumer {} waits for {}."), _("Consumers {} wait for {}."))
     yield from clock_was_ahead(alias, DATED)
+    yield from waiting(
+        [process for process in processes if not process.silent], _("Consumer {} waits for {}."), _("Consumers {} wait for {}.")
+    )
+    yield from silent(processes, _("Consumer {} has sent no heartbeat for {}: it was killed, or is frozen."))
+    yield from _of_handlers(alias)
     received = counts[State.RECEIVED].oldest
     if received is not None and now - received > inbox_options().STUCK_AFTER:
         words = gettext("A message was received %(duration)s ago and has not been run.")
@@ -97,10 +113,23 @@ def _attention(alias: str, counts: Mapping[State, Count], alive: Sequence[Any], 
         )
         text = format_html(words, count=number(conflicting), handler=identifier(name))
         yield Attention(condition="conflicts", objects=[name], text=text)
-    for paused in PausedHandler.objects.using(alias).order_by("paused_at")[:_MOST_NAMED]:
+    for row in PausedHandler.objects.using(alias).order_by("paused_at")[:_MOST_NAMED]:
         words = gettext("Handler {} has been paused for {} by {}.")
-        text = format_html(words, identifier(paused.handler), duration(now - paused.paused_at), visible(paused.paused_by))
-        yield Attention(condition="handler_paused", objects=[paused.handler], text=text)
+        text = format_html(words, identifier(row.handler), duration(now - row.paused_at), visible(row.paused_by))
+        yield Attention(condition="handler_paused", objects=[row.handler], text=text)
+
+
+def _of_handlers(alias: str) -> Iterator[Attention]:
+    """Handlers that hang, that fail, and whose queues are long."""
+    for name, one in hanging(alias).items():
+        text = format_html("{} {}.", identifier(name), _lasting(one))
+        yield Attention(condition="hanging", objects=[name], text=text, is_urgent=one.fills)
+    options, paused = inbox_options().alerts, paused_handlers(alias)
+    yield from failing(MINUTES, alias, options.FAILING, paused, "handled", "failed")
+    for name, count in queued(alias).items():
+        if count > options.BACKLOG and name not in paused:
+            text = format_html(gettext("{} messages wait at the broker for {}."), number(count), identifier(name))
+            yield Attention(condition="backlog", objects=[name], text=text)
 
 
 def _names(alias: str, most: int) -> list[str]:
@@ -114,8 +143,18 @@ def _depths() -> Mapping[str, int] | None:
     known = _read_depths(options.broker_url, options.MANAGEMENT_URL, options.tls).known()
     if known is None:
         return None
+
+
+def _depths(alias: str) -> Mapping[str, int]:
+    """The messages in the queues of each handler, as consumers read them, and the management API, which knows all queues."""
+    options, found = inbox_options(), queued(alias)
+    known = _read_depths(options.broker_url, options.MANAGEMENT_URL).known() or {}
     queues = {handler.name: [queue.name for queue in queues_of(handler, options)] for handler in registry.all()}
-    return {name: sum(known.get(queue, 0) for queue in of) for name, of in queues.items() if known.keys() & {*of}}
+    return found | {name: sum(known.get(queue, 0) for queue in of) for name, of in queues.items() if known.keys() & {*of}}
+
+
+def _remarks(alias: str) -> Mapping[str, Text]:
+    return {name: _lasting(one) for name, one in hanging(alias).items()}
 
 
 def _leased(alias: str, most: int) -> list[LeasedRun]:
@@ -143,6 +182,10 @@ register(
             "no_consumer": Condition(link=lambda name: listed(Process, app="inbox")),
             "waiting": Condition(link=lambda name: listed(Process, app="inbox")),
             "clock_ahead": Condition(link=lambda name: listed(InboxMessage, state=State.RECEIVED)),
+            "hanging": Condition(link=lambda name: listed(Busy)),
+            "silent": Condition(link=lambda name: listed(Process, app="inbox")),
+            "failing": Condition(link=lambda name: listed(InboxMessage, handler=name, stuck="any")),
+            "backlog": Condition(link=lambda name: listed(TopicsAndHandlers)),
             "lag": Condition(link=lambda name: listed(InboxMessage, handler=name, stuck="overdue")),
             "dead": Condition(link=lambda name: listed(InboxMessage, state=State.DEAD)),
             "conflicts": Condition(link=lambda name: listed(InboxMessage, handler=name, duplicates="conflicting")),
@@ -150,7 +193,7 @@ register(
         },
         read=_read,
         oldest=_oldest,
-        minutes=Minutes("inbox"),
+        minutes=MINUTES,
         numbers=[
             (_("handled"), ["handled"]),
             (_("failed attempts"), ["failed"]),
@@ -175,6 +218,7 @@ register(
             names=_names,
             paused=PausedHandler,
             depths=_depths,
+            remarks=_remarks,
         ),
         topic_of=_topic_of,
         leased=_leased,

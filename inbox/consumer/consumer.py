@@ -113,6 +113,7 @@ class Consumer:
         self._checked_at = self._ticked_at = 0.0
         self._speaks_amqp = False
         self._round_trip: float | None = None
+        self._queued: Counter[str] = Counter()
         self._open: dict[Acks, Subscription] = {}
         self._runner = Runner(options, stop) if runner is None else runner
         self._reception = Reception(options, self._runner, self._put_answers)
@@ -166,6 +167,7 @@ class Consumer:
             waits_for=self._waits_for,
             without_broker=bool(self._waits_for),
             broker_seconds=self._round_trip,
+            queued=self._queued,
         )
 
     def _wait_for_broker(self, error: Exception, *, drain: bool) -> None:
@@ -187,6 +189,7 @@ class Consumer:
         self._speaks_amqp = speaks_amqp(url)
         if self._speaks_amqp:
             read_in_chunks(self._connection.connection.transport)
+        self._read_queues()
         self._checked_at = monotonic()
 
     def _subscribe(self) -> None:
@@ -375,11 +378,22 @@ class Consumer:
         if self._declare() != self._unusable:
             raise ConnectionError("the usable queues have changed")
         self._forbidden.clear()
-        if not speaks_amqp(self._options.broker_url):
-            return
-        for subscription in self._open.values():
-            if not self._time(partial(subscription.queue.queue_declare, passive=True)).consumer_count:
-                raise ConnectionError(f"the broker no longer has the subscription on the queue {subscription.queue.name!r}")
+        self._read_queues()
+
+    def _read_queues(self) -> None:
+        """Read how many messages wait in the queues, also in those of paused handlers.
+
+        Raises:
+            ConnectionError: the broker no longer has a subscription of this process.
+        """
+        receiving, queued = {subscription.lane for subscription in self._open.values()}, Counter[str]()
+        with self._connection.channel() as channel:
+            for lane in self._usable:
+                waiting, subscriptions = self._time(partial(self._length_of, lane.queue(channel)))
+                if lane in receiving and self._speaks_amqp and not subscriptions:
+                    raise ConnectionError(f"the broker no longer has the subscription on the queue {lane.queue.name!r}")
+                queued[lane.handler.name] += waiting
+        self._queued = queued
 
     def _return_unstorable(self, now: float) -> None:
         """Close the channels of queues whose deliveries have waited here for too long, because they cannot be stored.

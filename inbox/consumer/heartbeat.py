@@ -5,9 +5,9 @@ for them. The watchdog, not the heartbeat, ends a process whose loops are silent
 to send one affects only what operators see.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from django.db import connections
@@ -39,6 +39,7 @@ class Activity:
         waits_for: the unavailable resource that stops it from working, for people; "" if there is none.
         without_broker: is that the broker?
         broker_seconds: the last round trip to the broker; None without one.
+        queued: by handler, the messages in its queues at the broker, as it last read them.
     """
 
     handlers: Sequence[Handler]
@@ -47,6 +48,7 @@ class Activity:
     waits_for: str = ""
     without_broker: bool = False
     broker_seconds: float | None = None
+    queued: Mapping[str, int] = field(default_factory=dict)
 
 
 class Heartbeats:
@@ -79,13 +81,16 @@ class Heartbeats:
             while not self._end:
                 drop_unusable_connections()
                 activity = self._activity()
+                handlers = sorted((one for one in activity.handlers if one.using == alias), key=lambda one: one.name)
                 writer.send(
                     monotonic(),
                     done=activity.received + activity.ran,
                     waits_for=activity.waits_for,
                     without_broker=activity.without_broker,
                     facts={
-                        "handlers": sorted(handler.name for handler in activity.handlers if handler.using == alias),
+                        "handlers": [handler.name for handler in handlers],
+                        "threads": {handler.name: handler.concurrency for handler in handlers if handler.concurrency},
+                        "queued": {one.name: activity.queued[one.name] for one in handlers if one.name in activity.queued},
                         "received": activity.received,
                         "ran": activity.ran,
                     },

@@ -20,7 +20,7 @@ from inbox.models import TrailEntry
 from inbox.operators import accounting, housekeeping, pausing
 from inbox.operators.dead_letters import letters
 from inbox.operators.operations import operations
-from inbox.operators.processes import CONSUMERS, unattended
+from inbox.operators.processes import CONSUMERS, queued, unattended
 from inbox.states import State
 from inbox.store import starts
 
@@ -73,6 +73,7 @@ class InboxPart(Part):
             "oldest_waiting": accounting.oldest_waiting(alias),
             "without_rows": _without_rows(),
             "unattended": unattended(alias),
+            "queued": queued(alias),
             "paused_handlers": [
                 {name: getattr(row, column) for name, column in _OF_A_PAUSE.items()} for row in pausing.paused_handlers(alias)
             ],
@@ -126,6 +127,10 @@ def _counts(alias: str, figures: Mapping[str, Any], rates: Callable[[str, int], 
             Line([_("duplicates with different content"), f"{figures['duplicates_conflicting']:,}"]),
             Line([_("dead, in quarantine"), f"{figures['quarantined']:,}"]),
             Line([_("oldest waiting"), age(figures["oldest_waiting"])]),
+            *(
+                Line([_("at the broker: %(name)s") % {"name": name}, f"{count:,}", rates(f"queued {name}", count)])
+                for name, count in sorted(figures["queued"].items())
+            ),
             *_leased(figures["without_rows"]),
         ]
     )

@@ -6,7 +6,7 @@ from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.prometheus import Sample, TableGauges, processes_by_state, seconds_since
 from inbox import metrics
 from inbox.operators import accounting
-from inbox.operators.processes import consumers, unattended
+from inbox.operators.processes import consumers, queued, unattended
 
 
 def table_gauges(alias: str) -> TableGauges:
@@ -20,3 +20,5 @@ def _read(alias: str) -> Iterator[Sample]:
     yield metrics.OLDEST_DUE, (), seconds_since(accounting.oldest_waiting(alias), utcnow())
     yield from processes_by_state(metrics.CONSUMERS, consumers.rows(alias))
     yield metrics.UNATTENDED, (), len(unattended(alias))
+    for handler, count in queued(alias).items():
+        yield metrics.QUEUED, (handler,), count

@@ -1,5 +1,6 @@
 """The conditions that raise alerts of the inbox; see `exactly_once.operators.alerts`."""
 
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -7,12 +8,13 @@ from django.db.models import Count
 
 from exactly_once.app_options import AlertOptions
 from exactly_once.display import duration
-from exactly_once.operators.alerts import Conditions, Key
+from exactly_once.operators.alerts import Conditions, Key, failing, silent
+from exactly_once.operators.minutes import Minutes
 from exactly_once.sql.now import DatabaseTime
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler
-from inbox.operators.processes import consumers, running_handlers
+from inbox.operators.processes import consumers, hanging, queued, running_handlers
 from inbox.states import DUE, State
 from inbox.store.due import stored_handlers
 
@@ -22,6 +24,21 @@ def newly_conflicting(alias: str, within: timedelta) -> dict[str, int]:
     rows = InboxMessage.objects.using(alias).filter(conflicts__gt=0, conflicting_attributes__isnull=False)
     recent = rows.filter(conflicting_at__gte=DatabaseTime(-within))
     return dict(recent.order_by("handler").values_list("handler").annotate(Count("pk")))
+
+
+def _of_handlers(alias: str, options: AlertOptions, paused: Collection[str]) -> Iterator[tuple[Key, str]]:
+    """Handlers that hang, that fail, and whose queues are long."""
+    for name, one in hanging(alias).items():
+        if one.fills:
+            words = (
+                f"It has been running for {duration(one.lasts)} in {one.runs} of {one.threads} threads of "
+                f"{', '.join(one.processes)}. See its stack on the page Busy, and set timeout= to limit a run."
+            )
+            yield ("hanging", name), words
+    yield from failing(MINUTES, alias, options, paused, "handled", "failed")
+    for name, number in queued(alias).items():
+        if number > options.BACKLOG and name not in paused:
+            yield ("backlog", name), f"Messages in its queues at the broker: {number:,}. Start more consumers."
 
 
 def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
@@ -34,6 +51,8 @@ def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
     expected = ours if consumers.known(alias).exists() else ours & stored
     for name in expected - running_handlers(alias):
         found["no_consumer", name] = "No consumer is running for it. Start inbox_consume, or look into its log."
+    found |= silent(consumers.rows(alias))
+    found |= _of_handlers(alias, options, paused)
     due = messages.filter(state__in=DUE, next_attempt_at__lt=DatabaseTime(-options.LAG))
     for name in stored - set(paused):
         if due.filter(handler=name).exists():
@@ -55,4 +74,5 @@ def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
     return found
 
 
+MINUTES = Minutes("inbox")
 CONDITIONS = Conditions(evaluate=_evaluate, options=lambda: inbox_options().alerts, messages=InboxMessage)

@@ -1,6 +1,8 @@
 """Consumer processes as operators see them: which handlers no process runs, and what to start."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from django.db.models import QuerySet
@@ -8,7 +10,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.broker import is_local
-from exactly_once.operators.heartbeat_table import HeartbeatTable, ProcessKind
+from exactly_once.operators.heartbeat_table import HeartbeatTable, ProcessKind, long_runs
 from exactly_once.plurals import number
 from exactly_once.process.heartbeat import FORGOTTEN_AFTER
 from exactly_once.sql.now import DatabaseTime
@@ -30,6 +32,53 @@ def lately_running_handlers(alias: str) -> set[str]:
 
 def _handlers(processes: QuerySet[Any]) -> set[str]:
     return {name for names in processes.values_list("facts__handlers", flat=True) for name in names}
+
+
+def queued(alias: str) -> dict[str, int]:
+    """By handler, the messages in its queues at the broker, as the consumers have last read them: every half a minute."""
+    found: dict[str, int] = {}
+    for counts in consumers.rows(alias).filter(silent=False).values_list("facts__queued", flat=True):
+        for name, count in (counts or {}).items():
+            found[name] = max(count, found.get(name, 0))
+    return found
+
+
+@dataclass
+class Hanging:
+    """Runs of one handler that last longer than usual.
+
+    Attributes:
+        lasts: the longest of them.
+        runs: how many there are.
+        threads: of the processes that they are in: how many may run this handler.
+        fills: do they occupy all of these threads in one of the processes, so that its other messages wait there?
+    """
+
+    lasts: timedelta = timedelta()
+    runs: int = 0
+    threads: int = 0
+    processes: list[str] = field(default_factory=list)
+    fills: bool = False
+
+
+def hanging(alias: str) -> dict[str, Hanging]:
+    """By handler, its runs that have lasted longer than `STUCK_AFTER`, as the heartbeats say."""
+    found: dict[str, Hanging] = {}
+    for process in consumers.rows(alias).filter(silent=False):
+        for name, lasted in long_runs(process, inbox_options().STUCK_AFTER).items():
+            one, threads = found.setdefault(name, Hanging()), process.facts.get("threads", {}).get(name, len(lasted))
+            one.lasts, one.fills = max(one.lasts, *lasted), one.fills or len(lasted) >= threads
+            one.runs, one.threads = one.runs + len(lasted), one.threads + threads
+            one.processes.append(str(process))
+    return found
+
+
+def where_run(alias: str, handler: str, message_id: str) -> Any | None:
+    """The live process in which a thread runs this message, as its heartbeat says."""
+    for process in consumers.rows(alias).filter(silent=False):
+        if any(run["what"] == handler and run["message"] == message_id for run in process.running):
+            return process
+    return None
 
 
 def unattended(alias: str) -> list[str]:

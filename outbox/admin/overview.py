@@ -10,13 +10,13 @@ from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin import sections
-from exactly_once.display import duration, identifier, number, visible
+from exactly_once.display import duration, headline, identifier, number, visible
 from exactly_once.models import Process
-from exactly_once.operators.minutes import Minutes, database_time
+from exactly_once.operators.minutes import database_time
 from exactly_once.sql.counts import Count
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic
-from outbox.operators import figures
+from outbox.operators import alerting, figures
 from outbox.operators.operations import groups
 from outbox.states import State
 from outbox.store import selecting
@@ -30,7 +30,8 @@ _BACKLOG = (State.READY, State.SCHEDULED, State.WAITING, State.PAUSED)
 
 def _read(alias: str) -> sections.Reading:
     counts, now = figures.counts(alias), database_time(alias)
-    alive = [process for process in relays.rows(alias) if not process.silent]
+    rows = list(relays.rows(alias))
+    alive = [process for process in rows if not process.silent]
     due = figures.oldest_due(alias, counts)
     overdue = None if due is None else now - due
     rate = number(sum(process.rate for process in alive), 1) if alive else _("unknown")
@@ -43,17 +44,26 @@ def _read(alias: str) -> sections.Reading:
             sections.Fact(name=_("Published per second"), value=rate, link=processes),
             sections.Fact(name=_("Paused topics"), value=str(paused), link=sections.listed(PausedTopic)),
         ],
-        attention=list(_attention(alias, counts, alive, overdue, now)),
+        attention=list(_attention(alias, counts, rows, overdue, now)),
     )
 
 
 def _attention(
-    alias: str, counts: Mapping[State, Count], alive: Sequence[Any], overdue: timedelta | None, now: datetime
+    alias: str, counts: Mapping[State, Count], processes: Sequence[Any], overdue: timedelta | None, now: datetime
 ) -> Iterator[sections.Attention]:
+    alive = [process for process in processes if not process.silent]
     if not alive:
         yield sections.Attention(condition="no_relay", text=_("No relay is running: no message is published."))
     yield from sections.waiting(alive, _("Relay {} waits for {}."), _("Relays {} wait for {}."))
     yield from sections.clock_was_ahead(alias, figures.DATED)
+    yield from sections.silent(processes, _("Relay {} has sent no heartbeat for {}: it was killed, or is frozen."))
+    unroutable, paused = alerting.unroutable(alias), figures.paused_topics(alias, _MOST_NAMED)
+    for name, why in unroutable.items():
+        line = format_html(gettext("Messages of {} cannot be delivered, and wait: {}"), identifier(name), headline(why))
+        yield sections.Attention(condition="unroutable", objects=[name], text=line)
+    known = {*unroutable, *(topic.topic for topic in paused)}
+    share = outbox_options().alerts.FAILING
+    yield from sections.failing(alerting.MINUTES, alias, share, known, "published", "retried", "dead")
     if overdue is not None and overdue > outbox_options().STUCK_AFTER:
         words = gettext("A message has been due for %(duration)s and is not published.")
         yield sections.Attention(condition="lag", text=words % {"duration": duration(overdue)})
@@ -64,7 +74,9 @@ def _attention(
     if stuck := counts[State.STUCK].number:
         words = ngettext("%(count)s prepared message is stuck.", "%(count)s prepared messages are stuck.", stuck)
         yield sections.Attention(condition="stuck_prepared", text=words % {"count": sections.count_text(counts[State.STUCK])})
-    for topic in figures.paused_topics(alias, _MOST_NAMED):
+    for topic in paused:
+        if not topic.paused_by and topic.topic in unroutable:
+            continue
         words = gettext("Topic {} has been paused for {} by {}.")
         by = visible(topic.paused_by) or gettext("the circuit breaker")
         text = format_html(words, identifier(topic.topic), duration(now - topic.paused_at), by)
@@ -89,6 +101,9 @@ sections.register(
             "no_relay": sections.Condition(link=lambda name: sections.listed(Process, app="outbox")),
             "waiting": sections.Condition(link=lambda name: sections.listed(Process, app="outbox")),
             "clock_ahead": sections.Condition(link=lambda name: sections.listed(OutboxMessage, state=State.RETRYING)),
+            "unroutable": sections.Condition(link=lambda name: sections.listed(OutboxMessage, topic=name)),
+            "silent": sections.Condition(link=lambda name: sections.listed(Process, app="outbox")),
+            "failing": sections.Condition(link=lambda name: sections.listed(OutboxMessage, topic=name, stuck="any")),
             "lag": sections.Condition(link=lambda name: sections.listed(OutboxMessage, stuck="overdue")),
             "dead": sections.Condition(link=lambda name: sections.listed(OutboxMessage, state=State.DEAD)),
             "stuck_prepared": sections.Condition(link=lambda name: sections.listed(OutboxMessage, state=State.STUCK)),
@@ -96,7 +111,7 @@ sections.register(
         },
         read=_read,
         oldest=_oldest,
-        minutes=Minutes("outbox"),
+        minutes=alerting.MINUTES,
         numbers=[
             (_("published"), ["published"]),
             (_("failed attempts"), ["retried", "dead"]),

@@ -5,16 +5,31 @@ No query reads more than one row for each shard, topic or dead message.
 
 from exactly_once.app_options import AlertOptions
 from exactly_once.display import duration
-from exactly_once.operators.alerts import Conditions, Key
+from exactly_once.operators.alerts import Conditions, Key, failing, silent
+from exactly_once.operators.minutes import Minutes
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.transport import PublishOutcome
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.operators.figures import has_ready_for
+from outbox.operators.operations import groups
 from outbox.states import State
 from outbox.store.heartbeats import relays
 
+_MOST = 100
 _WAITING = [State.READY, State.RETRYING, State.SCHEDULED]
+
+
+def unroutable(alias: str) -> dict[str, str]:
+    """By topic with messages that no queue takes, up to a limit of topics: what the broker answers."""
+    refused = PausedTopic.objects.using(alias).filter(paused_by="", is_resuming=False, reason__startswith="unroutable")
+    found = dict(refused.values_list("topic", "reason")[:_MOST])
+    returned = PublishOutcome.RETURNED.value
+    for topic in groups.places(alias, returned):
+        rows = OutboxMessage.objects.using(alias).filter(groups.condition(returned, topic))
+        found.setdefault(topic, rows.values_list("last_error", flat=True)[:1][0])
+    return found
 
 
 def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
@@ -24,6 +39,12 @@ def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
         live.filter(state__in=_WAITING).exists() or processes.filter(silent=True).exists()
     ):
         found["no_relay", ""] = "No relay is running. Start outbox_relay, or look into its log."
+    found |= silent(processes)
+    for topic, why in unroutable(alias).items():
+        found["unroutable", topic] = f"Its messages cannot be delivered, and wait. {why}"
+    paused = PausedTopic.objects.using(alias).filter(is_resuming=False).values_list("topic", flat=True)
+    known = {*paused, *(name for _condition, name in found)}
+    found |= failing(MINUTES, alias, options, known, "published", "retried", "dead")
     if has_ready_for(alias, options.LAG):
         found["lag", ""] = f"A message has been ready for more than {duration(options.LAG)} and is not published."
     dead = live.filter(state=State.DEAD, settled_at__gte=DatabaseTime(-options.DEAD_WITHIN)).count()
@@ -33,12 +54,20 @@ def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
         found["stuck_prepared", ""] = (
             f"Prepared messages whose checker does not know the outcome: {stuck:,}. Decide about them."
         )
-    paused = PausedTopic.objects.using(alias).filter(is_resuming=False, paused_at__lt=DatabaseTime(-options.PAUSED_FOR))
-    for topic in paused.order_by("topic"):
-        why = f": {topic.reason}" if topic.reason else ""
-        words = f"It has been paused for more than {duration(options.PAUSED_FOR)} by {topic.paused_by or 'the circuit breaker'}"
-        found["topic_paused", topic.topic] = f"{words}{why}"
+    too_long = PausedTopic.objects.using(alias).filter(is_resuming=False, paused_at__lt=DatabaseTime(-options.PAUSED_FOR))
+    for row in too_long.order_by("topic"):
+        if ("unroutable", row.topic) in found:
+            continue
+        why = f": {row.reason}" if row.reason else ""
+        words = f"It has been paused for more than {duration(options.PAUSED_FOR)} by {row.paused_by or 'the circuit breaker'}"
+        found["topic_paused", row.topic] = f"{words}{why}"
     return found
 
 
-CONDITIONS = Conditions(evaluate=_evaluate, options=lambda: outbox_options().alerts, messages=OutboxMessage)
+MINUTES = Minutes("outbox")
+CONDITIONS = Conditions(
+    evaluate=_evaluate,
+    options=lambda: outbox_options().alerts,
+    messages=OutboxMessage,
+    at_once=["unroutable"],
+)

@@ -96,7 +96,7 @@ class Listener:
     def _connect(self) -> Any:
         wrapper = self._wrapper()
         # Read again every time: a database backend may rotate its password.
-        parameters = {**_TIMEOUTS, **wrapper.get_connection_params(), "application_name": APPLICATION_NAME}
+        parameters = {**_TIMEOUTS, **wrapper.get_connection_params(), "fallback_application_name": APPLICATION_NAME}
         return wrapper.Database.connect(**parameters, autocommit=True)
 
     def _wrapper(self) -> Any:

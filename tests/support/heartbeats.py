@@ -44,7 +44,7 @@ def fall_silent(duration, **which):
 def a_consumer(*, silent_for=None, using="default", host="consumer-1", pid=4712, **given):
     """The row of a consumer, by its identity; with `silent_for`, of one that was killed that long ago."""
     identity = ProcessIdentity(host=host, pid=pid, version="1.2.3")
-    defaults = {"handlers": ["shop.reserve_stock"], "received": 1_234_567, "ran": 89}
+    defaults = {"handlers": ["shop.reserve_stock"], "received": 1_234_567, "ran": 89, "threads": {}, "queued": {}}
     facts = {name: given.pop(name, default) for name, default in defaults.items()}
     values = {"running_for": timedelta(hours=5), "waits_for": "", "running": []}
     consumers.write(using, identity, facts=facts, **{**values, **given})

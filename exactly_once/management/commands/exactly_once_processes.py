@@ -59,7 +59,7 @@ class Command(DatabaseCommand):
 
 
 def _chosen(known: Sequence[Any], given: Sequence[str], *, everyone: bool) -> list[Any]:
-    running = [process for process in known if process.stopped_at is None]
+    running = [process for process in known if not process.has_stopped]
     if everyone:
         return running
     if not given:

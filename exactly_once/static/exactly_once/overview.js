@@ -16,6 +16,11 @@ document.addEventListener("DOMContentLoaded", function () {
         return new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
     }
 
+    // An axis has room for six characters: 1,250,000 is 1.25M.
+    function brief(number) {
+        return number.toLocaleString([], { notation: "compact", maximumSignificantDigits: 4 });
+    }
+
     function axis(values) {
         const line = { stroke: color("--overview-grid"), width: 1 };
         return { stroke: color("--overview-text"), grid: line, ticks: line, values: values, size: 54 };
@@ -59,7 +64,7 @@ document.addEventListener("DOMContentLoaded", function () {
             scales: { y: { range: (plot, low, high) => [0, high > 0 ? 1.1 * high : 1] } },
             axes: [
                 axis((plot, splits) => splits.map(clock)),
-                axis((plot, splits) => splits.map((number) => number.toLocaleString())),
+                axis((plot, splits) => splits.map(brief)),
             ],
             series: [{ label: root.dataset.time, value: (plot, seconds) => (seconds ? clock(seconds) : "-") }, ...chart.series.map((one, index) => series(one.label, index))],
         };

@@ -11,12 +11,13 @@ from exactly_once.sql.counts import LIMIT
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.telemetry.statistics import bucket_of
 from inbox.models import PausedHandler
+from inbox.states import State as InboxState
 from outbox.models import PausedTopic
 from outbox.states import State
 from tests.support import ROOT
-from tests.support.admin_pages import NASTY, Page, a_message, staff_client, superuser_client
+from tests.support.admin_pages import NASTY, Page, a_message, an_inbox_message, staff_client, superuser_client
 from tests.support.deliveries import the_effect
-from tests.support.heartbeats import a_consumer, a_relay
+from tests.support.heartbeats import a_consumer, a_relay, let_consumers_fall_silent
 from tests.support.many_rows import multiply
 from tests.support.shop_day import CHARGE, TIMEOUT, failing
 
@@ -404,6 +405,69 @@ def test_waiting_relay_paused_topic_paused_handler_and_overdue_message_are_repor
     assert "A message has been due for 3 h and is not published." in text
     assert "Topic shop.slow has been paused for 5 min by ada." in text
     assert "Handler shop.reserve has been paused for 5 min by ada." in text
+
+
+def test_what_hangs_is_silent_fails_and_cannot_be_delivered_is_said_once_where_it_can_be_acted_on():
+    a_relay(host="relay-1", silent_for=timedelta(minutes=12))
+    a_relay(host="relay-2")
+    run = {"what": CHARGE, "message": "m-1", "messages": 1, "thread": "worker-1", "began": 0.0}
+    a_consumer(running_for=timedelta(minutes=12), running=3 * [run], threads={CHARGE: 3}, queued={CHARGE: 97_000})
+    statistics("inbox", "shop.mail", failed=9, handled=1)
+    at = dict.fromkeys(("first_seen_at", "seen_at", "raised_at"), utcnow())
+    Alert.objects.create(app="inbox", condition="hanging", object=CHARGE, state="raised", summary="again", **at)
+    why = {"error_class": "returned", "last_error": "unroutable: no queue is bound", "failing_since": utcnow()}
+    a_message(State.RETRYING, topic="shop.unknown", **why)
+    statistics("outbox", "shop.unknown", retried=20)
+
+    page = the_page()
+
+    lines = [text for degree, text in attention(page) if degree == "urgent"]
+    expected = {
+        f"{CHARGE} runs for 12 min in 3 of 3 threads of consumer-1:4712.": "exactly_once_busy_changelist",
+        "Relay relay-1:4711 has sent no heartbeat for 12 min": "exactly_once_process_changelist?app=outbox",
+        "shop.mail: 9 of 10 attempts have failed within 10 min.": "inbox_inboxmessage_changelist?handler=shop.mail&stuck=any",
+        "Messages of shop.unknown cannot be delivered, and wait:": "outbox_outboxmessage_changelist?topic=shop.unknown",
+        f"97,000 messages wait at the broker for {CHARGE}.": "exactly_once_topicsandhandlers_changelist",
+    }
+    for words, target in expected.items():
+        assert len([line for line in lines if words in line]) == 1, words
+        name, _, query = target.partition("?")
+        assert reverse(f"admin:{name}") + (f"?{query}" if query else "") in links(page)
+    assert len([line for line in lines if "shop.unknown" in line]) == 1
+    assert len([line for line in lines if CHARGE in line]) == 2
+
+
+def test_handler_that_runs_for_long_in_some_of_its_threads_is_not_urgent():
+    run = {"what": CHARGE, "message": "m-1", "messages": 1, "thread": "worker-1", "began": 0.0}
+    a_consumer(running_for=timedelta(minutes=12), running=[run], threads={CHARGE: 3})
+
+    assert [degree for degree, text in attention(the_page()) if "1 of 3 threads" in text] == ["known"]
+
+
+def test_message_that_was_received_and_not_run_is_in_the_list_that_its_line_leads_to_and_says_what_it_waits_for(handles):
+    handles(the_effect, name="shop.reserve_stock")
+    run = {"what": "shop.reserve_stock", "message": "m-1", "messages": 1, "thread": "worker-1", "began": 0.0}
+    process = {"handlers": ["shop.reserve_stock"], "threads": {"shop.reserve_stock": 1}}
+    a_consumer(running_for=timedelta(minutes=17), running=[run], **process)
+    kept = {"received_ago": timedelta(minutes=17), "next_ago": -timedelta(minutes=1)}
+    running, waiting = (an_inbox_message(InboxState.RECEIVED, message_id=name, **kept) for name in ("m-1", "m-2"))
+    url = f"{reverse('admin:inbox_inboxmessage_changelist')}?stuck=overdue"
+
+    assert "A message was received 17 min ago and has not been run." in the_page().text
+    assert url in links(the_page())
+    shown = superuser_client().get(url).content.decode()
+    assert str(running.biz_id) in shown
+    assert str(waiting.biz_id) in shown
+
+    def said(row):
+        return Page(superuser_client().get(reverse("admin:inbox_inboxmessage_change", args=[row.pk]))).text
+
+    assert "A thread of consumer-1:4712 runs it now" in said(running)
+    assert "It waits for a thread: other messages of its handler have been running for 17 min in consumer-1:4712." in said(
+        waiting
+    )
+    let_consumers_fall_silent(timedelta(minutes=2))
+    assert "No consumer is running for its handler." in said(waiting)
 
 
 def test_handlers_without_a_consumer_are_reported(handles):

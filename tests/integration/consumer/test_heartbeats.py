@@ -11,10 +11,12 @@ from django.db import connection, transaction
 
 from exactly_once.models import Process as ProcessRow
 from exactly_once.process import heartbeat
+from exactly_once.process.clock import utcnow
 from exactly_once.process.heartbeat import SILENT_AFTER
 from inbox.consumer import heartbeat as module
 from inbox.consumer.heartbeat import Activity, Heartbeats
-from inbox.operators.processes import consumers
+from inbox.models import PausedHandler
+from inbox.operators.processes import consumers, queued
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import the_effect
@@ -37,8 +39,8 @@ class Service:
         self._environment = {**environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings", **given}
         self._directory = directory
 
-    def runs(self, name):
-        return Process(self._environment, self._directory / f"{name}.log", name)
+    def runs(self, name, *options):
+        return Process(self._environment, self._directory / f"{name}.log", name, *options)
 
     def status(self, *options):
         """What `exactly_once_status` prints."""
@@ -75,13 +77,29 @@ def test_status_shows_a_running_consumer_with_its_handlers_and_counts_until_it_e
 
     [row] = shown["consumers"]
     common = {"id", "host", "pid", "version", "started", "beat", "last_pass", "rate", "waits_for", "silent"}
-    assert set(row) == {*common, "handlers", "received", "ran"}
+    assert set(row) == {*common, "handlers", "received", "ran", "threads", "queued"}
     assert (row["handlers"], row["received"], row["waits_for"], row["silent"]) == (HANDLERS, 1, "", False)
     assert shown["unattended"] == []
     assert f"running: {', '.join(HANDLERS)}" in text
     assert "No consumer is running" not in text
     assert not heartbeats()
     assert f"No consumer is running for: {', '.join(HANDLERS)}. Any messages for them wait in the broker" in service.status()
+
+
+def test_messages_that_wait_at_the_broker_are_shown_also_those_of_a_paused_handler(service, rabbitmq_url):
+    service = service(rabbitmq_url)
+    with service.runs("inbox_consume", "--drain") as declaring:
+        assert declaring.ends() == 0  # the queues exist now
+    PausedHandler.objects.create(handler="testworker.work", paused_by="ada", paused_at=utcnow())
+    for number in range(3):
+        send(rabbitmq_url, JOB, {}, message_id=f"m-{number}")
+    with service.runs("inbox_consume") as consumer:
+        consumer.until(lambda: queued("default") == {**dict.fromkeys(HANDLERS, 0), "testworker.work": 3})
+
+        text, shown = service.status(), service.status_as_json()
+
+    assert "at the broker: testworker.work" in text
+    assert shown["queued"]["testworker.work"] == 3
 
 
 @pytest.mark.every_database

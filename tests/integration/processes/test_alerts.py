@@ -10,9 +10,10 @@ import pytest
 from django.core import mail
 from django.core.management import CommandError
 
-from exactly_once.models import Alert, AuditEntry, Lease
+from exactly_once.models import Alert, AuditEntry, Lease, Minute, Process
 from exactly_once.operators import alerts as module
 from exactly_once.operators.alerts import Evaluator, alert_changed
+from exactly_once.operators.minutes import OTHER
 from exactly_once.process.clock import utcnow
 from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.process.loop import StopRequest
@@ -153,6 +154,65 @@ class TestConditions:
 
         pause_handler("tests.h")
         assert ("lag", "tests.h") not in evaluated("inbox")
+
+    def test_process_that_falls_silent_beside_others_is_raised_until_a_later_one_has_replaced_it(self):
+        a_relay(host="relay-1", silent_for=timedelta(minutes=12))
+        a_consumer(host="consumer-1", silent_for=timedelta(minutes=12))
+        assert evaluated("inbox") == set()
+
+        a_relay(host="relay-2")
+        a_consumer(host="consumer-2")
+        assert evaluated() == {("silent", "relay-1:4711")}
+        assert evaluated("inbox") == {("silent", "consumer-1:4712")}
+
+        a_relay(host="relay-3", running_for=timedelta(minutes=1))
+        a_consumer(host="consumer-3", running_for=timedelta(minutes=1))
+        assert evaluated() == evaluated("inbox") == set()
+
+    def test_handler_that_hangs_in_all_threads_that_may_run_it_is_raised(self):
+        run = {"what": "tests.h", "message": "m-1", "messages": 1, "thread": "worker-1", "began": 0.0}
+        for runs in (1, 2):
+            Process.objects.all().delete()
+            a_consumer(running_for=timedelta(minutes=12), running=runs * [run], threads={"tests.h": 2})
+            assert evaluated("inbox") == ({("hanging", "tests.h")} if runs == 2 else set())
+
+        assert "for 12 min in 2 of 2 threads of consumer-1:4712" in Alert.objects.get().summary
+
+    @pytest.mark.parametrize(("app", "good", "bad"), [("inbox", "handled", "failed"), ("outbox", "published", "retried")])
+    def test_subject_most_of_whose_attempts_fail_is_raised_before_a_message_is_dead(self, app, good, bad):
+        a_relay()
+
+        def counted(name, **counts):
+            Minute.objects.create(app=app, minute=utcnow(), process="host:1", subject=name, counts=counts, times={})
+
+        counted("tests.well", **{good: 8, bad: 7})
+        counted("tests.few", **{bad: 9})
+        counted("tests.failing", **{good: 4, bad: 6})
+        counted("tests.failing", **{bad: 1})
+        counted(OTHER, **{bad: 100})
+
+        assert evaluated(app) == {("failing", "tests.failing")}
+        assert Alert.objects.get().summary.startswith("Of 11 attempts within 10 min, 7 have failed.")
+
+    def test_topic_that_no_queue_takes_is_raised_by_the_first_evaluation_and_once(self, alerts):
+        alerts(RAISE_AFTER=5)
+        a_relay()
+        why = {"error_class": "returned", "last_error": "unroutable: no queue is bound", "failing_since": utcnow()}
+        a_message(State.RETRYING, topic="shop.unknown", **why)
+        paused = {"paused_at": DatabaseTime(-2 * HOUR), "reason": "unroutable: no queue is bound"}
+        PausedTopic.objects.create(topic="shop.refused", **paused)
+        PausedTopic.objects.create(topic="shop.mine", **{**paused, "paused_by": "ada"})
+
+        assert evaluated() == {("unroutable", "shop.unknown"), ("unroutable", "shop.refused")}
+        assert "no queue is bound" in Alert.objects.get(object="shop.unknown").summary
+
+    def test_long_queue_at_the_broker_is_raised_unless_its_handler_is_paused(self, settings):
+        settings.INBOX = {"ALERTS": {"RAISE_AFTER": 1, "CLEAR_AFTER": 1, "BACKLOG": 50}}
+        a_consumer(queued={"tests.short": 50, "tests.long": 51})
+        assert evaluated("inbox") == {("backlog", "tests.long")}
+
+        PausedHandler.objects.create(handler="tests.long", paused_at=utcnow())
+        assert evaluated("inbox") == set()
 
     def test_ignored_condition_is_not_raised(self, alerts):
         alerts(IGNORE=["no_relay"])

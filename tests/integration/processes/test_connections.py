@@ -10,7 +10,7 @@ from django.db import transaction
 from outbox import publish
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import effects
-from tests.support.sql import fetched
+from tests.support.sql import executed, fetched
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -49,6 +49,30 @@ def test_connections_of_a_relay_and_of_a_consumer_are_those_of_the_page(service,
 
             assert sessions() <= before + consumer + relay + 2 * ALERTS
             assert rabbitmq_server.connections(rabbitmq_url) == 1 + 2
+
+
+NAMES = (
+    "SELECT DISTINCT application_name FROM pg_stat_activity WHERE datname = current_database() "
+    "AND backend_type = 'client backend' AND pid <> pg_backend_pid()"
+)
+
+
+def names():
+    return {name for (name,) in executed(NAMES)}
+
+
+def test_connections_have_the_name_of_their_process(service, rabbitmq_url):
+    shop, before = service(rabbitmq_url), names()
+    with shop.runs("inbox_consume"), shop.runs("outbox_relay"):
+        wait_until(lambda: names() >= {"inbox_consume", "outbox_relay", "outbox listener"})
+        assert "" not in names() - before
+
+
+def test_connections_have_the_name_that_the_project_gives_them(service, rabbitmq_url, process_environment):
+    process_environment["PGAPPNAME"] = "shop"
+    with service(rabbitmq_url).runs("outbox_relay"):
+        wait_until(lambda: "shop" in names())
+        assert not names() & {"outbox_relay", "outbox listener"}
 
 
 def test_connections_of_a_relay_that_runs_the_handlers_are_those_of_the_page(service):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from datetime import timedelta
 
 import pytest
 from django.core.management import CommandError
+from django.urls import reverse
 
 from exactly_once.models import AuditEntry
 from exactly_once.models import Process as ProcessRow
@@ -14,10 +16,11 @@ from inbox.operators.processes import consumers
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store.heartbeats import relays
+from tests.support.admin_pages import Page, superuser_client
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.commands import output_of
-from tests.support.heartbeats import a_consumer, a_relay
+from tests.support.heartbeats import a_consumer, a_relay, let_consumers_fall_silent
 from tests.support.relaying import published
 from tests.support.workers import OF_THE_WORKERS, send
 
@@ -32,6 +35,24 @@ def states():
 def running():
     with ExitStack() as stack:
         yield stack.enter_context
+
+
+@pytest.mark.every_database
+def test_process_that_was_asked_to_stop_and_was_killed_has_stopped_and_is_forgotten_after_an_hour():
+    a_consumer(mode=Mode.STOPPING, silent_for=timedelta(minutes=2))
+
+    (row,) = consumers.known("default")
+    assert (row.has_stopped, row.silent) == (True, False)
+    assert not consumers.rows("default")
+    said = output_of("exactly_once_processes")
+    assert "killed 0:02:00 ago, because it did not end in time" in said
+    page = Page(superuser_client().get(reverse("admin:exactly_once_process_changelist")))
+    assert "Stopped" in page.text
+    assert "Silent" not in page.text
+
+    let_consumers_fall_silent(timedelta(hours=2))
+    assert not consumers.known("default")
+    assert consumers.delete_old("default", timedelta(days=1)) == 1
 
 
 class TestRelay:

@@ -64,6 +64,20 @@ def test_handler_that_runs_is_shown_with_its_message_thread_and_process_until_it
         assert "nothing" in words()
 
 
+def test_run_that_lasts_for_more_than_a_minute_is_shown_with_the_stack_of_its_thread(monkeypatch):
+    monkeypatch.setattr(work, "_STACK_AFTER_SECONDS", 0.0)
+    before = work.begin("inbox", "default", "tests.slow", "m-1")
+    try:
+        (run,) = work.running("inbox", "default", monotonic())
+    finally:
+        work.end(before)
+    assert "test_what_runs_now.py" in run["stack"]
+    a_consumer(running=[run])
+
+    assert "Stack" in words()
+    assert "work.running(" in words()
+
+
 def test_page_says_how_old_a_statement_is_and_since_when_the_work_goes_on():
     runs = [{**RUN, "began": 4 * 3600.0}, {**RUN, "messages": 3, "message": "m-2"}]
     a_consumer(running_for=timedelta(hours=5), silent_for=timedelta(minutes=4), running=runs)
