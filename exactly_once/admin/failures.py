@@ -33,6 +33,9 @@ _GROUP = "exactly_once/failure_group.html"
 _SEPARATOR = "|"
 """Between class and place in a URL; no class contains it."""
 _LATEST = 20
+_SAMPLE, _MOST_CONCERNED = 500, 10
+_PROTOCOL = "cloudEvents:"
+"""In the names of our own headers."""
 _OF_A_ROW = ("topic", "biz_id", "failed_at", "last_error")
 
 
@@ -158,6 +161,8 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             "written": written,
             "now": utcnow(),
             "note_form": self.may_note(request) and (rejected or NoteForm(initial={"note": written.note if written else ""})),
+            "note_form": NoteForm(initial={"note": written.note if written else ""}) if self.may_note(request) else None,
+            "concerned": self._concerned(request, failing, error_class, place) if group else (),
             "offered": self._offered(request, failing) if group else (),
             "messages_url": listed(failing.model, failure=encoded(error_class, place)).url(self.admin_site, request),
             "latest": [
@@ -169,6 +174,29 @@ class FailureGroupAdmin(ReadOnlyAdmin):
 
     def _act(self, request: HttpRequest, failing: OperatedMessages, error_class: str, place: str) -> HttpResponse | NoteForm:
         """The response; the form of an invalid note, so that it comes back with what was typed."""
+
+    def _concerned(
+        self, request: HttpRequest, failing: OperatedMessages, error_class: str, place: str
+    ) -> list[tuple[str, str, int, str]]:
+        """The ordering keys and values of headers that several of the newest messages share, with the list of each."""
+        if not self.admin_site.is_registered(failing.model):
+            return []
+        page: Any = self.admin_site.get_model_admin(failing.model)
+        redaction, counted = page.redaction(), Counter[tuple[str, str]]()
+        newest = failing.failing(self.using, error_class, place).order_by("-failing_since")
+        for key, headers in newest.values_list("key", "headers")[:_SAMPLE]:
+            values = {f"headers.{name}": value for name, value in dict(redaction.headers(headers)).items()}
+            values = {name: value for name, value in values.items() if isinstance(value, str) and _PROTOCOL not in name}
+            counted.update(values.items())
+            counted.update([("key", key)] if key else [])
+        found = [(name, value, count) for (name, value), count in counted.most_common(_MOST_CONCERNED) if value and count > 1]
+        group = encoded(error_class, place)
+        return [
+            (name, value, count, listed(failing.model, failure=group, q=f"{name}:{value}").url(self.admin_site, request))
+            for name, value, count in found
+        ]
+
+    def _act(self, request: HttpRequest, failing: OperatedMessages, error_class: str, place: str) -> HttpResponse | None:
         url = group_url(self.admin_site.name, failing.app, error_class, place)
         chosen = request.POST.get("action", "")
         if chosen == NOTE.name:

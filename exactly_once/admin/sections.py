@@ -135,6 +135,15 @@ def silent(rows: Iterable[Any], words: Text) -> Iterator[Attention]:
         yield Attention(condition="silent", objects=[str(process)], text=text)
 
 
+def silent(rows: Iterable[Any], one: Text, several: Text) -> Iterator[Attention]:
+    """A line for the processes that are `lost`. The sentences have a place for their names, and one for how long."""
+    found = lost(rows)
+    if found:
+        names, longest = [str(process) for process in found], found[0].database_now - found[0].beat_at
+        text = format_html(str(one if len(found) == 1 else several), named(names), duration(longest))
+        yield Attention(condition="silent", objects=names, text=text)
+
+
 def failing(
     minutes: Minutes, alias: str, share: float, known: Collection[str], succeeded: str, *failed: str
 ) -> Iterator[Attention]:

@@ -95,7 +95,11 @@ def _attention(alias: str, counts: Mapping[State, Count], processes: Sequence[An
     yield from waiting(
         [process for process in processes if not process.silent], _("Consumer {} waits for {}."), _("Consumers {} wait for {}.")
     )
-    yield from silent(processes, _("Consumer {} has sent no heartbeat for {}: it was killed, or is frozen."))
+    yield from silent(
+        processes,
+        _("Consumer {} has sent no heartbeat for {}: it was killed, or is frozen."),
+        _("Consumers {} have sent no heartbeat, the first for {}: they were killed, or are frozen."),
+    )
     yield from _of_handlers(alias)
     received = counts[State.RECEIVED].oldest
     if received is not None and now - received > inbox_options().STUCK_AFTER:

@@ -57,6 +57,11 @@ def _attention(
     yield from sections.waiting(alive, _("Relay {} waits for {}."), _("Relays {} wait for {}."))
     yield from sections.clock_was_ahead(alias, figures.DATED)
     yield from sections.silent(processes, _("Relay {} has sent no heartbeat for {}: it was killed, or is frozen."))
+    yield from sections.silent(
+        processes,
+        _("Relay {} has sent no heartbeat for {}: it was killed, or is frozen."),
+        _("Relays {} have sent no heartbeat, the first for {}: they were killed, or are frozen."),
+    )
     unroutable, paused = alerting.unroutable(alias), figures.paused_topics(alias, _MOST_NAMED)
     for name, why in unroutable.items():
         line = format_html(gettext("Messages of {} cannot be delivered, and wait: {}"), identifier(name), headline(why))
@@ -82,6 +87,10 @@ def _attention(
         text = format_html(words, identifier(topic.topic), duration(now - topic.paused_at), by)
         is_urgent = not topic.paused_by
         yield sections.Attention(condition="topic_paused", objects=[topic.topic], text=text, is_urgent=is_urgent)
+
+
+def _remarks(alias: str) -> Mapping[str, sections.Text]:
+    return dict.fromkeys(alerting.unroutable(alias), gettext("no queue takes its messages"))
 
 
 def _oldest(alias: str) -> list[sections.OldestRow]:
@@ -130,6 +139,7 @@ sections.register(
             counts=partial(figures.counts_by_topic, states=(*_BACKLOG, State.RETRYING, State.DEAD)),
             names=selecting.topics,
             paused=PausedTopic,
+            remarks=_remarks,
         ),
     )
 )

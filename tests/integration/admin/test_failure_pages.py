@@ -55,6 +55,21 @@ def operate():
     return executor().drain(StopRequest())
 
 
+def test_group_says_which_keys_and_headers_its_messages_share_with_a_link_to_these(handles):
+    handler = handles(refuse_the_card)
+    for number in range(3):
+        deliver(handler, an_envelope(key="customer-4", headers={"tenant": "acme" if number else "other"}))
+    row = InboxMessage.objects.first()
+
+    page = Page(staff_client("view_failurenote", VIEW).get(reverse(GROUP, query=group_of(row))))
+
+    text = " ".join(page.text.split())
+    assert "key customer-4 3 headers.tenant acme 2" in text
+    assert "other" not in text[text.index("Whom it concerns") : text.index("Latest messages")]
+    failure = f"{row.error_class}|{row.error_place}"
+    assert page.all("a", href=reverse(LIST, query={"failure": failure, "q": "headers.tenant:acme"}))
+
+
 class TestFailureOfAMessage:
     def test_class_and_place_are_those_of_the_innermost_frame_of_the_projects_code(self, handles):
         failed(handles, refuse_the_card)
