@@ -88,9 +88,9 @@ class InboxStuckFilter(filters.StuckFilter):
         return super().failed() & ~IS_DEFERRED
 
     def overdue(self, before: DatabaseTime) -> Q:
-        due = Q(next_attempt_at__lt=before) | Q(next_attempt_at__isnull=True, received_at__lt=before)
-        # While a message is run, its next attempt is in the future.
-        return Q(due, state__in=[State.WAITING, State.RUNNING]) | Q(state=State.RECEIVED, received_at__lt=before)
+        return Q(state__in=[State.RECEIVED, State.WAITING, State.RUNNING]) & (
+            Q(next_attempt_at__lt=before) | Q(next_attempt_at__isnull=True, received_at__lt=before)
+        )
 
 
 class InboxStateFilter(filters.StateFilter):

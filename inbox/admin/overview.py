@@ -14,6 +14,7 @@ from exactly_once.admin.sections import (
     Condition,
     Fact,
     LeasedRun,
+    Link,
     OldestRow,
     Reading,
     Section,
@@ -51,6 +52,8 @@ from inbox.store.due import paused_handlers
 
 _DAY = timedelta(days=1)
 _MOST_NAMED = 5
+_BY_AGE = "3"
+"""The column of the list, as the admin numbers them."""
 _BACKLOG = (State.RECEIVED, State.WAITING, State.RUNNING)
 _read_depths = cache(QueueDepths)
 _OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.RUNNING)
@@ -161,6 +164,13 @@ def _remarks(alias: str) -> Mapping[str, Text]:
     return {name: _lasting(one) for name, one in hanging(alias).items()}
 
 
+def _lagging(handler: str) -> Link:
+    """Without a handler: all received messages, the oldest first. One that is run now is not overdue, but in this list."""
+    if handler:
+        return listed(InboxMessage, handler=handler, stuck="overdue")
+    return listed(InboxMessage, state=State.RECEIVED, o=_BY_AGE)
+
+
 def _leased(alias: str, most: int) -> list[LeasedRun]:
     if not with_table(InboxMessage, [alias])[0]:
         return []
@@ -190,7 +200,7 @@ register(
             "silent": Condition(link=lambda name: listed(Process, app="inbox")),
             "failing": Condition(link=lambda name: listed(InboxMessage, handler=name, stuck="any")),
             "backlog": Condition(link=lambda name: listed(TopicsAndHandlers)),
-            "lag": Condition(link=lambda name: listed(InboxMessage, handler=name, stuck="overdue")),
+            "lag": Condition(link=_lagging),
             "dead": Condition(link=lambda name: listed(InboxMessage, state=State.DEAD)),
             "conflicts": Condition(link=lambda name: listed(InboxMessage, handler=name, duplicates="conflicting")),
             "handler_paused": Condition(link=lambda name: listed(PausedHandler), is_urgent=False),

@@ -451,7 +451,7 @@ def test_message_that_was_received_and_not_run_is_in_the_list_that_its_line_lead
     a_consumer(running_for=timedelta(minutes=17), running=[run], **process)
     kept = {"received_ago": timedelta(minutes=17), "next_ago": -timedelta(minutes=1)}
     running, waiting = (an_inbox_message(InboxState.RECEIVED, message_id=name, **kept) for name in ("m-1", "m-2"))
-    url = f"{reverse('admin:inbox_inboxmessage_changelist')}?stuck=overdue"
+    url = f"{reverse('admin:inbox_inboxmessage_changelist')}?state=received&o=3"
 
     assert "A message was received 17 min ago and has not been run." in the_page().text
     assert url in links(the_page())

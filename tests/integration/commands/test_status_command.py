@@ -203,6 +203,7 @@ class TestInbox:
             "without_rows": {},
             "consumers": [],
             "unattended": [],
+            "queued": {},
             "paused_handlers": [],
             "starting_handlers": [],
         }
