@@ -101,6 +101,19 @@ def test_transaction_that_is_open_for_long_is_reported():
     assert line.startswith("Session 17 (report, ada) has held back the vacuum horizon for 2 h")
 
 
+def test_sessions_that_hold_the_horizon_are_one_line_with_the_names_of_their_applications():
+    pins = [
+        Pin(kind="session", name=str(pid), age=40, application="inbox_consume", open_for=timedelta(minutes=pid))
+        for pid in (17, 18)
+    ]
+
+    [line] = horizon_warnings(pins)
+
+    assert line.startswith(
+        "Session 17 (inbox_consume), Session 18 (inbox_consume) have held back the vacuum horizon, the first for 18 min"
+    )
+
+
 def test_replication_slot_that_holds_many_transactions_is_reported():
     [line] = horizon_warnings([Pin(kind="replication slot", name="standby", age=2_000_000)])
 

@@ -141,7 +141,9 @@ class TestList:
 
         app.message()
 
-        assert "There are more: only the first 3" in page(app).text
+        text = page(app).text
+        assert "There are more: only the first 3" in text
+        assert re.search(r"3\+ (out|in)box messages", text)
 
     def test_list_links_to_each_state_with_its_number_of_messages(self, app):
         for state in (app.dead, app.dead, app.retrying):
