@@ -161,7 +161,6 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             "written": written,
             "now": utcnow(),
             "note_form": self.may_note(request) and (rejected or NoteForm(initial={"note": written.note if written else ""})),
-            "note_form": NoteForm(initial={"note": written.note if written else ""}) if self.may_note(request) else None,
             "concerned": self._concerned(request, failing, error_class, place) if group else (),
             "offered": self._offered(request, failing) if group else (),
             "messages_url": listed(failing.model, failure=encoded(error_class, place)).url(self.admin_site, request),
@@ -171,9 +170,6 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             ],
         }
         return self.respond(request, _GROUP, context)
-
-    def _act(self, request: HttpRequest, failing: OperatedMessages, error_class: str, place: str) -> HttpResponse | NoteForm:
-        """The response; the form of an invalid note, so that it comes back with what was typed."""
 
     def _concerned(
         self, request: HttpRequest, failing: OperatedMessages, error_class: str, place: str
@@ -196,7 +192,8 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             for name, value, count in found
         ]
 
-    def _act(self, request: HttpRequest, failing: OperatedMessages, error_class: str, place: str) -> HttpResponse | None:
+    def _act(self, request: HttpRequest, failing: OperatedMessages, error_class: str, place: str) -> HttpResponse | NoteForm:
+        """The response; the form of an invalid note, so that it comes back with what was typed."""
         url = group_url(self.admin_site.name, failing.app, error_class, place)
         chosen = request.POST.get("action", "")
         if chosen == NOTE.name:

@@ -149,13 +149,12 @@ class ProcessAdmin(ActingAdmin):
         lines = [self.badge_of(row)]
         if row.stopped_at:
             return stacked(*lines, age(row.stopped_at, row.database_now))
-        if row.silent and row.beat_at > row.database_now:
-            lines.append(format_html("{}", gettext("its last heartbeat is ahead of the database's clock")))
-        elif row.silent:
         if row.has_stopped:
             words = gettext("killed {}, because it did not end in time")
             return stacked(*lines, format_html(words, age(row.beat_at, row.database_now)))
-        if row.silent:
+        if row.silent and row.beat_at > row.database_now:
+            lines.append(format_html("{}", gettext("its last heartbeat is ahead of the database's clock")))
+        elif row.silent:
             lines.append(format_html(gettext("for {}"), duration(row.database_now - row.beat_at)))
         elif row.waits_for and row.mode not in _MODES:
             lines.append(format_html(gettext("for {}"), visible(row.waits_for)))

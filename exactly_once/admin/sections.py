@@ -128,13 +128,6 @@ def clock_was_ahead(alias: str, kinds: Sequence[Dated]) -> Iterator[Attention]:
         yield Attention(condition="clock_ahead", text=words % {"problem": found})
 
 
-def silent(rows: Iterable[Any], words: Text) -> Iterator[Attention]:
-    """A line for each process that is `lost`. `words` has a place for its name, and one for how long."""
-    for process in lost(rows):
-        text = format_html(str(words), identifier(str(process)), duration(process.database_now - process.beat_at))
-        yield Attention(condition="silent", objects=[str(process)], text=text)
-
-
 def silent(rows: Iterable[Any], one: Text, several: Text) -> Iterator[Attention]:
     """A line for the processes that are `lost`. The sentences have a place for their names, and one for how long."""
     found = lost(rows)

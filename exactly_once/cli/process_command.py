@@ -12,6 +12,7 @@ from exactly_once.cli.command import TranslatedCommand, log_to_console
 from exactly_once.process.life_sign import HAS_FCNTL
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.running import run_until_signalled
+from exactly_once.sql.connections import name_connections
 
 
 class ProcessCommand(TranslatedCommand):
@@ -29,6 +30,7 @@ class ProcessCommand(TranslatedCommand):
                 )
             )
         log_to_console(options["verbosity"])
+        name_connections(type(self).__module__.rpartition(".")[2])
         # Only there the arguments of this process are those of the command.
         if self._called_from_command_line and reloading.is_wanted(options):
             raise SystemExit(reloading.supervise(self.grace()))

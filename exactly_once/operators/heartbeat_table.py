@@ -96,17 +96,14 @@ class HeartbeatTable:
         return self.known(alias).filter(has_stopped=False)
 
     def known(self, alias: str) -> QuerySet[Any]:
-        """`rows`, and after them the processes that have stopped within the last hour."""
-        lately = Q(stopped_at=None) | Q(stopped_at__gte=DatabaseTime(-heartbeat.STOPPED_SHOWN_FOR))
-        # A heartbeat from the future is that of a process which ended while the clock was ahead.
-        late, early = DatabaseTime(-heartbeat.SILENT_AFTER), DatabaseTime(heartbeat.SILENT_AFTER)
-        silent = Q(Q(beat_at__lt=late) | Q(beat_at__gt=early), stopped_at=None)
         """`rows`, and after them the processes that have stopped within the last hour.
 
         One that was asked to stop and then fell silent has stopped, too: it did not end in time, and was killed.
         """
         an_hour_ago = DatabaseTime(-heartbeat.STOPPED_SHOWN_FOR)
-        is_silent = Q(beat_at__lt=DatabaseTime(-heartbeat.SILENT_AFTER))
+        # A heartbeat from the future is that of a process which ended while the clock was ahead.
+        late, early = DatabaseTime(-heartbeat.SILENT_AFTER), DatabaseTime(heartbeat.SILENT_AFTER)
+        is_silent = Q(beat_at__lt=late) | Q(beat_at__gt=early)
         ended = Q(_IS_STOPPING, is_silent)
         old = Q(stopped_at__lt=an_hour_ago, stopped_at__isnull=False) | Q(_IS_STOPPING, beat_at__lt=an_hour_ago)
         known: QuerySet[Any] = self._rows(alias).annotate(

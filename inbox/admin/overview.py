@@ -93,7 +93,6 @@ def _attention(alias: str, counts: Mapping[State, Count], processes: Sequence[An
             "No consumer is running for the handler {}. {}", "No consumer is running for the handlers {}. {}", len(names)
         )
         yield Attention(condition="no_consumer", objects=names, text=format_html(words, named(names), what_to_start()))
-    yield from waiting(alive, _("Consumer {} waits for {}."), _("Consumers {} wait for {}."))
     yield from clock_was_ahead(alias, DATED)
     yield from waiting(
         [process for process in processes if not process.silent], _("Consumer {} waits for {}."), _("Consumers {} wait for {}.")
@@ -144,18 +143,10 @@ def _names(alias: str, most: int) -> list[str]:
     return [*known, *(name for name, _topic in accounting.handlers_with_topics(alias, most))]
 
 
-def _depths() -> Mapping[str, int] | None:
-    """The messages in the queues of each handler of this process; one whose queues do not exist is left out."""
-    options = inbox_options()
-    known = _read_depths(options.broker_url, options.MANAGEMENT_URL, options.tls).known()
-    if known is None:
-        return None
-
-
 def _depths(alias: str) -> Mapping[str, int]:
     """The messages in the queues of each handler, as consumers read them, and the management API, which knows all queues."""
     options, found = inbox_options(), queued(alias)
-    known = _read_depths(options.broker_url, options.MANAGEMENT_URL).known() or {}
+    known = _read_depths(options.broker_url, options.MANAGEMENT_URL, options.tls).known() or {}
     queues = {handler.name: [queue.name for queue in queues_of(handler, options)] for handler in registry.all()}
     return found | {name: sum(known.get(queue, 0) for queue in of) for name, of in queues.items() if known.keys() & {*of}}
 

@@ -56,7 +56,6 @@ def _attention(
         yield sections.Attention(condition="no_relay", text=_("No relay is running: no message is published."))
     yield from sections.waiting(alive, _("Relay {} waits for {}."), _("Relays {} wait for {}."))
     yield from sections.clock_was_ahead(alias, figures.DATED)
-    yield from sections.silent(processes, _("Relay {} has sent no heartbeat for {}: it was killed, or is frozen."))
     yield from sections.silent(
         processes,
         _("Relay {} has sent no heartbeat for {}: it was killed, or is frozen."),

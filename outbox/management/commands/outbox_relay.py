@@ -13,9 +13,6 @@ from exactly_once.cli.process_command import ProcessCommand
 from exactly_once.masking import masked
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.schema import require_usable
-from exactly_once.process.running import run_until_signalled
-from exactly_once.sql.connections import name_connections
-from exactly_once.sql.schema import require_schema
 from exactly_once.telemetry import prometheus
 from outbox.conf import outbox_options
 from outbox.monitoring import table_gauges
@@ -41,9 +38,6 @@ class Command(ProcessCommand):
         return outbox_options().SHUTDOWN_GRACE
 
     def prepare(self, options: dict[str, Any]) -> Callable[[StopRequest], object]:
-    def handle(self, *args: Any, **options: Any) -> None:
-        log_to_console(options["verbosity"])
-        name_connections("outbox_relay")
         _require_transport(outbox_options().BROKER_URL)
         prometheus.serve_metrics(options, table_gauges(options["database"]))
         return partial(_relay, options["database"], drain=options["drain"])

@@ -9,9 +9,6 @@ from django.utils.translation import gettext_lazy
 from exactly_once.cli.process_command import ProcessCommand
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.schema import require_usable
-from exactly_once.process.running import run_until_signalled
-from exactly_once.sql.connections import name_connections
-from exactly_once.sql.schema import require_schema
 from inbox.conf import inbox_options
 from inbox.outgoing_webhooks.fanning_out import aliases
 from inbox.outgoing_webhooks.service import THREADS, serve
@@ -31,9 +28,6 @@ class Command(ProcessCommand):
         return inbox_options().SHUTDOWN_GRACE
 
     def prepare(self, options: dict[str, Any]) -> Callable[[StopRequest], object]:
-    def handle(self, *args: Any, **options: Any) -> None:
-        log_to_console(options["verbosity"])
-        name_connections("inbox_outgoing_webhooks")
         if options["concurrency"] < 1:
             raise CommandError(f"--concurrency is {options['concurrency']}: it must be 1 or more.")
 
