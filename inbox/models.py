@@ -281,6 +281,23 @@ class PausedHandler(models.Model):
         return self.handler
 
 
+class KeptHandler(models.Model):
+    """How long a service keeps receipts and history of one handler; see `inbox.store.retention`."""
+
+    id = models.BigAutoField(primary_key=True)
+    handler = models.CharField(max_length=NAME_LENGTH)
+    retention = models.DurationField()
+    history = models.DurationField()
+    confirmed_at = models.DateTimeField()
+
+    class Meta:
+        default_permissions = ()
+        constraints = (models.UniqueConstraint(fields=["handler", "retention", "history"], name="inbox_kept"),)
+
+    def __str__(self) -> str:
+        return self.handler
+
+
 class HandlerStart(models.Model):
     """A new handler that wants the messages of before, and how far a relay has handed them over.
 

@@ -89,6 +89,9 @@ class Part:
         """How long settled messages are kept."""
         raise NotImplementedError
 
+    def prepare_purge(self, alias: str) -> None:
+        """Before anything is deleted there."""
+
     def figures(self, alias: str, *, conflicts: bool) -> dict[str, Any]:
         """For `--json`."""
         raise NotImplementedError

@@ -30,6 +30,7 @@ from inbox.celery.calls import NO_RESULT, Call, as_sent, decode_result, encode_r
 from inbox.celery.sending import send
 from inbox.conf import InboxOptions, inbox_options
 from inbox.errors import NotRun, TransactionEnded
+from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
@@ -38,7 +39,7 @@ from inbox.receiving.outages import make_refunds
 from inbox.receiving.outcomes import fail_exhausted, fail_stored, failure_of
 from inbox.receiving.receive import Policy, run
 from inbox.states import DUE, State
-from inbox.store import statistics, tasks
+from inbox.store import retention, statistics, tasks
 from inbox.store.rows import ConcurrentDuplicate, Failure
 from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
 
@@ -48,6 +49,7 @@ _LONGEST_DEFERRAL = timedelta(minutes=5)
 _DEFERRALS = "inbox_deferrals"
 """The header that counts how often a task was sent again because it could not be run."""
 _requeue_pause = Pause()
+_record_at: dict[tuple[str, str], float] = {}
 
 
 class Requeued(Reject):  # type: ignore[misc] # celery is not typed
@@ -80,12 +82,21 @@ def receive_task(
     policy = TaskPolicy(call, options)
     try:
         make_refunds(call.handler.using)
+        _record_period(call.handler)
         received = policy.receive()
         return policy.returned if received is Outcome.HANDLED else _earlier_result(call, received)
     except ConcurrentDuplicate:
         _defer(call, options.DUPLICATE_TIMEOUT, "another delivery of its business id is being run")
     except DatabaseUnavailable as outage:
         _defer(call, options.RETRY_BASE, f"the database is unavailable ({describe(outage)})")
+
+
+def _record_period(handler: Handler) -> None:
+    """Celery's workers have no housekeeping, and other processes do not know their tasks."""
+    name = handler.using, handler.name
+    if monotonic() >= _record_at.get(name, -math.inf) and not connections[handler.using].in_atomic_block:
+        committed(handler.using, retention.record, [handler.name])
+        _record_at[name] = monotonic() + retention.CONFIRMED_EVERY.total_seconds()
 
 
 class TaskPolicy(Policy):

@@ -45,6 +45,9 @@ class InboxPart(Part):
     def retention(self) -> timedelta:
         return inbox_options().KEEP_HISTORY
 
+    def prepare_purge(self, alias: str) -> None:
+        housekeeping.record_periods(alias)
+
     def life_signs(self) -> list[LifeSign]:
         signs = life_signs(self.kind)
         if is_local(inbox_options().broker_url):

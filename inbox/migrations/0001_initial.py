@@ -91,6 +91,20 @@ class Migration(migrations.Migration):
                 'constraints': [models.UniqueConstraint(fields=('handler', 'topic', 'biz_id'), name='inbox_once')],
             },
         ),
+        migrations.CreateModel(
+            name='KeptHandler',
+            fields=[
+                ('id', models.BigAutoField(primary_key=True, serialize=False)),
+                ('handler', models.CharField(max_length=255)),
+                ('retention', models.DurationField()),
+                ('history', models.DurationField()),
+                ('confirmed_at', models.DateTimeField()),
+            ],
+            options={
+                'default_permissions': (),
+                'constraints': [models.UniqueConstraint(fields=('handler', 'retention', 'history'), name='inbox_kept')],
+            },
+        ),
         CreateMessages(
             name='InboxMessage',
             fields=[

@@ -1,13 +1,12 @@
 """Housekeeping beside a process that runs handlers: the days of history are made and dropped, and what is old is deleted.
 
-Deleted are history, receipts, and what other tables have about deleted messages. Of several services on one database, each
-deletes the rows of its own handlers, those of Celery tasks and webhook endpoints, and those of handlers that no process has
-lately run.
+Deleted are history, receipts, and what other tables have about deleted messages. Several services on one database delete each
+other's rows, too, but only after the time for which the service of the handler keeps them; see `inbox.store.retention`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import sha256
@@ -24,25 +23,60 @@ from exactly_once.operators.leases import TableLease
 from exactly_once.operators.minutes import database_time
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
-from exactly_once.sql.days import last_day
+from exactly_once.sql.days import LIVE, last_day
 from exactly_once.sql.now import DatabaseTime
-from inbox.conf import InboxOptions, inbox_options
-from inbox.handlers.registry import may_exist, registry
+from exactly_once.wire.formats import RUN_ELSEWHERE
+from inbox.conf import inbox_options
+from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Receipt, Step, TrailEntry
 from inbox.operators.operations import aliases, operations
-from inbox.operators.processes import lately_running_handlers
+from inbox.store import retention
 
 _LONGEST_WAIT = timedelta(seconds=2)
 """New deliveries wait as long. A handler's transaction holds a lock of history from its first statement on."""
 _READ_ALL_SECONDS = 3600.0
 
 
-def _of_other_services(alias: str) -> Q:
-    return Q(handler__in=[name for name in lately_running_handlers(alias) if not may_exist(name)])
+handlers_elsewhere: list[Callable[[str], Iterable[str]]] = []
+"""By alias, the names of handlers of this service that are not registered. An optional package adds its own."""
 
 
-def _has_rows_of_others(alias: str, day: int) -> bool:
-    return HISTORY.rows(alias).filter(_of_other_services(alias), day=day).exists()
+def record_periods(alias: str) -> None:
+    """Record for how long this service keeps the rows of its handlers."""
+    ours = [handler.name for handler in registry.all() if handler.using == alias]
+    retention.record(alias, [*ours, *(name for names in handlers_elsewhere for name in names(alias))])
+
+
+def _staying(alias: str) -> Iterator[tuple[list[str], int]]:
+    """Handlers whose history is not deleted by the settings of this service, each with the last day that may be deleted."""
+    kept, ours = retention.recorded(alias, "history"), inbox_options().KEEP_HISTORY
+    others = {
+        name: period
+        for name, period in kept.items()
+        if not (registry.get(name) or (period == ours and name.startswith(RUN_ELSEWHERE)))
+    }
+    for period, names in retention.by_period(others).items():
+        yield names, last_day(alias, period)
+    yield [name for name in retention.unrecorded(alias, kept) if not registry.get(name)], LIVE
+
+
+def _stays(alias: str) -> Q:
+    stays = Q(pk__in=())
+    for names, last in _staying(alias):
+        stays |= Q(handler__in=names, day__gt=last)
+    return stays
+
+
+def _has_rows_that_stay(alias: str, day: int) -> bool:
+    names = [name for names, last in _staying(alias) if day > last for name in names]
+    return bool(names) and HISTORY.rows(alias).filter(handler__in=names, day=day).exists()
+
+
+def _ended(alias: str) -> Q:
+    ended = Q(pk__in=())
+    for period, names in retention.by_period(retention.recorded(alias, "retention")).items():
+        ended |= Q(handler__in=names, received_at__lt=DatabaseTime(-period))
+    return ended
 
 
 HISTORY = History(
@@ -50,8 +84,8 @@ HISTORY = History(
     by="id",
     # A row with new content may have its only copy, so it stays as if it had been settled then.
     instants=("settled_at", "conflicting_at"),
-    stays=_of_other_services,
-    keeps=_has_rows_of_others,
+    stays=_stays,
+    keeps=_has_rows_that_stay,
 )
 
 
@@ -61,30 +95,31 @@ class Remains:
 
     Attributes:
         message: the field with the id of the message.
-        at: the field with the instant from which they are kept, and `kept` how long. Their primary keys are in its order.
-        stays: by alias, the condition of rows that are not deleted.
+        at: the field with the instant from which they are kept, and `kept`, by alias, at least how long. Their primary keys are
+            in its order.
+        ended: by alias, the condition of rows that need not be kept, if that is not the same for all.
     """
 
     name: str
     model: type[Model]
     message: str
     at: str
-    kept: Callable[[InboxOptions], timedelta] = lambda options: options.KEEP_HISTORY
-    stays: Callable[[str], Q] = lambda _: Q(pk__in=())
+    kept: Callable[[str], timedelta] = lambda _: inbox_options().KEEP_HISTORY
+    ended: Callable[[str], Q] = lambda _: Q()
 
     def rows(self, alias: str) -> QuerySet[Model]:
         """What is deleted. A database may not have the table."""
         if not router.allow_migrate_model(alias, self.model):
             return QuerySet(self.model, using=alias).none()
-        old = Q(**{f"{self.at}__lt": DatabaseTime(-self.kept(inbox_options()))})
+        old = Q(**{f"{self.at}__lt": DatabaseTime(-self.kept(alias))})
         has_message = Exists(InboxMessage.objects.using(alias).filter(pk=OuterRef(self.message)))
-        return QuerySet(self.model, using=alias).filter(old).exclude(self.stays(alias)).exclude(has_message)
+        return QuerySet(self.model, using=alias).filter(old, self.ended(alias)).exclude(has_message)
 
     def deletions(self, alias: str, *, chunk: int = 1000, walk: Walk | None = None) -> Iterator[int]:
         """Delete them in small transactions, in the order of their keys, up to the first that are too young."""
         if not router.allow_migrate_model(alias, self.model):
             return
-        walk, until = walk or Walk(), database_time(alias) - self.kept(inbox_options())
+        walk, until = walk or Walk(), database_time(alias) - self.kept(alias)
         walk.begin()
         keys: QuerySet[Any] = QuerySet(self.model, using=alias).order_by("pk").values_list("pk", self.at)
         while found := list(keys.filter(pk__gt=walk.last)[:chunk]):
@@ -121,8 +156,8 @@ add_remains(
         model=Receipt,
         message="pk",
         at="received_at",
-        kept=lambda options: options.RETENTION,
-        stays=_of_other_services,
+        kept=lambda alias: min(retention.recorded(alias, "retention").values(), default=inbox_options().RETENTION),
+        ended=_ended,
     ),
     Remains(name="steps", model=Step, message="message_id", at="taken_at"),
 )
@@ -131,8 +166,8 @@ add_remains(
 class Housekeeper(Housekeeping):
     """Makes and drops the days of history of one database, and deletes what is older than its retention.
 
-    One process of each service does so, because it keeps the messages of the others. Services may have the same GROUP, such as
-    the default "config". So the lease's name is a digest of the handlers, too, and fits its column.
+    One process of each service does so, because each records its own periods. Services may have the same GROUP, such as the
+    default "config". So the lease's name is a digest of the handlers, too, and fits its column.
     """
 
     app = "inbox"
@@ -146,6 +181,7 @@ class Housekeeper(Housekeeping):
 
     def _steps(self, stop: StopRequest) -> None:
         options = inbox_options()
+        record_periods(self._alias)
         last = last_day(self._alias, options.KEEP_HISTORY)
         self._days.keep(last)
         self._delete(self._days.deletions(last, chunk=CHUNK), stop)

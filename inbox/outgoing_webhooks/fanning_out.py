@@ -84,6 +84,12 @@ def handler_name(endpoint: Endpoint) -> str:
     return f"{WEBHOOK_HANDLERS}{endpoint.name}"
 
 
+def handler_names(alias: str) -> list[str]:
+    """The handlers of all endpoints, if this service sends messages to them."""
+    is_ours = any(handler.using == alias for handler in fan_outs())
+    return [handler_name(endpoint) for endpoint in Endpoint.objects.using(alias).only("name")] if is_ours else []
+
+
 def _fan_out(payload: Payload | None, to: Wanted | None, using: str, message: Message) -> None:
     endpoints = [endpoint for endpoint in subscribed(using, message.topic) if to is None or to(message, endpoint)]
     if endpoints:

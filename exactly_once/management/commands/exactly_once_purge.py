@@ -33,6 +33,8 @@ class Command(PartsCommand):
         alias, given = options["database"], options["older_than_days"]
         ages = [part.retention() if given is None else days("--older-than-days", given) for part in chosen]
         for part, older_than in zip(chosen, ages, strict=True):
+            if not options["dry_run"]:
+                part.prepare_purge(alias)
             messages = part.history.purgeable(alias, older_than)
             others = list(old_rows(part.app, alias, part.trail, part.operations, part.options()))
             counts = {_("messages"): messages}

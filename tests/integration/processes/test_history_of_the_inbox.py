@@ -19,7 +19,6 @@ from inbox.receiving.reading import read
 from inbox.store import receipts
 from inbox.store.duplicates import count_duplicate
 from tests.support.deliveries import OPTIONS, InAThread, Slow, an_envelope, deliver, the_effect
-from tests.support.heartbeats import a_consumer
 from tests.support.inbox_rows import make_older
 from tests.support.sql import executed, fetched
 from tests.support.waiting import wait_until
@@ -69,7 +68,6 @@ class TestDays:
             deliver(handles(the_effect, name=name))
         old = long_ago(days, "tests.done", "tests.elsewhere")
         registry.remove("tests.elsewhere")
-        a_consumer(handlers=["tests.elsewhere"])
 
         Housekeeper("default").drain(StopRequest())
 

@@ -7,25 +7,26 @@ from functools import partial
 
 import pytest
 from django.core.management import call_command
+from django.test import override_settings
 
 from exactly_once.models import AuditEntry
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.formats import CELERY_TOPICS, WEBHOOK_HANDLERS
 from exactly_once.wire.text import NAME_LENGTH
 from inbox import Retry
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
-from inbox.models import InboxMessage, Receipt, TrailEntry
+from inbox.models import InboxMessage, KeptHandler, Receipt, TrailEntry
 from inbox.operators.decisions import retry, skip
 from inbox.operators.editing import conflict_token, run_conflicting
 from inbox.operators.housekeeping import HISTORY, Housekeeper
-from inbox.operators.processes import consumers
 from inbox.outcome import Outcome
 from inbox.states import State
+from inbox.store import retention
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, at_once, deliver, drain, the_effect
-from tests.support.heartbeats import a_consumer, let_consumers_fall_silent
 from tests.support.inbox_rows import delete_messages, make_older, settle
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
@@ -46,6 +47,7 @@ def old(handles):
     deliver(handles(fails, name="tests.retrying"))
     make_older(InboxMessage.objects.all(), YEARS)
     TrailEntry.objects.update(at=DatabaseTime(-YEARS))
+    retention.record("default", receipts())
 
 
 def states():
@@ -106,35 +108,78 @@ def test_one_process_at_a_time_deletes_in_small_transactions(handles, old, monke
     assert states() == {State.RETRYING}
 
 
-def test_messages_of_a_handler_that_only_another_service_runs_are_left_to_its_own_housekeeping(old, settings):
-    registry.remove("tests.skipped")
-    a_consumer(handlers=["tests.skipped", "tests.done"])
-    other = Housekeeper("default")
-    assert other.take_lease()
-    settings.INBOX = {"GROUP": "accounts"}
+def another_service_keeps(*handlers, for_=2 * YEARS, ago=timedelta()):
+    """Another service has recorded that it keeps the rows of these handlers, and stopped so long ago."""
+    with override_settings(INBOX={"RETENTION": for_, "KEEP_HISTORY": for_}):
+        retention.record("default", handlers)
+    KeptHandler.objects.filter(handler__in=handlers).update(confirmed_at=DatabaseTime(-ago))
+
+
+@pytest.mark.parametrize("name", ["tests.elsewhere", f"{CELERY_TOPICS}shop.charge", f"{WEBHOOK_HANDLERS}shop"])
+def test_service_with_a_short_retention_keeps_what_a_stopped_service_keeps_for_longer(handles, settings, name):
+    settings.INBOX = {"RETENTION": timedelta(days=365), "KEEP_HISTORY": timedelta(days=365)}
+    handler, message = handles(the_effect, name=name), an_envelope()
+    Housekeeper("default").drain(StopRequest())
+    deliver(handler, message)
+    make_older(InboxMessage.objects.all(), timedelta(days=100))
+    KeptHandler.objects.update(confirmed_at=DatabaseTime(-timedelta(days=100)))
+
+    registry.remove(name)
+    settings.INBOX = {"RETENTION": timedelta(days=2), "KEEP_HISTORY": timedelta(days=1)}
+    Housekeeper("default").drain(StopRequest())
+    call_command("exactly_once_purge", app="inbox", older_than_days=0)
+    registry.add(handler)
+
+    assert (states(), receipts()) == ({State.DONE}, {name})
+    assert deliver(handler, message) is Outcome.DUPLICATE
+    assert Effect.objects.count() == 1
+
+
+def test_rows_of_another_service_are_deleted_after_its_own_periods(old):
+    for name in ("tests.skipped", "tests.done"):
+        registry.remove(name)
+    another_service_keeps("tests.skipped", for_=YEARS / 2, ago=YEARS)
+    another_service_keeps("tests.done", ago=YEARS)
 
     Housekeeper("default").drain(StopRequest())
-    call_command("exactly_once_purge", app="inbox")
-    assert states() == {State.SKIPPED, State.RETRYING}
 
-    let_consumers_fall_silent(timedelta(days=1))
-    call_command("exactly_once_purge", app="inbox")
-    assert states() == {State.RETRYING}
+    assert states() == {State.DONE, State.RETRYING}
+    assert receipts() == {"tests.done", "tests.retrying"}
 
 
-@pytest.mark.parametrize("end", ["stopped", "killed"])
-def test_messages_of_another_service_stay_while_it_restarts(old, end):
-    """Its deduplication window may be longer than that of this service."""
+def test_rows_of_a_handler_that_no_service_has_recorded_stay(old):
     registry.remove("tests.skipped")
-    process = a_consumer(handlers=["tests.skipped"])
-    if end == "stopped":
-        consumers.mark_stopped("default", process.id)
-    else:
-        let_consumers_fall_silent(timedelta(hours=1))
+    KeptHandler.objects.filter(handler="tests.skipped").delete()
 
     call_command("exactly_once_purge", app="inbox")
 
-    assert states() == {State.SKIPPED, State.RETRYING}
+    assert (states(), receipts()) == ({State.SKIPPED, State.RETRYING}, {"tests.skipped", "tests.retrying"})
+
+
+def test_longer_of_two_periods_counts_until_the_rows_of_its_time_have_ended(old):
+    """Of two services that run a handler, or of one that has lengthened or shortened its own."""
+    another_service_keeps("tests.skipped", ago=YEARS)
+    Housekeeper("default").drain(StopRequest())
+    assert receipts() == {"tests.skipped", "tests.retrying"}
+
+    KeptHandler.objects.filter(retention=2 * YEARS).update(confirmed_at=DatabaseTime(-3 * YEARS))
+    call_command("exactly_once_purge", app="inbox")
+    assert receipts() == {"tests.retrying"}
+
+
+def test_periods_are_confirmed_once_an_hour(old, settings):
+    def confirmed():
+        return set(KeptHandler.objects.filter(handler="tests.done").values_list("retention", "confirmed_at"))
+
+    retention.record("default", ["tests.done"])
+    first = confirmed()
+    retention.record("default", ["tests.done"])
+    assert confirmed() == first
+
+    KeptHandler.objects.update(confirmed_at=DatabaseTime(-timedelta(hours=2)))
+    retention.record("default", ["tests.done"])
+    assert len(confirmed()) == 1
+    assert KeptHandler.objects.filter(confirmed_at__gt=DatabaseTime(-timedelta(hours=1))).exists()
 
 
 @pytest.mark.parametrize("group", ["config", "c" * NAME_LENGTH], ids=["of both services", "long"])
@@ -142,7 +187,6 @@ def test_housekeeping_of_another_service_with_any_group_does_not_replace_that_of
     settings.INBOX = {"GROUP": group}
     ours = registry.get("tests.skipped")
     registry.remove(ours.name)
-    a_consumer(handlers=[ours.name])
     assert Housekeeper("default").take_lease()
     registry.add(ours)
 
@@ -154,7 +198,8 @@ def test_housekeeping_of_another_service_with_any_group_does_not_replace_that_of
 def test_receipts_that_are_left_to_another_service_are_not_read_again_in_each_round(old, monkeypatch):
     """Its deduplication window may be longer, with all receipts of that time behind those to be deleted."""
     registry.remove("tests.skipped")
-    a_consumer(handlers=["tests.skipped"])
+    another_service_keeps("tests.skipped")
+    another_service_keeps("tests.behind", "tests.before", for_=YEARS / 2)
     keeper = Housekeeper("default")
     keeper.drain(StopRequest())
     assert receipts() == {"tests.skipped", "tests.retrying"}

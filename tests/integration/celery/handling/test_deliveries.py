@@ -15,7 +15,7 @@ from django.db import DatabaseError, connections, transaction
 from inbox import signals
 from inbox.celery import IdempotentTask, idempotent_task
 from inbox.errors import NotCallable, NotRun, TransactionBroken, TransactionEnded
-from inbox.models import InboxMessage
+from inbox.models import InboxMessage, KeptHandler
 from inbox.operators import decisions
 from inbox.states import State
 from inbox.store import arrivals, rows, sentinel
@@ -51,6 +51,19 @@ def signals_sent():
 def the_effect(order_id, amount=0):
     Effect.objects.create(name=str(order_id), detail=str(amount))
     return {"order": order_id}
+
+
+@committing
+def test_worker_records_how_long_the_receipts_of_its_tasks_are_kept(a_task, settings):
+    """Its processes have no housekeeping, and that of another service may have a shorter RETENTION."""
+    task = a_task(the_effect)
+    settings.INBOX = {**INBOX, "RETENTION": timedelta(days=100)}
+
+    deliver(task, 1)
+
+    assert list(KeptHandler.objects.values_list("handler", "retention")) == [
+        (InboxMessage.objects.get().handler, timedelta(days=100))
+    ]
 
 
 class TestBizId:
