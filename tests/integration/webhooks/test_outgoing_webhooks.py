@@ -20,8 +20,9 @@ import inbox.outgoing_webhooks
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
 from inbox.consumer.runner import Runner
-from inbox.models import InboxMessage
+from inbox.models import InboxMessage, KeptHandler
 from inbox.operators.decisions import retry
+from inbox.operators.housekeeping import Housekeeper
 from inbox.outgoing_webhooks import Endpoint, endpoints, posting, send_webhooks
 from inbox.outgoing_webhooks.fanning_out import send_test
 from inbox.outgoing_webhooks.service import EndpointHandlers, serve
@@ -105,6 +106,13 @@ def states(name="partner"):
 
 def the_endpoint(name="partner"):
     return Endpoint.objects.get(name=name)
+
+
+def test_service_that_sends_to_an_endpoint_records_how_long_its_receipts_are_kept(endpoint, settings):
+    settings.INBOX = {"RETENTION": timedelta(days=100)}
+    Housekeeper("default").drain(StopRequest())
+
+    assert KeptHandler.objects.filter(handler="webhook/partner", retention=timedelta(days=100)).exists()
 
 
 class TestRequest:
