@@ -39,7 +39,7 @@ RELAY_SIDE = (
     "pages",
 )
 TIME_SIDE = ("lateness", "scheduled_backlog", "due_burst", "rows_read")
-INBOX_SIDE = ("trace", "inbox", "group_commit", "batch", "ordered", "lease", "effect_latency", "rate_limit", "celery")
+INBOX_SIDE = ("trace", "inbox", "group_commit", "batch", "ordered", "lease", "effect_latency", "rate_limit", "celery", "days")
 NAMES = (*RELAY_SIDE, *TIME_SIDE, *INBOX_SIDE)
 RESULTS = Path(__file__).parent / ".results"
 FULL_RUNS, QUICK_RUNS = 5, 2
