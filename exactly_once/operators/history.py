@@ -16,6 +16,7 @@ from django.db.models import Model, Q, QuerySet
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import FIRST_DAY, date_of, day_of
 from exactly_once.sql.faults import INSUFFICIENT_PRIVILEGE, is_canceled, is_collision, sqlstate_of
+from exactly_once.sql.finding import windows
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.partitions import Days
 from exactly_once.sql.rows import delete_in_chunks
@@ -96,10 +97,17 @@ class History:
         return self._old(alias).filter(*(Q(**{name: None}) | Q(**{f"{name}__lt": before}) for name in self.instants))
 
     def _deleted(self, rows: QuerySet[Any], chunk: int) -> Iterator[int]:
-        """Delete along an index: on PostgreSQL each chunk starts after the last, so that it does not read the deleted rows."""
+        """Delete along an index: on PostgreSQL each chunk starts after the last, so that it does not read the deleted rows.
+
+        A statement there reads a few days, because it locks what it reads.
+        """
         if not is_postgresql(connections[rows.db]):
             yield from delete_in_chunks(rows, by="day", chunk=chunk)
             return
+        for days in windows(rows):
+            yield from self._deleted_along(rows.filter(**days), chunk)
+
+    def _deleted_along(self, rows: QuerySet[Any], chunk: int) -> Iterator[int]:
         values, last = rows.order_by(self.by).values_list(self.by, flat=True), None
         while found := list(values[:chunk] if last is None else values.filter(**{f"{self.by}__gt": last})[:chunk]):
             last = found[-1]

@@ -28,7 +28,7 @@ from inbox.receiving.parking import open_claimed
 from inbox.receiving.reading import message_for, stored_arrival
 from inbox.receiving.receive import handled
 from inbox.states import State
-from inbox.store import claims, leases, statistics
+from inbox.store import claims, leases, receipts, statistics
 from inbox.store.rows import ConcurrentDuplicate, Failure, KeyBusy
 from inbox.transactions.running import Arrival, committed
 
@@ -163,7 +163,7 @@ def _settle_each(handler: Handler, names: Sequence[str], settle: Callable[[Inbox
 
 def _find(alias: str, handler: str, pk: int, fence: int) -> InboxMessage | None:
     """The row, if no later lease was granted. Its handler is compared, because a lease is not a secret."""
-    found: InboxMessage | None = InboxMessage.objects.using(alias).filter(pk=pk, handler=handler, fence=fence).first()
+    found: InboxMessage | None = receipts.message(alias, pk).filter(handler=handler, fence=fence).first()
     return found
 
 

@@ -17,6 +17,7 @@ from django.db import connections
 from django.db.models import Q, QuerySet
 
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime, now
 from exactly_once.wire.envelope import JSON
 from exactly_once.wire.identity import new_message_id
@@ -26,6 +27,7 @@ from inbox.joins.models import Part, Run
 from inbox.models import InboxMessage, Receipt
 from inbox.receiving.reading import PARKED
 from inbox.states import DUE, State
+from inbox.store import receipts
 from inbox.store.arrivals import insert_one
 from inbox.store.dialect import BOUND, IS_OPEN, LONGEST_LOCK_WAIT, UNBOUND, as_bound
 from inbox.store.dialect import TABLE as MESSAGES
@@ -117,7 +119,7 @@ def open_run(alias: str, handler: str, run_id: str, deadline: timedelta, first: 
 
 def times_of(alias: str, row: int) -> tuple[datetime, Any]:
     """When the row of a run was received, and when it is due."""
-    return InboxMessage.objects.using(alias).values_list("received_at", "next_attempt_at").get(pk=row)
+    return InboxMessage.objects.using(alias).values_list("received_at", "next_attempt_at").get(pk=row, day=LIVE)
 
 
 def add_part(alias: str, run: Locked, topic: str, payload: Any, **columns: Any) -> None:
@@ -151,7 +153,7 @@ def _update_unlocked(alias: str, run: Locked, written: str, condition: str) -> b
     with connection.cursor() as cursor:
         cursor.execute(
             f"UPDATE {MESSAGES} SET {written} "
-            f"WHERE {IS_OPEN} AND id = (SELECT id FROM {MESSAGES} WHERE id = %s AND {condition} {skip_locked})",
+            f"WHERE {IS_OPEN} AND id = (SELECT id FROM {MESSAGES} WHERE id = %s AND {IS_OPEN} AND {condition} {skip_locked})",
             [run.row],
         )
         return bool(cursor.rowcount)
@@ -159,7 +161,7 @@ def _update_unlocked(alias: str, run: Locked, written: str, condition: str) -> b
 
 def state_of(alias: str, run: Locked) -> tuple[str, int]:
     """The state and the attempts of the run's inbox row."""
-    found = InboxMessage.objects.using(alias).filter(pk=run.row).values_list("state", "attempts").first()
+    found = receipts.message(alias, run.row).values_list("state", "attempts").first()
     return found or ("", 0)
 
 
@@ -186,13 +188,13 @@ def collected(alias: str, handler: str, run_id: str, topics: Mapping[str, str]) 
 
 
 def _unhandled(alias: str, run: Run, topics: Mapping[str, str]) -> list[str]:
-    receipts = _receipts(alias, topics)
+    having = _receipts(alias, topics)
     # Of any run, because it is not read. The bounds are for the unique index, which serves a LIKE in some collations only.
-    unread = receipts.filter(biz_id__gte="parked", biz_id__lt="parkee", biz_id__startswith=PARKED)
-    rows = InboxMessage.objects.using(alias).filter(state__in=DUE, received_at__lte=run.deadline_at)
+    unread = having.filter(biz_id__gte="parked", biz_id__lt="parkee", biz_id__startswith=PARKED)
+    rows = InboxMessage.objects.using(alias).filter(day=LIVE, state__in=DUE, received_at__lte=run.deadline_at)
     found = [
         row
-        for named in (receipts.filter(biz_id=run.run_id), unread)
+        for named in (having.filter(biz_id=run.run_id), unread)
         for row in rows.filter(pk__in=named.values("pk")).values_list("pk", "topic")[:_MOST_NAMED]
     ]
     return [f"row {pk} ({topic})" for pk, topic in found[:_MOST_NAMED]]

@@ -16,6 +16,7 @@ from django.db import OperationalError, connections, transaction
 
 from exactly_once.operators.operation_rows import RowOutcome, one_by_one
 from exactly_once.sql.connections import is_postgresql, lock_timeout
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import SERIALIZATION_FAILURE, is_collision, sqlstate_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.formats import CELERY_TOPICS
@@ -25,6 +26,7 @@ from inbox.errors import NotEditable, TaskNotSent
 from inbox.leases.stores import LeaseStoreUnavailable, lease_store
 from inbox.models import InboxMessage, Receipt
 from inbox.states import OVERRIDE, RETRY, SKIP, State
+from inbox.store import receipts
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
 from inbox.store.rows import stored_row
 from inbox.store.trail import record
@@ -141,7 +143,7 @@ def decide(alias: str, row: int, decision: Decision) -> bool:
         with waiting_for_locks(alias):
             rows = (
                 InboxMessage.objects.using(alias)
-                .filter(pk=row)
+                .filter(pk=row, day=LIVE)
                 .exclude(state=State.RUNNING, next_attempt_at__gt=DatabaseTime())
             )
             message = rows.select_for_update().only(*_NAMED).first()
@@ -181,12 +183,13 @@ def again_if_settled(function: Callable[_P, _T]) -> Callable[_P, _T]:
 @again_if_settled
 def decide_many(alias: str, rows: Sequence[int], decision: Decision) -> list[RowOutcome]:
     """Make the transition of these messages. Those that another transaction has locked are not waited for."""
-    messages = InboxMessage.objects.using(alias).filter(pk__in=rows).only(*_NAMED).order_by("pk")
+    messages = InboxMessage.objects.using(alias).only(*_NAMED).order_by("pk")
     changed: dict[str, list[int]] = {}
     unchanged: dict[int, str] = {}
     one_at_a_time: list[int] = []
     with transaction.atomic(using=alias):
-        found = {message.pk: message for message in messages.select_for_update(skip_locked=is_postgresql(connections[alias]))}
+        lockable = messages.filter(pk__in=rows, day=LIVE).select_for_update(skip_locked=is_postgresql(connections[alias]))
+        found = {message.pk: message for message in lockable}
         for row, message in found.items():
             if why := decision.why_not(message):
                 unchanged[row] = why
@@ -195,13 +198,16 @@ def decide_many(alias: str, rows: Sequence[int], decision: Decision) -> list[Row
             else:
                 changed.setdefault(message.state, []).append(row)
         for state, together in changed.items():
-            InboxMessage.objects.using(alias).filter(pk__in=together).update(**decision.written)
+            InboxMessage.objects.using(alias).filter(pk__in=together, day=LIVE).update(**decision.written)
             _remember_longer(alias, together, decision)
             record(alias, together, was=state, reason=decision.reason)
     if missing := [row for row in rows if row not in found]:
-        locked = {message.pk: message for message in messages.filter(pk__in=missing)}
-        unchanged |= {row: LOCKED if row in locked else "it no longer exists" for row in missing}
-        found |= locked
+        days = {*receipts.days_of(alias, missing).values()}
+        others = {message.pk: message for message in messages.filter(pk__in=missing, day__in=days)}
+        for row in missing:
+            settled = row in others and decision.why_not(others[row])
+            unchanged[row] = settled or (LOCKED if row in others else "it no longer exists")
+        found |= others
     names = {row: _name(message) for row, message in found.items()}
     outcomes = [RowOutcome(row, names[row]) for together in changed.values() for row in together]
     outcomes += [RowOutcome(row, names.get(row, f"number {row}"), why) for row, why in unchanged.items()]
@@ -211,7 +217,7 @@ def decide_many(alias: str, rows: Sequence[int], decision: Decision) -> list[Row
 def _decide_named(alias: str, names: Mapping[int, str], decision: Decision, row: int) -> RowOutcome:
     if decide(alias, row, decision):
         return RowOutcome(row, names[row])
-    message = InboxMessage.objects.using(alias).filter(pk=row).only("state").first()
+    message = receipts.message(alias, row).only("state").first()
     now = message and f"it is {message.get_state_display().lower()} now, and a process may be working on it"
     return RowOutcome(row, names[row], now or "it no longer exists")
 
@@ -235,7 +241,7 @@ def _is_leased(alias: str, row: int) -> bool:
 
     A run that begins after this changes the row's time, which the decision checks.
     """
-    running = InboxMessage.objects.using(alias).filter(pk=row, state=State.RUNNING).first()
+    running = InboxMessage.objects.using(alias).filter(pk=row, day=LIVE, state=State.RUNNING).first()
     return running is not None and lease_store(inbox_options()).is_held(alias, stored_row(running))
 
 
@@ -247,7 +253,7 @@ def waiting_for_locks(alias: str) -> Iterator[None]:
 
 
 def _write(alias: str, message: InboxMessage, written: Mapping[str, Any]) -> None:
-    row = InboxMessage.objects.using(alias).filter(pk=message.pk)
+    row = InboxMessage.objects.using(alias).filter(pk=message.pk, day=LIVE)
     if message.state == State.RUNNING and written["state"] == State.RETRYING:
         # Only its lease store knows whether it has been run, so it stays running until its next owner has the lease.
         written = {**written, "state": State.RUNNING}
@@ -270,7 +276,7 @@ def _resend(alias: str, row: int) -> None:
     Raises:
         TaskNotSent: it cannot be sent.
     """
-    stored = InboxMessage.objects.using(alias).get(pk=row)
+    stored = InboxMessage.objects.using(alias).get(pk=row, day=LIVE)
     try:
         from celery import current_app  # noqa: PLC0415 - Celery is optional; such a row exists only with it
 

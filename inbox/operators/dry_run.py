@@ -34,6 +34,7 @@ from inbox.models import InboxMessage
 from inbox.receiving.outcomes import failure_from, redacted
 from inbox.receiving.reading import message_of, stored_envelope
 from inbox.states import State
+from inbox.store import receipts
 from inbox.store.rows import Failure, business_id
 from inbox.transactions.running import call
 from inbox.transactions.sessions import controls_transaction, writes
@@ -113,7 +114,7 @@ def dry_run(alias: str, pk: int, limit: timedelta) -> DryRun:
     Raises:
         NotRunDry: it was not run.
     """
-    stored = InboxMessage.objects.using(alias).filter(pk=pk).first()
+    stored = receipts.message(alias, pk).first()
     if stored is None:
         raise NotRunDry("it no longer exists")
     if reason := why_not(stored):
@@ -248,7 +249,7 @@ class _Run:
 
     def _lock(self, alias: str) -> None:
         """Lock the row, so that no process runs the message at the same time."""
-        rows = InboxMessage.objects.using(alias).filter(pk=self._stored.pk, state=self._stored.state)
+        rows = InboxMessage.objects.using(alias).filter(pk=self._stored.pk, day=self._stored.day, state=self._stored.state)
         if not rows.select_for_update(skip_locked=is_postgresql(connections[alias])).values_list("pk", flat=True):
             raise NotRunDry("a process is working on it, or its state has changed")
 

@@ -14,6 +14,7 @@ from django.db import OperationalError
 from django.db.models import F
 
 from exactly_once.display import as_editable, difference
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_collision
 from exactly_once.wire.body import Undecodable, decode_payload
 from exactly_once.wire.envelope import COMPRESSION, JSON, compression_of, headers_as_json
@@ -104,12 +105,12 @@ def replace_message(alias: str, pk: int, text: str, *, by: str) -> int | None:
         NotEditable: see `correct`; or another transaction has locked the row and did not end in time, or another row has the
             new biz-id.
     """
-    stored = InboxMessage.objects.using(alias).filter(pk=pk, state=State.DEAD).first()
+    stored = InboxMessage.objects.using(alias).filter(pk=pk, day=LIVE, state=State.DEAD).first()
     if stored is None:
         return None
     corrected = correct(stored, text).row
     with locked_is_not_editable(pk), decisions.waiting_for_locks(alias):
-        found = InboxMessage.objects.using(alias).filter(pk=pk, state=State.DEAD, quarantined=False)
+        found = InboxMessage.objects.using(alias).filter(pk=pk, day=LIVE, state=State.DEAD, quarantined=False)
         replaced = found.select_for_update().only("handler", "key", "ordered", "place", "biz_id", "fence").first()
         return None if replaced is None else _replace(alias, replaced, corrected, by)
 
@@ -149,7 +150,7 @@ def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> 
             "Nothing was changed. Compare the two messages, and skip this one if the other has the same effect."
         )
     reason = "; ".join(filter(None, (f"replaced by row {row} (biz-id {corrected.biz_id})", by)))
-    InboxMessage.objects.using(alias).filter(pk=replaced.pk).update(**decisions.skipped(reason))
+    InboxMessage.objects.using(alias).filter(pk=replaced.pk, day=LIVE).update(**decisions.skipped(reason))
     record(alias, [replaced.pk], was=State.DEAD, reason=reason)
     origin = f"replaces row {replaced.pk} (biz-id {replaced.biz_id}) with another payload"
     record(alias, [row], was="", reason="; ".join(filter(None, (origin, by))))
@@ -177,7 +178,7 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
         NotEditable: it cannot be run as its own message, or is another one by now, for this reason.
     """
     with locked_is_not_editable(pk), decisions.waiting_for_locks(alias):
-        found = InboxMessage.objects.using(alias).filter(pk=pk, conflicting_attributes__isnull=False)
+        found = receipts.message(alias, pk).filter(conflicting_attributes__isnull=False)
         first = found.select_for_update().first()
         if first is None:
             return False
@@ -196,14 +197,14 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
             raise NotEditable(ROW_LOCKED.format(pk))
         # Its delivery is a row now, or counted with one. If its cause was counted, it stays a duplicate, too.
         counted = int(first.conflicting_id != first.message_id)
-        InboxMessage.objects.using(alias).filter(pk=pk).update(
+        receipts.message(alias, pk).update(
             conflicting_attributes=None,
             conflicts=F("conflicts") - 1,
             duplicates=F("duplicates") - counted,
         )
         if not isinstance(became, State):
             return False
-        new = receipts.message_of(alias, row).only("pk").get()
+        new = receipts.open_message(alias, row).only("pk").get()
         record(alias, [new.pk], was="", reason=f"has other content than row {pk} under its biz-id; {by}")
         return True
 

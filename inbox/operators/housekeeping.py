@@ -24,6 +24,7 @@ from exactly_once.operators.minutes import database_time
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import LIVE, last_day
+from exactly_once.sql.finding import days_by
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.formats import RUN_ELSEWHERE
 from inbox.conf import inbox_options
@@ -111,9 +112,12 @@ class Remains:
         """What is deleted. A database may not have the table."""
         if not router.allow_migrate_model(alias, self.model):
             return QuerySet(self.model, using=alias).none()
-        old = Q(**{f"{self.at}__lt": DatabaseTime(-self.kept(alias))})
         has_message = Exists(InboxMessage.objects.using(alias).filter(pk=OuterRef(self.message)))
-        return QuerySet(self.model, using=alias).filter(old, self.ended(alias)).exclude(has_message)
+        return self._old(alias).exclude(has_message)
+
+    def _old(self, alias: str) -> QuerySet[Any]:
+        old = Q(**{f"{self.at}__lt": DatabaseTime(-self.kept(alias))})
+        return QuerySet(self.model, using=alias).filter(old, self.ended(alias))
 
     def deletions(self, alias: str, *, chunk: int = 1000, walk: Walk | None = None) -> Iterator[int]:
         """Delete them in small transactions, in the order of their keys, up to the first that are too young."""
@@ -124,7 +128,11 @@ class Remains:
         keys: QuerySet[Any] = QuerySet(self.model, using=alias).order_by("pk").values_list("pk", self.at)
         while found := list(keys.filter(pk__gt=walk.last)[:chunk]):
             last, youngest = found[-1][0], max(at for _, at in found)
-            yield self.rows(alias).filter(pk__gte=found[0][0], pk__lte=last).delete()[1].get(self.model._meta.label, 0)
+            messages = dict(self._old(alias).filter(pk__gte=found[0][0], pk__lte=last).values_list("pk", self.message))
+            # Not by a condition on the messages, which would lock all of history.
+            stored = days_by(InboxMessage.objects.using(alias), "pk", {*messages.values()}) if messages else {}
+            gone = [pk for pk, message in messages.items() if message not in stored]
+            yield self._old(alias).filter(pk__in=gone).delete()[1].get(self.model._meta.label, 0)
             if youngest >= until:
                 return
             walk.last = last

@@ -147,7 +147,7 @@ def show_stopping(alias: str, pk: int) -> None:
 
 def _locked(alias: str, row: NewRow) -> InboxMessage | None:
     """The open row of this message, locked."""
-    found: InboxMessage | None = receipts.message_of(alias, row).filter(day=LIVE, state__in=DUE).select_for_update().first()
+    found: InboxMessage | None = receipts.open_message(alias, row).filter(state__in=DUE).select_for_update().first()
     return found
 
 

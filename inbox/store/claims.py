@@ -218,7 +218,7 @@ def identify(
 
 def make_parked_due(alias: str, row: NewRow) -> None:
     """received, parked and due later → due now, because the run of its message has ended."""
-    receipts.message_of(alias, row).filter(state=State.RECEIVED, attempts=0).update(next_attempt_at=DatabaseTime())
+    receipts.open_message(alias, row).filter(state=State.RECEIVED, attempts=0).update(next_attempt_at=DatabaseTime())
 
 
 def identify_parked(alias: str, claimed: InboxMessage, row: NewRow, longest_wait: timedelta) -> bool | None:
@@ -245,7 +245,7 @@ def identify_parked(alias: str, claimed: InboxMessage, row: NewRow, longest_wait
 def _later_copy(alias: str, claimed: InboxMessage, row: NewRow) -> InboxMessage | None:
     if not claimed.ordered:
         return None
-    behind = receipts.message_of(alias, row).filter(state=State.WAITING, ordered=True, key=claimed.key, day=LIVE)
+    behind = receipts.open_message(alias, row).filter(state=State.WAITING, ordered=True, key=claimed.key)
     return behind.exclude(pk=claimed.pk).first()
 
 
@@ -312,7 +312,7 @@ def refunded(claimed: InboxMessage) -> dict[str, Any]:
 
 def age(alias: str, row: int) -> timedelta:
     """How long ago a message arrived, by the database's clock; zero if it no longer has a row."""
-    instants = InboxMessage.objects.using(alias).filter(pk=row).values_list("received_at", DatabaseTime())
+    instants = InboxMessage.objects.using(alias).filter(pk=row, day=LIVE).values_list("received_at", DatabaseTime())
     return max((asked_at - received_at for received_at, asked_at in instants), default=timedelta())
 
 

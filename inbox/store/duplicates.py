@@ -1,15 +1,17 @@
 """The duplicates of a message: counted on its row, by their cause and content."""
 
-from typing import Any
+from collections.abc import Collection
 
 from django.db import connections, transaction
-from django.db.models import Exists, F, OuterRef
+from django.db.models import F
 
 from exactly_once.sql.connections import is_postgresql
-from exactly_once.sql.days import DAY_OF_NOW, FIRST_DAY
+from exactly_once.sql.days import DAY_OF_NOW, FIRST_DAY, LIVE
+from exactly_once.sql.finding import lately
 from exactly_once.sql.now import now
 from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, HANDLE
+from inbox.store import receipts
 from inbox.store.dialect import TABLE, binary, fetch_all
 from inbox.store.receipts import ID_OF
 from inbox.store.rows import DuplicateCause, Earlier, NewRow, attributes_of, conflicting_name
@@ -40,12 +42,24 @@ def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
 
     None: a transaction is running that row now, or it was deleted meanwhile; try again later.
     """
+    # Most are duplicates of recent messages, which this counts by one statement.
+    if earlier := _count(alias, row, lately()):
+        return earlier
+    receipt = _receipt(alias, row)
+    if receipt is None:
+        return None
+    day = receipts.days_of(alias, [receipt.pk]).get(receipt.pk)
+    return _without_history(alias, row, receipt) if day is None else _count(alias, row, [LIVE, day])
+
+
+def _count(alias: str, row: NewRow, days: Collection[int]) -> Earlier | None:
+    """Count it in the stored row, if that is of one of these days and not locked."""
     connection = connections[alias]
+    on_days = f"day IN ({', '.join(map(str, days))})" if is_postgresql(connection) else "true"
     skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
     as_json = "%s::jsonb" if is_postgresql(connection) else "%s"
     column, count = COUNTED_AS[row.cause], 1 + row.copies
-    # A message without an id is known to be the same only if the broker says so.
-    same_id = row.message_id if row.message_id or row.redelivered else None
+    same_id = _same_id(row)
     found = fetch_all(
         connection,
         f"UPDATE {TABLE} SET duplicates = duplicates + {count}, "
@@ -53,7 +67,7 @@ def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
         f"conflicts = conflicts + CASE WHEN digest <> %s THEN {count} ELSE 0 END, "
         f"{_KEEP_CONFLICT.format(now=now(connection), body=binary(connection), json=as_json)}, "
         f"day = CASE WHEN day >= {FIRST_DAY} AND digest <> %s THEN {DAY_OF_NOW[connection.vendor]} ELSE day END "
-        f"WHERE id = (SELECT id FROM {TABLE} WHERE id = {_EARLIER} {skip_locked}) "
+        f"WHERE {on_days} AND id = (SELECT id FROM {TABLE} WHERE {on_days} AND id = {_EARLIER} {skip_locked}) "
         # Plain columns: SQLite 3.40 evaluates `... IS NULL` in RETURNING wrongly.
         "RETURNING id, state, message_id, digest, next_attempt_at",
         [
@@ -63,7 +77,7 @@ def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
         ],
     )
     if not found:
-        return _without_history(alias, row, same_id)
+        return None
     ((pk, state, message_id, digest, next_attempt_at),) = found
     return Earlier(
         pk,
@@ -74,19 +88,30 @@ def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
     )
 
 
-def _without_history(alias: str, row: NewRow, same_id: str | None) -> Earlier | None:
-    """A duplicate of a message whose history has been dropped. With other content, it gets a row that has this content."""
-    # By one statement: a message may be deleted with its receipt meanwhile, and its next delivery must not be a duplicate then.
+def _same_id(row: NewRow) -> str | None:
+    """A message without an id is known to be the same only if the broker says so."""
+    return row.message_id if row.message_id or row.redelivered else None
+
+
+def _receipt(alias: str, row: NewRow) -> Receipt | None:
+    """The receipt of this content of its own, else that of the first message."""
     named = Receipt.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id__in=_names(row))
-    has_message = Exists(InboxMessage.objects.using(alias).filter(pk=OuterRef("pk")))
-    found: dict[str, Any] = {receipt.biz_id: receipt for receipt in named.annotate(has_message=has_message)}
-    receipt = next((found[name] for name in _names(row) if name in found), None)
-    if receipt is None or receipt.has_message:
+    found = {receipt.biz_id: receipt for receipt in named}
+    return next((found[name] for name in _names(row) if name in found), None)
+
+
+def _without_history(alias: str, row: NewRow, receipt: Receipt) -> Earlier | None:
+    """A duplicate of a message whose history has been dropped. With other content, it gets a row that has this content."""
+    # Read again after the message was not found: it may have been deleted with its receipt, and its next delivery must not be
+    # a duplicate then.
+    same = _receipt(alias, row)
+    if same is None or same.pk != receipt.pk:
         return None
-    if receipt.digest != row.digest:
-        return _show_conflict(alias, receipt, row)
-    cause = row.cause if receipt.message_id == same_id else DuplicateCause.BUSINESS
-    return Earlier(receipt.pk, "", cause, conflicting=False, abandoned=False)
+    if same.digest != row.digest:
+        return _show_conflict(alias, same, row)
+    same_id = _same_id(row)
+    cause = row.cause if same.message_id == same_id else DuplicateCause.BUSINESS
+    return Earlier(same.pk, "", cause, conflicting=False, abandoned=False)
 
 
 def _show_conflict(alias: str, receipt: Receipt, row: NewRow) -> Earlier | None:
@@ -97,7 +122,7 @@ def _show_conflict(alias: str, receipt: Receipt, row: NewRow) -> Earlier | None:
             return None
         # A lock alone changes nothing, so a REPEATABLE READ transaction that comes after this one would get no error.
         same.update(digest=F("digest"))
-        if InboxMessage.objects.using(alias).filter(pk=receipt.pk).exists():
+        if receipts.days_of(alias, [receipt.pk]):
             return None
         columns = {field.attname: getattr(receipt, field.attname) for field in Receipt._meta.concrete_fields}
         InboxMessage.objects.using(alias).create(**columns, **HANDLE.columns, body=b"", last_error=HISTORY_DROPPED)

@@ -148,7 +148,7 @@ def _owned(alias: str, pk: int, fence: int) -> Any:
 
 
 def _is_in_state(alias: str, pk: int, fence: int, *states: State) -> bool:
-    found: bool = InboxMessage.objects.using(alias).filter(pk=pk, fence=fence, state__in=states).exists()
+    found: bool = receipts.message(alias, pk).filter(fence=fence, state__in=states).exists()
     return found
 
 
@@ -165,7 +165,7 @@ def _refuse_concurrent_run(alias: str, pk: int, exclusive_key: OrderedKey | None
         return
     hold_gates(alias, exclusive_key.handler, [exclusive_key.key])
     others = InboxMessage.objects.using(alias).filter(
-        handler=exclusive_key.handler, key=exclusive_key.key, state=State.RUNNING, next_attempt_at__gt=DatabaseTime()
+        handler=exclusive_key.handler, key=exclusive_key.key, day=LIVE, state=State.RUNNING, next_attempt_at__gt=DatabaseTime()
     )
     if others.exclude(pk=pk).exists():
         raise KeyBusy
@@ -188,7 +188,8 @@ def remember(alias: str, row: int, fence: int, step: str, result: str | None) ->
         cursor.execute(
             f"INSERT INTO {STEPS} (message_id, name, result, taken_at) "
             f"SELECT id, %s, {as_json}, {now(connection)} FROM {TABLE} "
-            f"WHERE id = %s AND fence = %s AND state = 'running' AND next_attempt_at > {now(connection)} {lock} {_WRITE}",
+            f"WHERE id = %s AND fence = %s AND {IS_OPEN} AND state = 'running' AND next_attempt_at > {now(connection)} "
+            f"{lock} {_WRITE}",
             [step, result, row, fence],
         )
         return bool(cursor.rowcount == 1)
@@ -209,4 +210,5 @@ def remember_all(alias: str, row: int, steps: Mapping[str, str | None]) -> None:
 
 def forget_begun(alias: str, row: int, fence: int, step: str) -> None:
     """Delete a step that was begun and has not ended, unless the message has a later fence."""
-    Step.objects.using(alias).filter(message_id=row, message__fence=fence, name=step, result__isnull=True).delete()
+    steps = Step.objects.using(alias).filter(message_id=row, message__day=LIVE, message__fence=fence)
+    steps.filter(name=step, result__isnull=True).delete()

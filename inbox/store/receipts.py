@@ -9,7 +9,8 @@ from typing import Any
 from django.db import connections, transaction
 from django.db.models import QuerySet
 
-from exactly_once.sql.days import Today
+from exactly_once.sql.days import LIVE, Today
+from exactly_once.sql.finding import days_by, soon_after
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage, Receipt
 from inbox.states import SETTLED
@@ -27,13 +28,29 @@ def name_of(row: NewRow) -> list[str]:
 
 def named(alias: str, handler: str, topic: str, biz_id: str) -> QuerySet[InboxMessage]:
     """The message with this name."""
+    receipt = Receipt.objects.using(alias).filter(handler=handler, topic=topic, biz_id=biz_id).only("pk").first()
+    return InboxMessage.objects.using(alias).none() if receipt is None else message(alias, receipt.pk)
+
+
+def message(alias: str, pk: int) -> QuerySet[InboxMessage]:
+    """The message of this receipt, open or settled."""
+    rows = InboxMessage.objects.using(alias)
+    day = days_of(alias, [pk]).get(pk)
+    return rows.none() if day is None else rows.filter(pk=pk, day=day)
+
+
+def days_of(alias: str, pks: Sequence[int]) -> dict[int, int]:
+    """The days of the messages of these receipts, as far as they exist: most are settled soon after they are received."""
+    received = Receipt.objects.using(alias).filter(pk__in=pks).values_list("received_at", flat=True)
+    likely = {day for instant in received for day in soon_after(instant)}
+    return days_by(InboxMessage.objects.using(alias), "pk", pks, likely)
+
+
+def open_message(alias: str, row: NewRow) -> QuerySet[InboxMessage]:
+    """The message that this delivery has, or is a duplicate of, if it is open."""
+    handler, topic, biz_id = name_of(row)
     ids = Receipt.objects.using(alias).filter(handler=handler, topic=topic, biz_id=biz_id).values("pk")
-    return InboxMessage.objects.using(alias).filter(pk__in=ids)
-
-
-def message_of(alias: str, row: NewRow) -> QuerySet[InboxMessage]:
-    """The message that this delivery has, or is a duplicate of."""
-    return named(alias, *name_of(row))
+    return InboxMessage.objects.using(alias).filter(pk__in=ids, day=LIVE)
 
 
 def create(alias: str, **columns: Any) -> InboxMessage:

@@ -18,7 +18,7 @@ from inbox.store.dialect import RECEIPTS, fetch
 
 CONFIRMED_EVERY = timedelta(hours=1)
 _MARGIN = timedelta(days=1)
-"""A process may store a message for a while after it was last able to confirm its period."""
+"""A process may store messages for hours after it was last able to confirm its period."""
 
 
 def record(alias: str, handlers: Iterable[str]) -> None:

@@ -7,17 +7,21 @@ acknowledges would lose the message.
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, InterfaceError, transaction
 
 from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
+from exactly_once.sql.finding import lately
 from exactly_once.sql.prepared_statements import PreparedStatement, execute_script, is_in_transaction, is_usable
 from exactly_once.wire.text import describe
 from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.states import FINISH, State
+from inbox.store import receipts
 from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, assignments, fetch, message_of, run
 from inbox.store.failures import ABANDON_AS
 from inbox.store.ordering import FOLLOW, GATE, PROMOTE_HEAD, for_follow, for_gate, promote_behind, promote_next
@@ -43,9 +47,6 @@ _PROVE_MANY = PreparedStatement(
     "inbox_prove_many",
     ["bigint[]"],
     f"SELECT 1 / (count(*) = cardinality($1))::int FROM {RECEIPTS} WHERE id = ANY($1) AND {_INSERTED_BY_US}",
-)
-_WRITE_RESULT = PreparedStatement(
-    "inbox_result", ["bigint", "jsonb"], f"UPDATE {TABLE} SET result = $2 WHERE id = $1 AND {_INSERTED_BY_US} RETURNING id"
 )
 
 
@@ -150,11 +151,22 @@ def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result
         ours = f"SELECT 1 FROM {RECEIPTS} WHERE id = ANY(%s) AND {_INSERTED_BY_US}"
         return len(fetch(connection, ours, [list(guard.rows)]))
     if guard.is_settled:
-        return len(run(_WRITE_RESULT, connection, [guard.rows[0], result]))
+        return _write_result(connection, guard.rows[0], result)
     if is_postgresql(connection):
         return sum(len(run(_FINISH, connection, _given(guard, row, attempts, result))) for row in guard.rows)
     keep = inbox_options().keeps_all_bodies
     return sum(len(fetch(connection, _FINISH_ON_SQLITE, [attempts, result, keep, keep, row])) for row in guard.rows)
+
+
+def _write_result(connection: BaseDatabaseWrapper, row: int, result: str | None) -> int:
+    found = _write_result_on(connection, lately(), row, result)
+    return found or _write_result_on(connection, receipts.days_of(connection.alias, [row]).values(), row, result)
+
+
+def _write_result_on(connection: BaseDatabaseWrapper, days: Iterable[int], row: int, result: str | None) -> int:
+    on_days = f"day IN ({', '.join(map(str, {LIVE, *days}))})"
+    sql = f"UPDATE {TABLE} SET result = %s::jsonb WHERE {on_days} AND id = %s AND {_INSERTED_BY_US} RETURNING id"
+    return len(fetch(connection, sql, [result, row]))
 
 
 def _given(guard: Guard, row: int, attempts: int, result: str | None, *, is_followed: bool = False) -> list[Any]:
@@ -208,11 +220,7 @@ def is_rolled_back(guard: Guard) -> bool:
 def _committed(guard: Guard) -> tuple[str, list[Any]]:
     """A query for its rows if the handler has committed them."""
     # By the receipt, because a duplicate may have been counted in the message since.
-    found = (
-        f"SELECT m.id FROM {TABLE} m JOIN {RECEIPTS} r ON r.id = m.id "
-        "WHERE r.id = ANY(%s) AND m.state = 'done' AND r.xmin = %s::xid8::xid"
-    )
-    return found, [list(guard.rows), guard.transaction]
+    return f"SELECT id FROM {RECEIPTS} WHERE id = ANY(%s) AND xmin = %s::xid8::xid", [list(guard.rows), guard.transaction]
 
 
 def dead_letter_if_committed(guard: Guard) -> bool:
@@ -225,14 +233,19 @@ def dead_letter_if_committed(guard: Guard) -> bool:
         return False
     committed, given = _committed(guard)
     with transaction.atomic(using=guard.connection.alias), connection.cursor() as cursor:
+        cursor.execute(committed, given)
+        ids = [row for (row,) in cursor.fetchall()]
+        days = ", ".join(map(str, {LIVE, *receipts.days_of(connection.alias, ids).values()}))
         cursor.execute(
-            f"UPDATE {TABLE} SET {assignments(ABANDON_AS, connection.vendor)} WHERE id IN ({committed}) RETURNING id", given
+            f"UPDATE {TABLE} SET {assignments(ABANDON_AS, connection.vendor)} "
+            f"WHERE day IN ({days}) AND id = ANY(%s) AND state = 'done' RETURNING id",
+            [ids],
         )
         dead_lettered = [row for (row,) in cursor.fetchall()]
         for row, content in zip(guard.rows, guard.emptied, strict=False):
             # A retry needs its content.
             cursor.execute(
-                f"UPDATE {TABLE} SET body = %s, headers = %s::jsonb WHERE id = %s AND state = 'dead'",
+                f"UPDATE {TABLE} SET body = %s, headers = %s::jsonb WHERE {IS_OPEN} AND id = %s AND state = 'dead'",
                 [content.body, content.headers, row],
             )
         record(guard.connection.alias, dead_lettered, was=State.DONE, reason=ABANDONED)

@@ -11,6 +11,7 @@ from datetime import timedelta
 from django.db import connections
 
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import now_after
 from inbox.models import InboxMessage
 from inbox.states import State
@@ -45,7 +46,7 @@ def claim_existing(alias: str, row: NewRow, redelivery_after: timedelta) -> Inbo
         f"AND {IS_OPEN} AND state IN ('received', 'retrying') AND next_attempt_at IS NOT NULL {skip_locked}) RETURNING id"
     )
     found = fetch(connection, sql, [redelivery_after.total_seconds(), *receipts.name_of(row)])
-    return InboxMessage.objects.using(alias).get(pk=found[0][0]) if found else None
+    return InboxMessage.objects.using(alias).get(pk=found[0][0], day=LIVE) if found else None
 
 
 def delete_failed(alias: str, claimed: InboxMessage) -> bool:
@@ -56,14 +57,16 @@ def delete_failed(alias: str, claimed: InboxMessage) -> bool:
 
 def store_signature(alias: str, row: NewRow, headers: str) -> None:
     """Store how the task of `row` was sent, after its row has become a dead letter."""
-    receipts.message_of(alias, row).filter(message_id=row.message_id).update(headers=json.loads(headers))
+    receipts.open_message(alias, row).filter(message_id=row.message_id).update(headers=json.loads(headers))
 
 
 def outcome(alias: str, row: NewRow) -> TaskOutcome | None:
     """The outcome of the message that `row` repeats; None if it was deleted. One without history is taken to be done."""
+    ids = [pk for (pk,) in fetch(connections[alias], f"SELECT {receipts.ID_OF}", receipts.name_of(row)) if pk]
+    days = ", ".join(map(str, {LIVE, *receipts.days_of(alias, ids).values()}))
     sql = (
         "SELECT COALESCE(m.state, 'done'), CAST(m.result AS text), COALESCE(m.last_error, '') "
-        f"FROM {RECEIPTS} r LEFT JOIN {TABLE} m ON m.id = r.id WHERE r.id = {receipts.ID_OF}"
+        f"FROM {RECEIPTS} r LEFT JOIN {TABLE} m ON m.id = r.id AND m.day IN ({days}) WHERE r.id = %s"
     )
-    found = fetch(connections[alias], sql, receipts.name_of(row))
+    found = [each for pk in ids for each in fetch(connections[alias], sql, [pk])]
     return next((TaskOutcome(State(state), result, error) for state, result, error in found), None)

@@ -11,12 +11,14 @@ from django.db import connections, transaction
 from django.db.models.sql import UpdateQuery
 
 from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.days import LIVE
+from exactly_once.sql.finding import days_by, lately
 from exactly_once.sql.now import now
 from exactly_once.sql.prepared_statements import execute_script
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, printable
 from inbox.conf import inbox_options
-from inbox.models import TrailEntry
+from inbox.models import InboxMessage, TrailEntry
 from inbox.store.dialect import TABLE
 
 ENTRY = f"INSERT INTO {TrailEntry._meta.db_table} (message_id, handler, was, became, at, process, reason)"
@@ -77,8 +79,12 @@ def record(alias: str, rows: Sequence[int], *, was: str, reason: str = "", matte
     if not rows or not (matters or inbox_options().records_all):
         return
     connection, places = connections[alias], ", ".join(["%s"] * len(rows))
+    # A transition makes a message open, or settles it now.
+    found = days_by(InboxMessage.objects.using(alias), "pk", rows, lately())
+    days = ", ".join(map(str, {LIVE, *found.values()}))
     with connection.cursor() as cursor:
         cursor.execute(
-            f"{ENTRY} SELECT message_id, handler, %s, state, {now(connection)}, %s, %s FROM {TABLE} WHERE id IN ({places})",
+            f"{ENTRY} SELECT message_id, handler, %s, state, {now(connection)}, %s, %s FROM {TABLE} "
+            f"WHERE day IN ({days}) AND id IN ({places})",
             [str(was), this_process(), printable(reason, ERROR_LENGTH), *rows],
         )

@@ -17,7 +17,7 @@ from exactly_once.http.problems import Problem
 from exactly_once.sql.days import LIVE
 from outbox.api import PublishedMessage, publish_many
 from outbox.http.schemas import NewMessage
-from outbox.models import OutboxMessage
+from outbox.store import selecting
 from outbox.store.unique import has_payload
 
 
@@ -38,7 +38,7 @@ def publish_with_key(message: NewMessage, biz_id: str, alias: str) -> PublishedM
         (published,) = publish_many([replace(message.draft, biz_id=biz_id, unique=True)], using=alias)
         digest = hashlib.sha256(json.dumps(dict(message), sort_keys=True, default=str).encode()).hexdigest()
         # By its id, not its position: see `has_payload`.
-        rows = OutboxMessage.objects.using(alias).filter(message_id=published.id)
+        rows = selecting.identified(alias, [published.id])
         if published.created:
             rows.filter(day=LIVE).update(request_digest=digest)
         elif rows.exclude(request_digest=digest).exists():

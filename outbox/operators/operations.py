@@ -39,6 +39,7 @@ from outbox.store import deciding, preparing, unique
 from outbox.store.deciding import WHY, why
 from outbox.store.dialect import live
 from outbox.store.restoring import OVERDUE, REPLACED
+from outbox.store.selecting import placed
 
 operations = OperationTable("outbox")
 groups = FailureGroups(OutboxMessage, live, place="topic", who="topic", only=Q(day=LIVE))
@@ -69,7 +70,7 @@ publish_now: Perform = partial(_decided, PUBLISH_NOW)
 
 def names_of(alias: str, rows: Sequence[int]) -> dict[int, str]:
     """The names of these messages, for reports."""
-    found = OutboxMessage.objects.using(alias).filter(pk__in=rows).values_list("pk", "message_id", "topic", "biz_id")
+    found = placed(alias, rows).values_list("pk", "message_id", "topic", "biz_id")
     return {row: f"{message_id} ({topic} {biz_id})" for row, message_id, topic, biz_id in found}
 
 

@@ -9,6 +9,7 @@ from exactly_once.wire.identity import uuid_in
 from outbox.conf import outbox_options
 from outbox.models import CHAINED, OutboxMessage, TrailEntry
 from outbox.states import State
+from outbox.store.selecting import identified
 
 ENTRIES = TrailEntry
 NOT_HERE = "It is not in the outbox: it was published elsewhere, or its row and its trail have been purged."
@@ -27,7 +28,7 @@ def part_of_history(alias: str, message_id: str) -> PartOfHistory:
     """See `exactly_once.operators.trail`. Without trail entries the row gives the first and, once settled, the last moment."""
     if (name := uuid_in(message_id)) is None:  # the outbox's ids are UUIDs
         return PartOfHistory()
-    row = OutboxMessage.objects.using(alias).defer("body", "headers", "wire").filter(message_id=name).first()
+    row = identified(alias, [name]).defer("body", "headers", "wire").first()
     entries = list(TrailEntry.objects.using(alias).filter(message_id=name).order_by("pk"))
     unknown = []
     kept_since = utcnow() - outbox_options().TRAIL_RETENTION
@@ -74,7 +75,7 @@ def correlation_of(alias: str, message_id: str) -> str:
     """See `exactly_once.operators.trail`."""
     if (name := uuid_in(message_id)) is None:
         return ""
-    return OutboxMessage.objects.using(alias).filter(message_id=name).values_list("correlation_id", flat=True).first() or ""
+    return identified(alias, [name]).values_list("correlation_id", flat=True).first() or ""
 
 
 def _moments(alias: str, row: OutboxMessage | None, entries: Sequence[TrailEntry]) -> Iterator[HistoryEvent]:

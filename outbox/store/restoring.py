@@ -7,10 +7,13 @@ A second restore finds nothing to restore, and a restore that was killed is cont
 from collections.abc import Collection, Sequence
 
 from django.db import IntegrityError, OperationalError, transaction
+from django.db.models import Value
 
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_collision
 from outbox.models import IS_AHEAD, OutboxMessage
 from outbox.states import GIVEN_UP, RESTORE, State
+from outbox.store.selecting import placed
 from outbox.store.transitions import Moved, move
 from outbox.store.unique import IS_REPLACED, require_unpublished
 
@@ -31,17 +34,19 @@ def restore(
     again now. A header marks the messages as replayed by an operator, because an attempt may have reached the broker, whatever
     their state is.
     """
-    rows = OutboxMessage.objects.using(alias).filter(pk__in=positions)
+    rows = placed(alias, positions, unless=State.PUBLISHED)
     # A published message cannot be restored, and finding it by its position is slow. The rows are locked first, because the
     # statement that moves a row does not return its previous state.
-    locked = rows.exclude(state=State.PUBLISHED).select_for_update(skip_locked=skip_locked).order_by("pk")
-    locked = locked.annotate(ahead=IS_AHEAD, replaced=IS_REPLACED)
+    locked = rows.select_for_update(skip_locked=skip_locked).order_by("pk")
+    # Whether one is replaced is asked of unique messages only, because it locks all of history.
+    annotation = IS_REPLACED if rows.filter(is_unique=True).exists() else Value(value=False)
+    locked = locked.annotate(ahead=IS_AHEAD, replaced=annotation)
     found: dict[str, list[int]] = {}
     left: dict[int, str] = {}
-    for position, state, ahead, replaced in locked.values_list("pk", "state", "ahead", "replaced"):
+    for position, state, ahead, is_replaced in locked.values_list("pk", "state", "ahead", "replaced"):
         if state not in states:
             left[position] = state
-        elif replaced:
+        elif is_replaced:
             left[position] = REPLACED
         elif not ahead and not overdue:
             left[position] = OVERDUE
@@ -53,6 +58,12 @@ def restore(
         changed += moved
         left |= dict.fromkeys(replaced, REPLACED)
     return changed, left
+
+
+def _unique_among(alias: str, positions: Sequence[int]) -> list[int]:
+    """Those of these live messages that are unique."""
+    unique = OutboxMessage.objects.using(alias).filter(day=LIVE, pk__in=positions, is_unique=True)
+    return list(unique.values_list("pk", flat=True))
 
 
 def _move_unless_replaced(
@@ -67,8 +78,8 @@ def _move_unless_replaced(
     try:
         with transaction.atomic(using=alias):
             moved = move(alias, RESTORE, positions, only=[was], reason=reason)
-            if was in GIVEN_UP:
-                require_unpublished(alias, [one.position for one in moved])
+            if was in GIVEN_UP and (unique := _unique_among(alias, [one.position for one in moved])):
+                require_unpublished(alias, unique)
             return moved, []
     except IntegrityError:
         replaced = [*positions]

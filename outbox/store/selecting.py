@@ -3,17 +3,20 @@
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.db import connections
 from django.db.models import QuerySet
 
 from exactly_once.sql.days import FIRST_DAY, LIVE
+from exactly_once.sql.finding import days_by, on_all_days, soon_after
 from outbox.models import OutboxMessage
 from outbox.states import SETTLED
 from outbox.store.dialect import TABLE, each_topic
 
+_WITH_TIME = 7
+"""The version of the UUIDs that are message ids."""
 _EPOCH_ORDINAL = datetime(1970, 1, 1).toordinal()  # noqa: DTZ001 - only its date is used
 
 
@@ -62,8 +65,40 @@ def find(alias: str, name: Mapping[str, Any], *, everywhere: bool = False) -> di
 
     History is searched only if no live message is found, or with `everywhere`: reading it locks it until the transaction ends.
     """
-    chosen = OutboxMessage.objects.using(alias).filter(**name).order_by("pk").values_list("pk", "state")
-    return (not everywhere and dict(chosen.filter(day=LIVE))) or dict(chosen)
+    rows = OutboxMessage.objects.using(alias)
+    chosen = rows.filter(**name)
+    live = {} if everywhere else dict(chosen.filter(day=LIVE).order_by("pk").values_list("pk", "state"))
+    if live:
+        return live
+    if "message_id" in name:
+        return dict(identified(alias, [name["message_id"]]).filter(**name).values_list("pk", "state"))
+    return dict(sorted(on_all_days(chosen, "pk", "state").items()))
+
+
+def identified(alias: str, message_ids: Collection[uuid.UUID]) -> QuerySet[OutboxMessage]:
+    """The messages with these ids. Most are settled soon after they are published, which the id says."""
+    likely = {day for name in message_ids if name.version == _WITH_TIME for day in soon_after(_instant(name))}
+    return _on_their_days(alias, "message_id", message_ids, likely)
+
+
+def placed(alias: str, positions: Collection[int], *, unless: str | None = None) -> QuerySet[OutboxMessage]:
+    """The messages at these positions, without those in the state `unless`."""
+    return _on_their_days(alias, "pk", positions, unless=unless)
+
+
+def _on_their_days(
+    alias: str, field: str, values: Collection[Any], likely: Collection[int] = (), unless: str | None = None
+) -> QuerySet[OutboxMessage]:
+    rows = OutboxMessage.objects.using(alias)
+    if unless is not None:
+        rows = rows.exclude(state=unless)
+    found = days_by(rows, field, values, likely)
+    return rows.filter(**{f"{field}__in": found.keys(), "day__in": {*found.values()}})
+
+
+def _instant(message_id: uuid.UUID) -> datetime:
+    """When a UUIDv7 was made."""
+    return datetime.fromtimestamp((message_id.int >> 80) / 1000, tz=UTC)
 
 
 def live_names(alias: str, topics: Collection[str], biz_ids: Collection[str]) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
+from exactly_once.sql.finding import days_by
 from exactly_once.sql.now import NOW, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, numbered
 from exactly_once.states import Transition
@@ -135,8 +136,10 @@ def move(
     # Without a savepoint: after an error the code that opened the transaction rolls all of it back.
     with transaction.atomic(using=alias, savepoint=False), connection.cursor() as cursor:
         moved: list[Moved] = []
-        for was, its in _by_source(connection, rows, sources, skip_locked=skip_locked).items():
-            cursor.execute(*_statement(connection, transition, was, its, given, " RETURNING id, message_id, state"))
+        days = _days(alias, rows, sources)
+        for was, its in _by_source(connection, rows, sources, days, skip_locked=skip_locked).items():
+            statement = _statement(connection, transition, was, its, given, " RETURNING id, message_id, state", days=days)
+            cursor.execute(*statement)
             moved += [Moved(position, as_uuid(name), was, became) for position, name, became in cursor.fetchall()]
         if is_recorded(decision=transition.recorded if recorded is None else recorded):
             _record(alias, moved, reason)
@@ -197,17 +200,29 @@ def delete(alias: str, transition: Transition, rows: Sequence[int]) -> int:
     return len(deleted)
 
 
+def _days(alias: str, rows: Sequence[int] | Found, sources: Collection[str]) -> Collection[int]:
+    """The days of messages of which some may be settled."""
+    if isinstance(rows, Found) or not set(sources) & set(SETTLED):
+        return (LIVE,)
+    # History has no index of the positions of published messages.
+    messages = OutboxMessage.objects.using(alias).exclude(state__in={State.PUBLISHED} - {*sources})
+    return {LIVE, *days_by(messages, "pk", rows).values()}
+
+
 def _by_source(
-    connection: BaseDatabaseWrapper, rows: Sequence[int] | Found, sources: Sequence[str], *, skip_locked: bool
+    connection: BaseDatabaseWrapper,
+    rows: Sequence[int] | Found,
+    sources: Sequence[str],
+    days: Collection[int],
+    *,
+    skip_locked: bool,
 ) -> Mapping[str, Sequence[int] | Found]:
     """The rows by their state. With several sources they are locked first: a statement does not return the previous state."""
     if len(sources) == 1 and not skip_locked:
         return {sources[0]: rows}
     if isinstance(rows, Found):
         raise TypeError("A query can only be given to a transition with one source.")
-    found = OutboxMessage.objects.using(connection.alias).filter(pk__in=rows, state__in=sources).order_by("pk")
-    if not set(sources) & set(SETTLED):
-        found = found.filter(day=LIVE)
+    found = OutboxMessage.objects.using(connection.alias).filter(pk__in=rows, state__in=sources, day__in=days).order_by("pk")
     by_source: dict[str, list[int]] = {}
     for position, state in found.select_for_update(skip_locked=skip_locked).values_list("pk", "state"):
         by_source.setdefault(state, []).append(position)
@@ -221,6 +236,7 @@ def _statement(
     rows: Sequence[int] | Found | Locked,
     given: Mapping[str, Any],
     returning: str = "",
+    days: Collection[int] = (LIVE,),
 ) -> tuple[str, list[Any]]:
     if isinstance(rows, Found):
         condition, found = rows.condition(connection), rows.parameters
@@ -229,6 +245,8 @@ def _statement(
     else:
         condition, parameter = any_of(connection, rows)
         condition, found = f"id {condition} AND state = '{was}'", [parameter]
+        if was in SETTLED:
+            condition = f"{condition} AND day IN ({', '.join(map(str, days))})"
     values = _values(connection, transition)
     if not (is_postgresql(connection) and (was in SETTLED or not set(transition.targets).isdisjoint(SETTLED))):
         written, parameters = _with_given(connection, ", ".join(f"{name} = {sql}" for name, sql in values.items()), given)

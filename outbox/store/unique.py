@@ -28,6 +28,7 @@ from exactly_once.sql.faults import SERIALIZATION_FAILURE, sqlstate_of
 from outbox.models import OutboxMessage
 from outbox.states import GIVEN_UP
 from outbox.store.dialect import COLUMNS, HISTORY, LIVE_PART, TABLE, array_of
+from outbox.store.selecting import identified
 
 _GIVEN_UP = ", ".join(repr(state.value) for state in GIVEN_UP)
 # SQLite infers a partial index only from the text of its condition, which each version of Django writes in its own way. There
@@ -130,7 +131,7 @@ def find_unique(alias: str, topic: str, biz_id: str) -> tuple[uuid.UUID, int, st
 def has_payload(alias: str, message_id: uuid.UUID, payload: Any) -> bool:
     """Has a message this payload, compared as JSON? True if it has been purged."""
     # By its id: the index of positions in history is a BRIN index, of little use after delayed messages.
-    body = OutboxMessage.objects.using(alias).filter(message_id=message_id).values_list("body", flat=True).first()
+    body = identified(alias, [message_id]).values_list("body", flat=True).first()
     return body is None or _canonical(bytes(body)) == _canonical(DjangoJSONEncoder().encode(payload))
 
 

@@ -29,6 +29,12 @@ MODELS = {"outbox": OutboxMessage, "inbox": InboxMessage}
 BOTH = pytest.mark.parametrize("app", MODELS)
 
 
+@pytest.fixture(autouse=True)
+def handler(handles):
+    """The command leaves the messages of other services."""
+    handles(print, topic="t", name="h")
+
+
 def purged(app=None, **options):
     """The numbers that the command prints, by what they count."""
     out = io.StringIO()

@@ -1,0 +1,113 @@
+"""Many days of history: a statement about one message does not lock the partitions of all days."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
+
+from exactly_once.sql.days import day_of
+from exactly_once.sql.now import DatabaseTime
+from inbox.models import InboxMessage, Receipt
+from inbox.operators.housekeeping import HISTORY
+from inbox.receiving.reading import read
+from inbox.store import receipts
+from inbox.store.duplicates import count_duplicate
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import OPTIONS, an_envelope, deliver, the_effect
+from tests.support.inbox_rows import make_older
+from tests.support.sql import fetched
+
+pytestmark = [pytest.mark.django_db(transaction=True)]
+
+DAYS = 60
+FEW_PARTITIONS = 8
+
+
+@pytest.fixture(scope="module")
+def _made(django_db_setup, django_db_blocker):
+    """Partitions of many days."""
+    with django_db_blocker.unblock():
+        today, days = day_of("default"), HISTORY.days
+        before = days.existing("default")
+        made = [day for day in range(today - DAYS, today + 2) if day not in before]
+        for day in made:
+            days.make("default", day)
+        yield
+        for day in made:
+            days.drop("default", day)
+
+
+@pytest.fixture
+def handler(handles, _made):
+    return handles(the_effect)
+
+
+def partitions_locked():
+    """Of the inbox's history, by this transaction."""
+    return fetched(
+        "SELECT count(*) FROM pg_locks l JOIN pg_inherits i ON i.inhrelid = l.relation "
+        f"WHERE l.pid = pg_backend_pid() AND i.inhparent = '{HISTORY.days.history}'::regclass"
+    )
+
+
+def locked_by_each(action):
+    """The most partitions that a statement of `action` has locked, and what it returned."""
+    with transaction.atomic():
+        found = action()
+        return partitions_locked(), found
+
+
+@pytest.mark.parametrize("ago", [0, 1, 20, 45], ids="{} days".format)
+@pytest.mark.parametrize("settled_later", [0, 5], ids=["settled when received", "settled days later"])
+def test_duplicate_locks_a_few_partitions(handler, ago, settled_later):
+    message = an_envelope()
+    deliver(handler, message)
+    make_older(InboxMessage.objects.all(), timedelta(days=ago))
+    Receipt.objects.update(received_at=DatabaseTime(-timedelta(days=ago + settled_later)))
+    row = read(handler, message, OPTIONS).row
+
+    locked, earlier = locked_by_each(lambda: count_duplicate("default", row))
+
+    assert earlier is not None
+    assert InboxMessage.objects.get().duplicates == 1
+    assert locked <= FEW_PARTITIONS
+    assert Effect.objects.count() == 1
+
+
+def test_duplicate_of_a_message_whose_history_was_dropped_locks_no_partition_for_long(handler):
+    message = an_envelope()
+    deliver(handler, message)
+    InboxMessage.objects.all().delete()
+    Receipt.objects.update(received_at=DatabaseTime(-timedelta(days=30)))
+    row = read(handler, message, OPTIONS).row
+
+    locked, earlier = locked_by_each(lambda: count_duplicate("default", row))
+
+    assert (earlier.state, InboxMessage.objects.count()) == ("", 0)
+    assert locked <= FEW_PARTITIONS
+
+
+def test_duplicate_of_a_recent_message_is_counted_by_one_statement(handler):
+    message = an_envelope()
+    deliver(handler, message)
+    row = read(handler, message, OPTIONS).row
+
+    with CaptureQueriesContext(connection) as queries:
+        assert count_duplicate("default", row)
+
+    assert len(queries) == 1
+
+
+def test_message_is_found_by_its_name_and_receipt_without_locking_all_days(handler):
+    message = an_envelope()
+    deliver(handler, message)
+    make_older(InboxMessage.objects.all(), timedelta(days=40))
+    row = InboxMessage.objects.get()
+
+    locked, found = locked_by_each(lambda: receipts.named("default", row.handler, row.topic, row.biz_id).get())
+
+    assert found == row
+    assert locked <= FEW_PARTITIONS
