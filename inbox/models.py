@@ -285,7 +285,7 @@ class KeptHandler(models.Model):
     """How long a service keeps receipts and history of one handler; see `inbox.store.retention`."""
 
     id = models.BigAutoField(primary_key=True)
-    handler = models.CharField(max_length=NAME_LENGTH)
+    handler = NameField(max_length=NAME_LENGTH)
     retention = models.DurationField()
     history = models.DurationField()
     confirmed_at = models.DateTimeField()

@@ -95,7 +95,7 @@ class Migration(migrations.Migration):
             name='KeptHandler',
             fields=[
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),
-                ('handler', models.CharField(max_length=255)),
+                ('handler', exactly_once.sql.fields.NameField(max_length=255)),
                 ('retention', models.DurationField()),
                 ('history', models.DurationField()),
                 ('confirmed_at', models.DateTimeField()),
