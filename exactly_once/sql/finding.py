@@ -17,7 +17,7 @@ from django.db import connections, transaction
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import FIRST_DAY, LIVE, number_of
-from exactly_once.sql.partitions import Days
+from exactly_once.sql.partitions import existing_days
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -74,7 +74,7 @@ def on_all_days(rows: QuerySet[Any], *fields: str) -> dict[Any, Any]:
 def windows(rows: QuerySet[Any]) -> Iterator[Mapping[str, Any]]:
     """All of history, as conditions for a few partitions each, the oldest first."""
     begin = FIRST_DAY
-    for last in Days(rows.model._meta.db_table).existing(rows.db)[_AT_ONCE - 1 :: _AT_ONCE]:
+    for last in existing_days(rows.db, rows.model._meta.db_table)[_AT_ONCE - 1 :: _AT_ONCE]:
         yield {"day__gte": begin, "day__lte": last}
         begin = last + 1
     yield {"day__gte": begin, "day__lte": _LAST_DAY}

@@ -42,6 +42,15 @@ LIVE_STORAGE = (
 vacuum after a number of dead rows, not after a fraction of its size; and at full speed, because its readers read dead rows."""
 
 
+def existing_days(alias: str, table: str) -> list[int]:
+    """The days of this table that have their own partition, the oldest first."""
+    pattern = re.compile(rf"{table}_(\d{{4}})_(\d\d)_(\d\d)")
+    with connections[alias].cursor() as cursor:
+        cursor.execute(f"SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = '{table}_history'::regclass")  # noqa: S608
+        named = [pattern.fullmatch(name.rpartition(".")[2]) for (name,) in cursor.fetchall()]
+    return sorted(number_of(date(*map(int, match.groups()))) for match in named if match)
+
+
 @dataclass(frozen=True)
 class Days:
     """The partitions of the history of a table.
@@ -66,14 +75,8 @@ class Days:
         return f"{self.table}_{date_of(day):%Y_%m_%d}"
 
     def existing(self, alias: str) -> list[int]:
-        """The days that have their own partition, the oldest first."""
-        pattern = re.compile(rf"{self.table}_(\d{{4}})_(\d\d)_(\d\d)")
-        with connections[alias].cursor() as cursor:
-            cursor.execute(
-                f"SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = '{self.history}'::regclass"  # noqa: S608
-            )
-            named = [pattern.fullmatch(name.rpartition(".")[2]) for (name,) in cursor.fetchall()]
-        return sorted(number_of(date(*map(int, match.groups()))) for match in named if match)
+        """As `existing_days`."""
+        return existing_days(alias, self.table)
 
     def first(self, alias: str) -> int | None:
         """The first day that has rows. A large default partition is left out, because it has no index to search."""
