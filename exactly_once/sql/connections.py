@@ -82,7 +82,8 @@ def with_table(model: type[Model], aliases: Collection[str] | None = None) -> tu
     having, unavailable = [], []
     for alias in connections if aliases is None else aliases:
         try:
-            if router.allow_migrate_model(alias, model) and _has_table(alias, model):
+            is_given = connections[alias].vendor != "unknown"  # not DATABASES["default"] = {}
+            if is_given and router.allow_migrate_model(alias, model) and _has_table(alias, model):
                 having.append(alias)
         except (DatabaseError, InterfaceError):
             unavailable.append(alias)

@@ -20,8 +20,10 @@ from tests.support import ROOT
 from tests.support.servers import PgBouncer
 
 SETTINGS = Path(__file__).parent / "settings"
-PROJECTS = {path.stem: ast.parse(path.read_text()) for path in sorted(SETTINGS.glob("[a-z]*.py"))}
-CORE = {"plain", "debug_toolbar", "conn_pool", "psycopg2", "publication"}
+FIRST = ("debug_toolbar", "conn_pool")
+"""The cases of the core."""
+NAMES = [*FIRST, *sorted({path.stem for path in SETTINGS.glob("[a-z]*.py")} - {*FIRST})]
+PROJECTS = {name: ast.parse((SETTINGS / f"{name}.py").read_text()) for name in NAMES}
 PAGE = ROOT / "docs" / "reference" / "projects.md"
 WORKS = "Works"
 
@@ -64,7 +66,7 @@ def environment(postgres_server, tmp_path, request):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in CORE else pytest.mark.long) for name in PROJECTS])
+@pytest.mark.parametrize("name", PROJECTS)
 def test_project_works_or_is_refused_by_a_check(name, environment):
     module = PROJECTS[name]
     done = subprocess.run(
