@@ -143,6 +143,12 @@ class _Run:
             return
         hook, config = self._session.config.hook, self._session.config
         for report in reports:
+            if report is None:
+                self._left[worker.engine].appendleft([*worker.unfinished, *worker.chunk])
+                worker.unfinished.clear()
+                worker.chunk.clear()
+                worker.is_leaving = True
+                break
             if isinstance(report, dict):
                 report = hook.pytest_report_from_serializable(config=config, data=report)  # noqa: PLW2901
             if report.when == "teardown":
@@ -243,12 +249,12 @@ def _work(session: pytest.Session, engine: databases.Engine, channel: Any) -> No
 
 def _run_tests(session: pytest.Session, results: _Results) -> None:
     index = results.exchange()
-    while index is not None:
+    while index is not None and not results.has_timed_out:
         following = results.exchange()
         item, next_item = session.items[index], None if following is None else session.items[following]
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
         index = following
-    results.send()
+    results.send(leaves=index is not None)
 
 
 def _become_a_worker(config: Any, engine: databases.Engine, channel: Any) -> _Results:
@@ -278,8 +284,11 @@ class _Results:
         self._config = config
         self._channel = channel
         self._reports: list[Any] = []
+        self.has_timed_out = False
+        """A timeout interrupts whatever runs, such as a statement: what the process has open is not to be used again."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.has_timed_out |= report.failed and "from pytest-timeout" in report.longreprtext
         if report.passed:  # pickling it takes less time than the general form, and its output is not shown
             report.sections = []
             self._reports.append(report)
@@ -292,6 +301,7 @@ class _Results:
         index: int | None = self._channel.recv()
         return index
 
-    def send(self) -> None:
-        self._channel.send(self._reports)
+    def send(self, *, leaves: bool = False) -> None:
+        """Send the reports; `leaves` if no test is run any more although one was received."""
+        self._channel.send([*self._reports, *([None] if leaves else [])])
         self._reports = []

@@ -63,7 +63,7 @@ def locked_shards():
 
     A stopped process has sent statements that the server still executes: they may lock more.
     """
-    wait_until(lambda: not working_sessions())
+    wait_until(lambda: not sessions("active"))
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT objid::bigint FROM pg_locks WHERE locktype = 'advisory' AND granted AND classid = %s "
@@ -73,9 +73,10 @@ def locked_shards():
         return {shard for (shard,) in cursor.fetchall()}
 
 
-def working_sessions():
+def sessions(state):
+    """The relays' sessions in this state."""
     with connection.cursor() as cursor:
-        cursor.execute("SELECT pid FROM pg_stat_activity WHERE application_name = %s AND state = 'active'", [RELAY])
+        cursor.execute("SELECT pid FROM pg_stat_activity WHERE application_name = %s AND state = %s", [RELAY, state])
         return cursor.fetchall()
 
 
@@ -91,7 +92,7 @@ def freeze_while_idle(world, relay):
     def frozen():
         relay.stop()
         world.wait_until(lambda: relay.is_stopped, "it stands still")
-        if not locked_shards():
+        if not locked_shards() and not sessions("idle in transaction"):
             return True
         relay.wake()
         return False

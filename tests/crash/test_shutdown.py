@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from django.db import connection
+from django.db import OperationalError, connection, transaction
 
 from exactly_once.process.loop import EXIT_SILENT
 from tests.support import ROOT
@@ -102,8 +102,19 @@ def hanging_database(world, command):
     name = {"relay": RELAY, "consumer": CONSUMER}[command]
     stopped = {}
 
+    def wake():
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        stopped.clear()
+
     def hangs():
-        for pid, port in backends(name).items():
+        try:
+            found = backends(name)
+        except OperationalError:  # one was stopped while it wrote its row of pg_stat_activity, for whose end readers wait
+            wake()
+            return False
+        for pid, port in found.items():
             stopped[pid] = port
             os.kill(pid, signal.SIGSTOP)
         return len(unanswered(stopped.values())) >= SESSIONS_THAT_POLL[command]
@@ -112,14 +123,13 @@ def hanging_database(world, command):
         world.wait_until(hangs, "it waits for the database")
         yield
     finally:
-        for pid in stopped:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+        wake()
 
 
 def backends(name):
     """The server processes of the sessions of this name that poll, each with its client's port."""
-    with connection.cursor() as cursor:
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("SET LOCAL statement_timeout = '5s'")
         cursor.execute(
             "SELECT pid, client_port FROM pg_stat_activity WHERE application_name = %s "
             "AND query_start - backend_start > interval '0.5 s'",

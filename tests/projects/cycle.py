@@ -5,6 +5,7 @@ Commands are processes of their own. The module of the settings may say more abo
     before = "CREATE PUBLICATION …"     SQL for the empty database
     tenants = ("blue", "red")           schemas of `django_tenants`, which share one outbox and one inbox
     using = "main"                      the alias of the database with the messages
+    broker = True                       RabbitMQ and a consumer, in place of `local://`
     def after(): …                      called when everything is published
 """
 
@@ -34,7 +35,7 @@ COMMANDS = (
     *(["exactly_once_trail", "--topic", "projects.order", "--biz-id", f"{(*TENANTS, '')[0]}fails once"],),
     *(["outbox_pause", "projects.order"], ["outbox_resume", "projects.order"]),
     *(["inbox_pause", "projects.book"], ["inbox_resume", "projects.book"]),
-    *(["outbox_replay", "--all", "--yes"], ["exactly_once_purge", "--older-than-days", "1"]),
+    *(["outbox_replay", "--all", "--yes"], ["outbox_restore", "--all", "--state", "retrying"]),
 )
 LONGEST_SECONDS = 60
 
@@ -46,6 +47,29 @@ def run(*arguments: str) -> None:
     )
     assert not done.returncode, f"{' '.join(arguments)}: exit status {done.returncode}\n{done.stdout.decode()}"
     assert b"Traceback" not in done.stdout, f"{' '.join(arguments)}:\n{done.stdout.decode()}"
+
+
+@contextlib.contextmanager
+def consuming() -> Iterator[None]:
+    """While a consumer runs, which has declared its queues; with `local://` a relay runs the handlers."""
+    if not getattr(PROJECT, "broker", False):
+        yield
+        return
+    command = [sys.executable, "-m", "django", "inbox_consume"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if "receiving from" in line:
+                break
+        try:
+            yield
+        finally:
+            process.terminate()
+            said.append(process.communicate(timeout=60)[0])
+    assert not process.returncode, "".join(said)
+    assert "Traceback" not in "".join(said), "".join(said)
 
 
 def create() -> None:
@@ -184,6 +208,18 @@ def operate() -> None:
     pages()
 
 
+def purge() -> None:
+    """Delete everything that is settled: the messages are in history, by day."""
+    from django.core.management import call_command
+
+    from inbox.models import InboxMessage
+    from outbox.models import OutboxMessage
+
+    call_command("exactly_once_purge", "--older-than-days", "0", *DATABASE, stdout=StringIO())
+    for model in (OutboxMessage, InboxMessage):
+        assert not model.objects.using(USING).exclude(settled_at=None).exists(), model
+
+
 def pages() -> None:
     """Open every list and the form of one row of each, as a superuser."""
     from django.contrib import admin, auth
@@ -207,6 +243,9 @@ def pages() -> None:
             assert answer.status_code == 200, f"{path}: {answer.status_code}"
             opened += 1
     assert opened > 25, opened
+    assert client.get("/health/live/").status_code == 200
+    # No relay is running.
+    assert "database" in client.get("/health/ready/outbox/").json()["checks"]["outbox"]
 
 
 def main() -> None:
@@ -219,9 +258,12 @@ def main() -> None:
         with at_home(tenant):
             write(tenant)
     getattr(PROJECT, "after", lambda: None)()
-    handled(expected())
+    with consuming():
+        handled(expected())
     operate()
-    handled(expected() + Counter(["repaired", "restored", "dead letter"]))
+    with consuming():
+        handled(expected() + Counter(["repaired", "restored", "dead letter"]))
+    purge()
 
 
 if __name__ == "__main__":

@@ -28,16 +28,16 @@ PAGE = ROOT / "docs" / "reference" / "projects.md"
 WORKS = "Works"
 
 
-def refused_by(module):
-    """The id of the check that refuses a project: `refused = "app.E001"`."""
+def assigned(module, name):
+    """What the module assigns to this name, or None: `refused = "app.E001"` names the check that refuses the project."""
     for node in module.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "refused":
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return ast.literal_eval(node.value)
     return None
 
 
 def said(module):
-    check = refused_by(module)
+    check = assigned(module, "refused")
     return f"[`{check}`](checks.md#{check.lower().replace('.', '')}) refuses it" if check else WORKS
 
 
@@ -52,12 +52,14 @@ def pgbouncer(postgres_server):
 def environment(postgres_server, tmp_path, request):
     """Of a process with two empty databases."""
     database = postgres_server.create_database()
-    pooled = (
-        {"POOLED_DATABASE_URL": request.getfixturevalue("pgbouncer")(database)} if "[pgbouncer]" in request.node.name else {}
-    )
+    name, wanted = request.node.callspec.params["name"], {}
+    if name == "pgbouncer":
+        wanted["POOLED_DATABASE_URL"] = request.getfixturevalue("pgbouncer")(database)
+    if assigned(PROJECTS[name], "broker"):
+        wanted["BROKER_URL"] = request.getfixturevalue("rabbitmq_url")
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
-        **pooled,
+        **wanted,
         "DATABASE_URL": database,
         "SECOND_DATABASE_URL": postgres_server.create_database(),
         "CYCLE_DIRECTORY": str(tmp_path),
@@ -78,7 +80,7 @@ def test_project_works_or_is_refused_by_a_check(name, environment):
         timeout=280,
         check=False,
     )
-    if check := refused_by(module):
+    if check := assigned(module, "refused"):
         assert done.returncode
         assert f"({check})" in done.stdout, done.stdout
         assert "HINT" in done.stdout

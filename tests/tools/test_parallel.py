@@ -49,6 +49,19 @@ def test_worker_that_dies_fails_its_test_and_the_others_run(tmp_path):
     assert "1 failed, 2 passed" in done.stdout
 
 
+def test_worker_in_which_a_test_has_timed_out_runs_no_other(tmp_path):
+    text = (
+        "import time\nimport pytest\nleft = []\n"
+        "@pytest.mark.timeout(1)\ndef test_hangs():\n    left.append(1)\n    time.sleep(60)\n"
+        "def test_after(): assert not left\ndef test_last(): assert not left\n"
+    )
+
+    done = run_in_workers(tmp_path, text)
+
+    assert "Timeout" in done.stdout
+    assert "1 failed, 2 passed" in done.stdout
+
+
 def test_marked_test_runs_on_both_databases_and_another_on_postgresql_only(tmp_path):
     text = (
         "import pytest\nfrom django.conf import settings\n"

@@ -132,7 +132,7 @@ def test_queue_of_an_older_version_that_still_runs_is_not_reported(handles, old,
 def test_queue_of_a_handler_that_a_running_process_has_paused_is_not_reported(handles, old, rabbitmq_url, caplog, is_reported):
     deliver(old)
     registry.remove(OLD)
-    other = a_consumer(handlers=[OLD], silent_for=timedelta(hours=-1))
+    other = a_consumer(handlers=[OLD], silent_for=timedelta(seconds=-14))
     with consuming_new(handles, broker_options(rabbitmq_url), caplog) as consumer:
         assert not is_reported()
 

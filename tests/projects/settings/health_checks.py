@@ -4,3 +4,5 @@ from tests.projects.settings.plain import *  # noqa: F403
 from tests.projects.settings.plain import DATABASES
 
 DATABASES["default"].update(CONN_HEALTH_CHECKS=True, CONN_MAX_AGE=60)
+
+broker = True

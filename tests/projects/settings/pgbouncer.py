@@ -7,3 +7,5 @@ import dj_database_url
 from tests.projects.settings.plain import *  # noqa: F403
 
 DATABASES = {"default": {**dj_database_url.parse(os.environ["POOLED_DATABASE_URL"]), "DISABLE_SERVER_SIDE_CURSORS": True}}
+
+broker = True

@@ -41,4 +41,5 @@ TEMPLATES = [
     }
 ]
 MAILERS = {"default": {"BACKEND": "django.core.mail.backends.locmem.EmailBackend"}}  # Django 6.1 warns if it is missing
+OUTBOX = INBOX = {"BROKER_URL": os.environ.get("BROKER_URL", "local://")}
 DATABASES = {"default": {**dj_database_url.parse(os.environ["DATABASE_URL"])}}

@@ -5,3 +5,5 @@ import sys
 sys.modules["psycopg"] = None  # type: ignore[assignment]
 
 from tests.projects.settings.plain import *  # noqa: E402, F403
+
+broker = True

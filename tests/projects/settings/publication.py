@@ -3,3 +3,5 @@
 from tests.projects.settings.plain import *  # noqa: F403
 
 before = "CREATE PUBLICATION everything FOR ALL TABLES"
+
+broker = True

@@ -1,7 +1,7 @@
 """A schema for each tenant (django-tenants), with the apps in SHARED_APPS"""
 
 from tests.projects.settings.plain import *  # noqa: F403
-from tests.projects.settings.plain import DATABASES, INSTALLED_APPS
+from tests.projects.settings.plain import DATABASES, INBOX, INSTALLED_APPS, OUTBOX
 
 SHARED_APPS = ["django_tenants", "tests.projects.customers", *INSTALLED_APPS[:-1]]
 TENANT_APPS = INSTALLED_APPS[-1:]
@@ -10,7 +10,8 @@ DATABASES["default"]["ENGINE"] = "django_tenants.postgresql_backend"
 DATABASE_ROUTERS = ["django_tenants.routers.TenantSyncRouter"]
 TENANT_MODEL = "customers.Customer"
 TENANT_DOMAIN_MODEL = "customers.Domain"
-OUTBOX = {"PUBLISH_HOOKS": ["tests.projects.customers.schemas.tenant_header"]}
-INBOX = {"AROUND": ["tests.projects.customers.schemas.tenant_of"]}
+OUTBOX = {**OUTBOX, "PUBLISH_HOOKS": ["tests.projects.customers.schemas.tenant_header"]}
+INBOX = {**INBOX, "AROUND": ["tests.projects.customers.schemas.tenant_of"]}
 
+broker = True
 tenants = ("blue", "red")

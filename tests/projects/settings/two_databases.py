@@ -1,4 +1,4 @@
-"""A router that keeps the inbox off a second database, which has an outbox only"""
+"""A router that keeps the inbox off a second database"""
 
 import os
 

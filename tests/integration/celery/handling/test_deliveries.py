@@ -54,8 +54,9 @@ def the_effect(order_id, amount=0):
 
 
 @committing
-def test_worker_records_how_long_the_receipts_of_its_tasks_are_kept(a_task, settings):
+def test_worker_records_how_long_the_receipts_of_its_tasks_are_kept(a_task, settings, monkeypatch):
     """Its processes have no housekeeping, and that of another service may have a shorter RETENTION."""
+    monkeypatch.setattr("inbox.celery.receiving._record_at", {})
     task = a_task(the_effect)
     settings.INBOX = {**INBOX, "RETENTION": timedelta(days=100)}
 
