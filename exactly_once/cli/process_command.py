@@ -30,10 +30,11 @@ class ProcessCommand(TranslatedCommand):
                 )
             )
         log_to_console(options["verbosity"])
-        name_connections(type(self).__module__.rpartition(".")[2])
-        # Only there the arguments of this process are those of the command.
-        if self._called_from_command_line and reloading.is_wanted(options):
-            raise SystemExit(reloading.supervise(self.grace()))
+        # Only there this process, with its arguments and connections, is that of the command.
+        if self._called_from_command_line:
+            name_connections(type(self).__module__.rpartition(".")[2])
+            if reloading.is_wanted(options):
+                raise SystemExit(reloading.supervise(self.grace()))
         work = self.prepare(options)
 
         def run(stop: StopRequest) -> None:
