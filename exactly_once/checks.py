@@ -16,8 +16,8 @@ from django.db import DatabaseError, InterfaceError, connections, router
 from exactly_once.operators.history import History
 from exactly_once.redactors import why_not_loaded
 from exactly_once.sql.connections import is_postgresql
-from exactly_once.sql.integrity import changed_collation, without_identity
-from exactly_once.sql.schema import behind_their_tables, our_apps
+from exactly_once.sql.integrity import changed_collation, unreadable, without_identity
+from exactly_once.sql.schema import behind_their_tables, listed, our_apps, our_models
 
 _Options = TypeVar("_Options")
 _Found = TypeVar("_Found")
@@ -119,7 +119,23 @@ def check_sequences(app_configs: object, databases: Sequence[str] | None = None,
     return [
         Error(problem, hint=f"Stop the processes that publish and handle messages. Run `{statement}`.", id="exactly_once.E006")
         for alias in databases or ()
-        for problem, statement in behind_their_tables(alias, our_apps())
+        for problem, statement in behind_their_tables(alias)
+    ]
+
+
+@register(Tags.database)
+def check_unreadable(app_configs: object, databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
+    """exactly_once.W003: a sequence, or a table with its ids, that the user may not read: nothing finds it behind."""
+    return [
+        Warning(
+            f"The user of the database {alias!r} may not read {listed(found)}. Neither a check nor a process of this user "
+            "finds out that new rows would get ids which exist, as after a restore.",
+            hint="Grant it SELECT, USAGE on the sequences, and SELECT on the tables and their partitions; or silence this "
+            "check if relays and consumers run as another user.",
+            id="exactly_once.W003",
+        )
+        for alias in databases or ()
+        if (found := _read(unreadable, alias, our_models(alias)))
     ]
 
 

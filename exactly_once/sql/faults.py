@@ -38,7 +38,10 @@ _SCHEMA_DIFFERS = re.compile(r"23502|NOT NULL constraint failed.*")  # this vers
 UNDEFINED_TABLE = "42P01"
 _REMEDIES = (
     ("42P01|42703|23502", "Run `python manage.py migrate{database}`."),
-    ("42501", "Grant the user of DATABASES[{alias!r}] SELECT, INSERT, UPDATE, DELETE on the tables, USAGE on sequences."),
+    (
+        "42501",
+        "Grant the user of DATABASES[{alias!r}] SELECT, INSERT, UPDATE, DELETE on tables and SELECT, USAGE on sequences.",
+    ),
     (_READ_ONLY, "It is a standby or read-only; point DATABASES[{alias!r}] at the primary, or make it writable."),
     ("53100", "Free disk space on its server."),
     ("53200", "Free memory on its server."),
@@ -107,6 +110,11 @@ def may_be_of_a_row(error: BaseException) -> bool:
 def sqlstate_of(error: BaseException) -> str:
     """PostgreSQL's SQLSTATE, or "" if the statement did not reach it."""
     return next(filter(None, map(_sqlstate, _chain(error))), "")
+
+
+def diagnosis_of(error: BaseException) -> Any:
+    """What PostgreSQL says about the error besides its text, such as the names of the table and the constraint, or None."""
+    return next(filter(None, (getattr(link, "diag", None) for link in _chain(error))), None)
 
 
 def remedy(error: BaseException, alias: str) -> str:

@@ -15,12 +15,15 @@ from django.db.models import AutoField, Model
 from exactly_once.sql.connections import is_postgresql
 
 _NUMBERED = (
-    "SELECT pg_get_serial_sequence(by, 'id'), name, coalesce(tree.relid, to_regclass(name))::regclass::text "
+    "SELECT sequence, name, leaf::text, CASE WHEN NOT has_sequence_privilege(sequence, 'SELECT') THEN sequence "
+    "WHEN NOT has_table_privilege(leaf, 'SELECT') THEN leaf::text END "
     "FROM unnest(%s::text[], %s::text[]) AS numbered(name, by) "
     "LEFT JOIN LATERAL pg_partition_tree(to_regclass(name)) tree ON tree.isleaf "
-    "WHERE to_regclass(name) IS NOT NULL AND to_regclass(by) IS NOT NULL"
+    "CROSS JOIN LATERAL (SELECT coalesce(tree.relid, to_regclass(name)) AS leaf) l "
+    "CROSS JOIN LATERAL (SELECT CASE WHEN to_regclass(by) IS NOT NULL THEN pg_get_serial_sequence(by, 'id') END AS sequence) s "
+    "WHERE leaf IS NOT NULL AND sequence IS NOT NULL"
 )
-"""Tables without partitions, and partitions, each with the sequence of its ids."""
+"""Tables without partitions, and partitions, each with the sequence of its ids, and what of both the user may not read."""
 _HAS_NEXT = "SELECT EXISTS (SELECT 1 FROM {table} WHERE id >= (SELECT last_value + is_called::int FROM {sequence}))"
 """The sequence is read after the snapshot, so it is not behind the rows that transactions insert meanwhile."""
 _WITHOUT_IDENTITY = (
@@ -43,22 +46,32 @@ def numbered(models: Iterable[type[Model]]) -> dict[type[Model], type[Model]]:
 
 def sequences_behind(alias: str, models: Iterable[type[Model]]) -> Iterator[tuple[str, str]]:
     """The sequences whose next id is not above the ids of these models, each with the statement that corrects it."""
-    connection = connections[alias]
-    if not is_postgresql(connection):
-        return  # SQLite also looks into the table
-    pairs = zip(*numbered(models).items(), strict=True)
-    names = [[connection.ops.quote_name(model._meta.db_table) for model in column] for column in pairs]
     leaves, tables = defaultdict[str, list[str]](list), defaultdict[str, dict[str, None]](dict)
-    with connection.cursor() as cursor:
-        cursor.execute(_NUMBERED, names or [[], []])
-        for sequence, table, leaf in cursor.fetchall():
-            if sequence is not None:
-                leaves[sequence].append(leaf)
-                tables[sequence][table] = None
+    for sequence, table, leaf, unread in _leaves(alias, models):
+        tables[sequence][table] = None
+        if unread is None:
+            leaves[sequence].append(leaf)
     for sequence, parts in leaves.items():
         if any(_has_next(alias, leaf, sequence) for leaf in parts):
             highest = ", ".join(f"(SELECT max(id) FROM {table})" for table in tables[sequence])  # noqa: S608 - names of models, quoted
             yield sequence, f"SELECT setval('{sequence}', greatest({highest}))"
+
+
+def unreadable(alias: str, models: Iterable[type[Model]]) -> list[str]:
+    """Sequences and tables of these models that `sequences_behind` leaves out, because the user may not read them."""
+    return sorted({unread for *_, unread in _leaves(alias, models) if unread is not None})
+
+
+def _leaves(alias: str, models: Iterable[type[Model]]) -> list[tuple[str, str, str, str | None]]:
+    connection = connections[alias]
+    if not is_postgresql(connection):
+        return []  # SQLite also looks into the table
+    pairs = zip(*numbered(models).items(), strict=True)
+    names = [[connection.ops.quote_name(model._meta.db_table) for model in column] for column in pairs]
+    with connection.cursor() as cursor:
+        cursor.execute(_NUMBERED, names or [[], []])
+        found: list[tuple[str, str, str, str | None]] = cursor.fetchall()
+    return found
 
 
 def _has_next(alias: str, table: str, sequence: str) -> bool:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.apps import apps
 from django.core.management.base import CommandError
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections, router, transaction
 from django.db.migrations.loader import MigrationLoader
 
-from exactly_once.sql.faults import sqlstate_of
+from exactly_once.sql.faults import diagnosis_of, sqlstate_of
 from exactly_once.sql.integrity import numbered, sequences_behind
 from exactly_once.sql.labels import label_of
 
@@ -56,22 +56,25 @@ def require_schema(alias: str, *packages: str) -> None:
 def require_usable(alias: str, *packages: str) -> None:
     """Check before a process starts what `require_schema` checks, and that no sequence is behind its table.
 
+    The sequences of all apps are checked, because any handler may publish.
+
     Raises:
         CommandError: as `require_schema`; or new rows would get the ids of existing ones, or come before them.
     """
     require_schema(alias, *packages)
-    parts = [part for package in dict.fromkeys(("exactly_once", *packages)) for part in parts_of(package)]
-    if behind := behind_their_tables(alias, parts):
+    if behind := behind_their_tables(alias):
         raise CommandError(" ".join(f"{problem} Run `{statement}`." for problem, statement in behind))
 
 
-def behind_their_tables(alias: str, parts: Iterable[AppConfig]) -> list[tuple[str, str]]:
-    """For each sequence of these apps that is behind its table, one sentence, and the statement that corrects it."""
-    models = [model for part in parts for model in part.get_models() if router.allow_migrate_model(alias, model)]
+def behind_their_tables(alias: str) -> list[tuple[str, str]]:
+    """For each sequence of ours that is behind its table, one sentence, and the statement that corrects it.
+
+    What the user may not read is not compared, see `sql.integrity.unreadable`.
+    """
     try:
-        found = list(sequences_behind(alias, models))
+        found = list(sequences_behind(alias, our_models(alias)))
     except (DatabaseError, InterfaceError):
-        return []  # unavailable, or the user may not read the sequences
+        return []  # unavailable
     return [
         (f"In the database {alias!r}, the sequence {sequence} is behind its table, as after a restore or a switch.", statement)
         for sequence, statement in found
@@ -81,6 +84,12 @@ def behind_their_tables(alias: str, parts: Iterable[AppConfig]) -> list[tuple[st
 def our_apps() -> list[AppConfig]:
     """The installed apps of this project, with their optional packages."""
     return [part for package in _APPS for part in parts_of(package)]
+
+
+def our_models(alias: str) -> list[type[Model]]:
+    """The models of our apps whose tables are in this database."""
+    models = [model for part in our_apps() for model in part.get_models()]
+    return [model for model in models if router.allow_migrate_model(alias, model)]
 
 
 def parts_of(package: str) -> list[AppConfig]:
@@ -113,7 +122,7 @@ def why_unmigrated(alias: str, app: str, *, begun: bool = False) -> str:
         return ""
     option = "" if alias == DEFAULT_DB_ALIAS else f" --database {alias}"
     return (
-        f"The database {alias!r} is not migrated for this version of {label!r}: it has no {_listed(missing)}. "
+        f"The database {alias!r} is not migrated for this version of {label!r}: it has no {listed(missing)}. "
         f"Run `python manage.py migrate {label}{option}`{_named(_unapplied(alias, label))}."
     )
 
@@ -150,13 +159,15 @@ def is_missing(error: BaseException) -> bool:
     if not isinstance(error, DatabaseError):
         return False
     if sqlstate := sqlstate_of(error):
-        return sqlstate in _MISSING or (sqlstate == _UNIQUE_VIOLATION and _is_of_a_number(error))
+        return sqlstate in _MISSING or is_number_taken(error)
     return str(error).startswith(_MISSING_IN_SQLITE)
 
 
-def _is_of_a_number(error: DatabaseError) -> bool:
+def is_number_taken(error: BaseException) -> bool:
     """Is there a row of ours already with the id that a sequence has drawn?"""
-    found: Any = getattr(error.__cause__, "diag", None)
+    found = diagnosis_of(error)
+    if found is None or sqlstate_of(error) != _UNIQUE_VIOLATION:
+        return False
     tables = tuple(model._meta.db_table for model in numbered(model for part in our_apps() for model in part.get_models()))
     return (found.constraint_name or "").endswith("_pkey") and (found.table_name or "").startswith(tables)
 
@@ -167,7 +178,7 @@ def describe_missing(error: BaseException, alias: str) -> str:
         with suppress(DatabaseError, InterfaceError):
             if problem := why_unmigrated(alias, part.label, begun=True):
                 return problem
-    for problem, statement in behind_their_tables(alias, our_apps()):
+    for problem, statement in behind_their_tables(alias):
         return f"{problem} Run `{statement}`."
     said = str(error).partition("\n")[0]
     return f"The database {alias!r} is not migrated for this version: {said}. Run `python manage.py migrate` on it."
@@ -178,7 +189,7 @@ def _unapplied(alias: str, label: str) -> list[str]:
     return sorted(name for app, name in loader.disk_migrations if app == label and (app, name) not in loader.applied_migrations)
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 

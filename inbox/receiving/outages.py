@@ -21,7 +21,7 @@ from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from exactly_once.process.outage import Outage
 from exactly_once.sql.faults import is_collision, remedy
-from exactly_once.sql.schema import behind_their_tables, is_missing, parts_of, why_unmigrated
+from exactly_once.sql.schema import behind_their_tables, is_missing, why_unmigrated
 from inbox.store.arrivals import begin_fresh
 from inbox.store.dialect import LONGEST_LOCK_WAIT
 from inbox.store.rows import ConcurrentDuplicate, NewRow
@@ -102,8 +102,8 @@ class Outages:
 
 
 def _sequence_behind(alias: str) -> tuple[str, str] | None:
-    """After an outage: another server may have the rows, and not the sequences."""
-    found = behind_their_tables(alias, parts_of("inbox"))
+    """After an outage: another server may have the rows, and not the sequences. Handlers publish, too."""
+    found = behind_their_tables(alias)
     return next(((problem, f"Run `{statement}`.") for problem, statement in found), None)
 
 

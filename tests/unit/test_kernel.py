@@ -34,6 +34,7 @@ from exactly_once.process.loop import EXIT_SILENT, StopRequest, running_until_si
 from exactly_once.process.outage import Outage, OutageLog
 from exactly_once.process.running import run_until_signalled
 from exactly_once.sql.faults import is_about_values, is_collision, is_lost, is_outage, remedy
+from exactly_once.sql.schema import is_missing
 from exactly_once.wire.context import Cause, caused_by, current_cause
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.retry import Pause
@@ -142,6 +143,10 @@ class TestDatabaseErrors:
 
         assert is_about_values(error) is blames_the_row
         assert not (blames_the_row and is_outage(error))
+
+    @pytest.mark.parametrize("error", [driver_error("23505", "", IntegrityError), of_psycopg2("23505")])
+    def test_a_unique_violation_without_names_is_not_one_of_our_ids(self, error):
+        assert not is_missing(error)
 
     @pytest.mark.parametrize(
         ("sqlstate", "lost"),

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from django.core.checks import run_checks
 from django.core.management import call_command
-from django.db import connection, transaction
+from django.db import IntegrityError, connection, transaction
 from django.db.models import AutoField
 
 from exactly_once.sql.days import day_of
-from exactly_once.sql.schema import behind_their_tables, our_apps
+from exactly_once.sql.schema import behind_their_tables, is_missing, our_apps
 from inbox.models import InboxMessage, Receipt
 from inbox.operators import housekeeping
 from inbox.outcome import Outcome
@@ -35,6 +35,20 @@ HISTORIES = {"outbox": history.HISTORY, "inbox": housekeeping.HISTORY}
 def problems():
     """What the checks of the database say, by their id."""
     return {problem.id: problem for problem in run_checks(databases=["default"])}
+
+
+@contextmanager
+def without_the_right_to_read(name):
+    """As a user with all other rights on tables and sequences."""
+    executed(
+        "CREATE ROLE reads_less; GRANT ALL ON ALL TABLES IN SCHEMA public TO reads_less; "
+        "GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO reads_less; "
+        f"REVOKE SELECT ON {name} FROM reads_less; SET ROLE reads_less"
+    )
+    try:
+        yield
+    finally:
+        executed("RESET ROLE; DROP OWNED BY reads_less; DROP ROLE reads_less")
 
 
 class TestCollation:
@@ -112,11 +126,18 @@ class TestSequence:
             executed("SELECT setval(pg_get_serial_sequence(%s, 'id'), %s, false)", [model._meta.db_table, at])
 
         yield restarted
-        for _, statement in behind_their_tables("default", our_apps()):
+        for _, statement in behind_their_tables("default"):
             executed(statement)
 
     @pytest.mark.parametrize(
-        ("name", "model"), [("outbox_relay", OutboxMessage), ("inbox_consume", Receipt), ("outbox_relay", Receipt)]
+        ("name", "model"),
+        [
+            ("outbox_relay", OutboxMessage),
+            ("inbox_consume", Receipt),
+            ("outbox_relay", Receipt),
+            ("inbox_consume", OutboxMessage),
+            ("inbox_outgoing_webhooks", OutboxMessage),
+        ],
     )
     def test_process_refuses_to_start_with_a_sequence_behind_its_table_and_starts_after_the_statement(
         self, command, handles, restart, name, model
@@ -154,12 +175,46 @@ class TestSequence:
                 published(topic="worker.job", payload={}, biz_id=f"after-{n}")
             runs.until(lambda: "Run `SELECT setval('public.inbox_receipt_id_seq'" in runs.said())
             assert effects() == 30
-            for _, statement in behind_their_tables("default", our_apps()):
+            for _, statement in behind_their_tables("default"):
                 executed(statement)
             runs.until(lambda: effects() == 33)
 
             assert set(InboxMessage.objects.values_list("state", "attempts")) == {("done", 1)}
             assert {row.attempts for row in OutboxMessage.objects.all()} <= {0, 1}
+
+    @pytest.fixture
+    def waiting(self):
+        """The id of the first of some messages that wait; PostgreSQL compares new ids with these only."""
+        published_many(5, delay="1h")
+        return OutboxMessage.objects.earliest("pk").pk
+
+    def test_id_that_exists_is_found_however_often_its_error_is_wrapped(self, restart, waiting):
+        restart(OutboxMessage, at=waiting)
+        with pytest.raises(IntegrityError) as raised:
+            published()
+        again = IntegrityError("order-1")
+        again.__cause__ = raised.value
+
+        assert is_missing(raised.value)
+        assert is_missing(again)
+
+    def test_user_with_usage_alone_is_a_warning_and_what_it_may_read_is_compared(self, restart):
+        published_many(5)
+        restart(OutboxMessage)
+        with without_the_right_to_read("inbox_receipt_id_seq"):
+            found = problems()
+        assert "outbox_outboxmessage_id_seq" in found["exactly_once.E006"].msg
+        assert "may not read public.inbox_receipt_id_seq." in found["exactly_once.W003"].msg
+
+        with without_the_right_to_read("outbox_outboxmessage_id_seq"):
+            found = problems()
+        assert "exactly_once.E006" not in found
+        assert "may not read public.outbox_outboxmessage_id_seq." in found["exactly_once.W003"].msg
+        assert "exactly_once.W003" not in problems()
+
+    def test_table_that_may_not_be_read_is_a_warning(self):
+        with without_the_right_to_read("outbox_outboxmessage_live"):
+            assert "may not read outbox_outboxmessage_live." in problems()["exactly_once.W003"].msg
 
     def test_sequence_is_behind_if_only_a_day_of_history_has_its_numbers(self, restart):
         today = day_of("default")
@@ -210,7 +265,7 @@ class TestSequence:
         publisher = threading.Thread(target=publish_on)
         publisher.start()
         try:
-            found = [behind_their_tables("default", our_apps()) for _ in range(50)]
+            found = [behind_their_tables("default") for _ in range(50)]
         finally:
             stopped.set()
             publisher.join()
