@@ -36,7 +36,6 @@ from django.db import connections
 
 from exactly_once.failures import NEVER_ENDED
 from exactly_once.sql.connections import drop_unusable_connections
-from exactly_once.sql.faults import is_lost
 from exactly_once.wire.body import Undecodable
 from exactly_once.wire.text import describe
 from inbox import metrics, signals
@@ -65,6 +64,7 @@ from inbox.transactions.running import (
     call,
     committed,
     in_transaction,
+    is_unavailable,
     read_committed,
     run_with_reruns,
 )
@@ -423,7 +423,7 @@ def _attempt(lease: Lease, options: InboxOptions, steps: Steps) -> Message | Fai
             call(handler, [(message, arrival.envelope)])
     # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
     except BaseException as error:  # noqa: BLE001
-        if is_lost(error) and not is_reachable(handler.using):
+        if is_unavailable(error, handler.using):
             error = DatabaseUnavailable(describe(error))
         # The step may learn of the lost lease only once the database answers again.
         is_outage = isinstance(error, DatabaseUnavailable) or (lease.without_store and isinstance(error, LeaseLost))

@@ -5,7 +5,8 @@ ends it, or leaves it unable to commit, is detected.
 
 A transaction is rerun after a collision, and once on a new session; then the database counts as unavailable. The meaning of an
 error depends on whose statement failed. If it is a statement of the handler, the attempt fails. If it is a statement of the
-inbox, and neither a collision nor the values of its row are the cause, then the database cannot store, and nothing is decided.
+inbox, and neither a collision nor the values of its row are the cause, then the database cannot store, and nothing is decided;
+nor if `publish()` draws an id that exists, from a sequence that is behind its table.
 """
 
 import logging
@@ -23,7 +24,7 @@ from exactly_once.process import work
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.sql.connections import drop_unusable_connections, is_outermost, is_postgresql
 from exactly_once.sql.faults import UNDEFINED_TABLE, is_about_values, is_collision, is_lost, remedy, sqlstate_of
-from exactly_once.sql.schema import is_missing
+from exactly_once.sql.schema import is_missing, is_number_taken
 from exactly_once.telemetry import tracing
 from exactly_once.wire.context import Cause, handled
 from exactly_once.wire.envelope import Envelope
@@ -133,13 +134,18 @@ def _why_unfit(error: Exception, alias: str, *, is_new: bool, reruns: bool) -> s
         if is_new or not dialect.is_reachable(alias):
             raise DatabaseUnavailable(reason, remedy(cause, alias), refused=is_new and not is_lost(cause)) from cause
         return "" if is_lost(cause) else reason
+    if is_unavailable(error, alias):
+        raise DatabaseUnavailable(describe(error)) from error
     if is_lost(error):
-        if not dialect.is_reachable(alias):
-            raise DatabaseUnavailable(describe(error)) from error
         return None if is_new or not reruns else ""
     if _may_be_of_its_session(error):
         end_session(alias)
     return None
+
+
+def is_unavailable(error: BaseException, alias: str) -> bool:
+    """Does the error of a handler only say that its database does not answer, or has no free id for what it publishes?"""
+    return is_number_taken(error) or (is_lost(error) and not dialect.is_reachable(alias))
 
 
 def _may_be_of_its_session(error: BaseException) -> bool:

@@ -13,15 +13,18 @@ from django.db.models import AutoField
 
 from exactly_once.sql.days import day_of
 from exactly_once.sql.schema import behind_their_tables, is_missing, our_apps
+from inbox import Lease
 from inbox.models import InboxMessage, Receipt
 from inbox.operators import housekeeping
 from inbox.outcome import Outcome
-from outbox import cancel, restore
+from inbox.transactions.running import DatabaseUnavailable
+from outbox import cancel, publish, restore
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store import history
 from tests.support.aliases import the_default_at
-from tests.support.deliveries import an_envelope, deliver, effects, the_effect, the_row
+from tests.support.apps.effects.models import Effect, Unique
+from tests.support.deliveries import an_envelope, deliver, effects, options, the_effect, the_row
 from tests.support.lower_bounds import at_least
 from tests.support.projects import run_in
 from tests.support.relaying import published, published_many, set_columns, state_of
@@ -182,11 +185,41 @@ class TestSequence:
             assert set(InboxMessage.objects.values_list("state", "attempts")) == {("done", 1)}
             assert {row.attempts for row in OutboxMessage.objects.all()} <= {0, 1}
 
+    @pytest.mark.django_db(transaction=True, databases=["default", "other"])
+    @pytest.mark.parametrize("broker", ["local://", "amqp"])
+    def test_running_process_waits_if_its_handler_cannot_publish(self, command, restart, waiting, request, broker):
+        url = broker if broker == "local://" else request.getfixturevalue("rabbitmq_url")
+        given = {"OUTBOX": {"BROKER_URL": url}, "INBOX": {"BROKER_URL": url, "CONCURRENCY": 1, "MAX_ATTEMPTS": 1}}
+        with ExitStack() as processes:
+            relay = processes.enter_context(command("outbox_relay", **given))
+            runs = relay if broker == "local://" else processes.enter_context(command("inbox_consume", **given))
+            runs.until(lambda: runs is relay or "receiving from" in runs.said())
+            published(topic="worker.job", payload={"do": "chain at the word"}, biz_id="order-1")
+            runs.until(lambda: Effect.objects.using("other").exists())
+            restart(OutboxMessage, at=waiting)
+            Unique.objects.create(name="go order-1")
+            runs.until(lambda: "Run `SELECT setval('public.outbox_outboxmessage_id_seq'" in runs.said())
+            assert not InboxMessage.objects.filter(state__in=["retrying", "dead"]).exists()
+            for _, statement in behind_their_tables("default"):
+                executed(statement)
+            runs.until(lambda: effects() == 2)
+
+            assert set(InboxMessage.objects.values_list("state", "attempts")) == {("done", 1)}
+
     @pytest.fixture
     def waiting(self):
         """The id of the first of some messages that wait; PostgreSQL compares new ids with these only."""
         published_many(5, delay="1h")
         return OutboxMessage.objects.earliest("pk").pk
+
+    def test_handler_is_not_blamed_for_an_id_that_exists(self, handles, restart, waiting):
+        handler = handles(lambda message: publish("shop.order.confirmed", {}))
+        restart(OutboxMessage, at=waiting)
+
+        with pytest.raises(DatabaseUnavailable):
+            deliver(handler)
+
+        assert not InboxMessage.objects.exists()
 
     def test_id_that_exists_is_found_however_often_its_error_is_wrapped(self, restart, waiting):
         restart(OutboxMessage, at=waiting)
@@ -197,6 +230,17 @@ class TestSequence:
 
         assert is_missing(raised.value)
         assert is_missing(again)
+
+    def test_attempt_under_a_lease_is_not_counted_if_an_id_exists(self, handles, restart, waiting):
+        def publishes(message):
+            with transaction.atomic():
+                publish("shop.order.confirmed", {})
+
+        handler, given = handles(publishes, lease=Lease()), options(LEASE_STORE="database", MAX_ATTEMPTS=1)
+        restart(OutboxMessage, at=waiting)
+
+        assert deliver(handler, given=given) == Outcome.STORED
+        assert (the_row().state, the_row().attempts) == ("retrying", 0)
 
     def test_user_with_usage_alone_is_a_warning_and_what_it_may_read_is_compared(self, restart):
         published_many(5)

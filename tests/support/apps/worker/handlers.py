@@ -68,6 +68,11 @@ def _wait_for_the_word(message):
     _work(message)
 
 
+def _chain_at_the_word(message):
+    _wait_for_the_word(message)
+    publish(CHAINED, {}, biz_id=message.biz_id)
+
+
 def _never_end(message):
     Effect.objects.using("other").create(name=f"begun {message.biz_id}")
     threading.Event().wait()
@@ -86,6 +91,7 @@ WAYS = {
     "kill the process": _kill_the_process,
     "kill the process after the commit": _kill_the_process_after_the_commit,
     "wait for the word": _wait_for_the_word,
+    "chain at the word": _chain_at_the_word,
     "never end": _never_end,
     "silence the main loop": _silence_the_main_loop,
 }
