@@ -59,7 +59,7 @@ class DayKeeper:
             if day not in {*existing} | self._unmakeable:
                 self._attempt(days.make, day, is_urgent=day <= today + 1)
         for day in existing:
-            if day > last or self._history.keeps(self._alias, day):
+            if day > last or self._history.keeps(self._alias, day)():
                 continue
             if not self._attempt(self._history.drop_day, day, is_urgent=day < last):
                 return  # each try delays those who write history

@@ -30,14 +30,15 @@ class History:
         by: a unique field, the primary key of each partition of history.
         instants: the fields of the instants from which a row is kept; the latest counts.
         stays: by alias, the condition of rows that are not deleted, whatever their age.
-        keeps: by alias and day, does the day have such a row? It is asked while the partition is locked.
+        keeps: by alias and day, the question whether the day has such a row. It is asked while the partition is locked; what it
+            needs of other tables is read before.
     """
 
     model: type[Model]
     by: str
     instants: Sequence[str]
     stays: Callable[[str], Q]
-    keeps: Callable[[str, int], bool]
+    keeps: Callable[[str, int], Callable[[], bool]]
 
     @property
     def days(self) -> Days:
@@ -52,7 +53,7 @@ class History:
         Raises:
             django.db.Error: see `Days.drop`.
         """
-        return self.days.drop(alias, day, longest_wait, keeps=lambda: self.keeps(alias, day))
+        return self.days.drop(alias, day, longest_wait, keeps=self.keeps(alias, day))
 
     def purge(self, alias: str, older_than: timedelta, *, chunk: int = 1000) -> Iterator[int]:
         """Delete the messages that were settled longer ago than this; yields the number of rows deleted by each step.

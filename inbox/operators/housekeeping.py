@@ -68,9 +68,9 @@ def _stays(alias: str) -> Q:
     return stays
 
 
-def _has_rows_that_stay(alias: str, day: int) -> bool:
+def _has_rows_that_stay(alias: str, day: int) -> Callable[[], bool]:
     names = [name for names, last in _staying(alias) if day > last for name in names]
-    return bool(names) and HISTORY.rows(alias).filter(handler__in=names, day=day).exists()
+    return HISTORY.rows(alias).filter(handler__in=names, day=day).exists
 
 
 def _ended(alias: str) -> Q:

@@ -1,6 +1,7 @@
 """The history of the outbox. A message with a pending callback is not deleted, and its day is not dropped."""
 
 from datetime import UTC, datetime, time
+from functools import partial
 
 from django.db import connections
 from django.db.models import Exists, OuterRef, Q
@@ -22,7 +23,11 @@ def _has_pending(alias: str, day: int) -> bool:
 
 
 HISTORY = History(
-    model=OutboxMessage, by="message_id", instants=("settled_at",), stays=lambda _: _IS_PENDING, keeps=_has_pending
+    model=OutboxMessage,
+    by="message_id",
+    instants=("settled_at",),
+    stays=lambda _: _IS_PENDING,
+    keeps=lambda alias, day: partial(_has_pending, alias, day),
 )
 
 

@@ -101,6 +101,17 @@ def test_duplicate_of_a_recent_message_is_counted_by_one_statement(handler):
     assert len(queries) == 1
 
 
+@pytest.mark.usefixtures("_made")
+def test_what_stays_is_read_before_history_is_locked():
+    with CaptureQueriesContext(connection) as queries:
+        assert HISTORY.drop_day("default", day_of("default", timedelta(days=DAYS)))
+
+    statements = [query["sql"] for query in queries]
+    locked = next(i for i, statement in enumerate(statements) if "ACCESS EXCLUSIVE" in statement)
+    assert any("inbox_kepthandler" in statement for statement in statements[:locked])
+    assert not [statement for statement in statements[locked:] if "inbox_kepthandler" in statement or "receipt" in statement]
+
+
 def test_message_is_found_by_its_name_and_receipt_without_locking_all_days(handler):
     message = an_envelope()
     deliver(handler, message)
