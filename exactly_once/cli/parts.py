@@ -63,7 +63,7 @@ class Part:
         kind: their name in the checks of health, "relay".
         letters: its dead letters.
         history: of its messages.
-        remains: by name, what is deleted besides, each with `rows` and `deletions`.
+        remains: by name, what is deleted besides, each with `count` and `deletions`.
         dated: its rows that wait until an instant.
         trail: the model of the trail's entries.
         operations: its bulk operations.

@@ -68,7 +68,8 @@ class History:
 
     def purgeable(self, alias: str, older_than: timedelta) -> int:
         """The number of rows that `purge` would delete."""
-        return self._older(alias, older_than).count()
+        rows = self._older(alias, older_than)
+        return sum(rows.filter(**days).count() for days in (windows(rows) if is_postgresql(connections[alias]) else [{}]))
 
     def delete_days(self, alias: str, last: int, *, chunk: int) -> Iterator[int]:
         """Delete the rows of all days up to `last`; yields the number of rows deleted by each small transaction.

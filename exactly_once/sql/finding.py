@@ -56,7 +56,7 @@ def days_by(rows: QuerySet[Any], field: str, values: Collection[Any], likely: Co
     for days in chain([{"day__in": first}], windows(rows), [{"day": LIVE}]):
         if not (missing := [value for value in values if value not in found]):
             break
-        found |= _without_locks(rows.filter(**{f"{field}__in": missing}, **days).values_list(field, "day"))
+        found.update(_without_locks(rows.filter(**{f"{field}__in": missing}, **days).values_list(field, "day")))
     return found
 
 
@@ -67,8 +67,19 @@ def on_all_days(rows: QuerySet[Any], *fields: str) -> dict[Any, Any]:
     if not is_postgresql(connections[rows.db]):
         return dict(rows)
     for days in chain([{"day": LIVE}], windows(rows), [{"day": LIVE}]):
-        found |= _without_locks(rows.filter(**days))
+        found.update(_without_locks(rows.filter(**days)))
     return found
+
+
+def newest(rows: QuerySet[Any], most: int) -> list[Any]:
+    """Those of these rows with the greatest keys, the greatest first; history is read a few days at a time."""
+    rows = rows.order_by("-pk")
+    if not is_postgresql(connections[rows.db]):
+        return list(rows[:most])
+    found: dict[Any, Any] = {}
+    for days in chain([{"day": LIVE}], windows(rows), [{"day": LIVE}]):
+        found |= {row.pk: row for row in _without_locks(rows.filter(**days)[:most])}
+    return [found[pk] for pk in sorted(found, reverse=True)[:most]]
 
 
 def windows(rows: QuerySet[Any]) -> Iterator[Mapping[str, Any]]:
@@ -80,11 +91,11 @@ def windows(rows: QuerySet[Any]) -> Iterator[Mapping[str, Any]]:
     yield {"day__gte": begin, "day__lte": _LAST_DAY}
 
 
-def _without_locks(rows: QuerySet[Any]) -> dict[Any, int]:
-    """These pairs. An open transaction does not keep the locks of the partitions that were read."""
+def _without_locks(rows: QuerySet[Any]) -> list[Any]:
+    """These rows. An open transaction does not keep the locks of the partitions that were read."""
     if not connections[rows.db].in_atomic_block:
-        return dict(rows)
+        return list(rows)
     with transaction.atomic(using=rows.db):
-        found = dict(rows)
+        found = list(rows)
         transaction.set_rollback(True, using=rows.db)
     return found

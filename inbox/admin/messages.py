@@ -42,6 +42,8 @@ from exactly_once.display import (
 from exactly_once.failures import DEFERRED
 from exactly_once.operators.actions import Action, OperatedMessages, permission, register_messages
 from exactly_once.operators.redaction import Redaction
+from exactly_once.sql.days import LIVE
+from exactly_once.sql.finding import newest
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import compression_of
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
@@ -55,7 +57,8 @@ from inbox.operators.dead_letters import letters
 from inbox.operators.decisions import REFUSALS
 from inbox.operators.operations import ACTIONS, EDIT, OVERRIDE, RETRY, RUN_CONFLICTING, SKIP, groups, notes
 from inbox.operators.processes import consumers, hanging, unattended, what_to_start, where_run
-from inbox.states import DUE, SETTLED, State
+from inbox.states import DUE, State
+from inbox.store import receipts
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""
@@ -279,7 +282,7 @@ class InboxMessageAdmin(MessageAdmin):
         return ""
 
     def _behind(self, row: Any) -> SafeString:
-        head = self._of_its_key(row).filter(at__lt=row.place or row.pk).exclude(state__in=SETTLED).order_by("at").first()
+        head = self._of_its_key(row).filter(at__lt=row.place or row.pk).order_by("at").first()
         if head is None:
             return note(gettext("No earlier message of its ordering key is open: a consumer will run it shortly."))
         words = format_html(
@@ -300,7 +303,7 @@ class InboxMessageAdmin(MessageAdmin):
         return note(format_html(words, row.fence, age(row.next_attempt_at, row.database_now)))
 
     def _of_its_key(self, row: Any) -> QuerySet[Any]:
-        same = InboxMessage.objects.using(self.using).filter(handler=row.handler, key=row.key, ordered=True)
+        same = InboxMessage.objects.using(self.using).filter(day=LIVE, handler=row.handler, key=row.key, ordered=True)
         return same.alias(at=Coalesce("place", "pk", output_field=BigIntegerField())).defer(*self.large_columns)
 
     handler_name = shown(_("handler"), "handler", identifier)
@@ -385,14 +388,16 @@ class InboxMessageAdmin(MessageAdmin):
     @admin.display(description=_("replaces"))
     def replaced_row(self, row: Any) -> SafeString:
         """The dead message that this one replaces with a corrected payload."""
-        return self._of_a_correction(InboxMessage.objects.using(self.using).filter(pk=row.replaces_id), row.replaces_id)
+        rows = receipts.message(self.using, row.replaces_id) if row.replaces_id else InboxMessage.objects.none()
+        return self._of_a_correction(rows.only("pk", "state", "biz_id").first(), row.replaces_id)
 
     @admin.display(description=_("replaced by"))
     def replacing_row(self, row: Any) -> SafeString:
-        return self._of_a_correction(InboxMessage.objects.using(self.using).filter(replaces=row.pk), None)
+        rows = InboxMessage.objects.using(self.using).filter(replaces=row.pk).only("pk", "state", "biz_id")
+        found = newest(rows, 1) if row.state == State.SKIPPED else []
+        return self._of_a_correction(next(iter(found), None), None)
 
-    def _of_a_correction(self, rows: QuerySet[Any], known: int | None) -> SafeString:
-        other = rows.only("pk", "state", "biz_id").first()
+    def _of_a_correction(self, other: Any, known: int | None) -> SafeString:
         if other is None:
             return note(gettext("Row %(number)s has been purged.") % {"number": known}) if known else format_html("{}", NOTHING)
         return format_html(

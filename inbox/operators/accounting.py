@@ -14,7 +14,7 @@ from django.db.models import Count, Min
 from exactly_once.operators.clock import Dated
 from exactly_once.sql import counts as counting
 from exactly_once.sql.connections import is_postgresql
-from exactly_once.sql.days import FIRST_DAY
+from exactly_once.sql.days import FIRST_DAY, LIVE
 from inbox.models import InboxMessage, TrailEntry
 from inbox.operators.housekeeping import HISTORY
 from inbox.states import SETTLED, State
@@ -163,7 +163,7 @@ def oldest_entry(alias: str) -> datetime | None:
 
 def oldest_waiting(alias: str) -> datetime | None:
     """The time since which the oldest message has waited, past its due time or behind its key's head; None: none waits."""
-    messages = InboxMessage.objects.using(alias)
+    messages = InboxMessage.objects.using(alias).filter(day=LIVE)
     due = messages.filter(pk__in=longest_due(alias)).aggregate(since=Min("next_attempt_at"))
     behind = messages.filter(state=State.WAITING).aggregate(since=Min("received_at"))
     return min(filter(None, (due["since"], behind["since"])), default=None)

@@ -14,7 +14,7 @@ from math import inf
 from typing import Any
 
 from django.db import connections, router
-from django.db.models import Exists, Model, OuterRef, Q, QuerySet
+from django.db.models import Model, Q, QuerySet
 
 from exactly_once.operators.day_keeper import DayKeeper
 from exactly_once.operators.history import History
@@ -108,12 +108,9 @@ class Remains:
     kept: Callable[[str], timedelta] = lambda _: inbox_options().KEEP_HISTORY
     ended: Callable[[str], Q] = lambda _: Q()
 
-    def rows(self, alias: str) -> QuerySet[Model]:
-        """What is deleted. A database may not have the table."""
-        if not router.allow_migrate_model(alias, self.model):
-            return QuerySet(self.model, using=alias).none()
-        has_message = Exists(InboxMessage.objects.using(alias).filter(pk=OuterRef(self.message)))
-        return self._old(alias).exclude(has_message)
+    def count(self, alias: str) -> int:
+        """How many `deletions` would delete."""
+        return sum(rows.count() for rows in self._gone(alias))
 
     def _old(self, alias: str) -> QuerySet[Any]:
         old = Q(**{f"{self.at}__lt": DatabaseTime(-self.kept(alias))})
@@ -121,6 +118,11 @@ class Remains:
 
     def deletions(self, alias: str, *, chunk: int = 1000, walk: Walk | None = None) -> Iterator[int]:
         """Delete them in small transactions, in the order of their keys, up to the first that are too young."""
+        for rows in self._gone(alias, chunk, walk):
+            yield rows.delete()[1].get(self.model._meta.label, 0)
+
+    def _gone(self, alias: str, chunk: int = 1000, walk: Walk | None = None) -> Iterator[QuerySet[Any]]:
+        """What is deleted, in parts. A database may not have the table."""
         if not router.allow_migrate_model(alias, self.model):
             return
         walk, until = walk or Walk(), database_time(alias) - self.kept(alias)
@@ -132,7 +134,7 @@ class Remains:
             # Not by a condition on the messages, which would lock all of history.
             stored = days_by(InboxMessage.objects.using(alias), "pk", {*messages.values()}) if messages else {}
             gone = [pk for pk, message in messages.items() if message not in stored]
-            yield self._old(alias).filter(pk__in=gone).delete()[1].get(self.model._meta.label, 0)
+            yield self._old(alias).filter(pk__in=gone)
             if youngest >= until:
                 return
             walk.last = last

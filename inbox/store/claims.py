@@ -233,7 +233,7 @@ def identify_parked(alias: str, claimed: InboxMessage, row: NewRow, longest_wait
     with deciding(alias, longest_wait), locked_means_busy:
         later = _later_copy(alias, claimed, row)
         if later is not None:
-            receipts.delete(alias, "id = %s", [later.pk])
+            receipts.delete(alias, f"id = %s AND {IS_OPEN}", [later.pk])
         named = identify(alias, claimed, columns)
         if not named:
             transaction.set_rollback(True, using=alias)

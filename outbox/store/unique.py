@@ -23,7 +23,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Exists, OuterRef, Q
 
 from exactly_once.sql.connections import is_postgresql
-from exactly_once.sql.days import DAY_OF_NOW
+from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.faults import SERIALIZATION_FAILURE, sqlstate_of
 from outbox.models import OutboxMessage
 from outbox.states import GIVEN_UP
@@ -118,14 +118,10 @@ def _may_be_published(connection: BaseDatabaseWrapper, positions: Sequence[int])
 def find_unique(alias: str, topic: str, biz_id: str) -> tuple[uuid.UUID, int, str] | None:
     """Id, position and state of the message with which an insert conflicted; None if it has been given up or purged since."""
     # The last of several: a transaction with one snapshot still sees a message that was given up after it began.
-    return (
-        OutboxMessage.objects.using(alias)
-        .filter(topic=topic, biz_id=biz_id, is_unique=True)
-        .exclude(state__in=GIVEN_UP)
-        .order_by("-pk")
-        .values_list("message_id", "pk", "state")
-        .first()
-    )
+    found = OutboxMessage.objects.using(alias).filter(topic=topic, biz_id=biz_id, is_unique=True).exclude(state__in=GIVEN_UP)
+    names = found.order_by("-pk").values_list("message_id", "pk", "state")
+    # A live one without history, which is locked by reading it.
+    return names.filter(day=LIVE).first() or names.first()
 
 
 def has_payload(alias: str, message_id: uuid.UUID, payload: Any) -> bool:

@@ -18,6 +18,7 @@ from exactly_once.sql import unwritable_rows
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_canceled
+from exactly_once.sql.finding import lately
 from exactly_once.sql.unwritable_rows import LONGEST_SKIP_SECONDS, may_be_of_one_row, why_unwritable
 from outbox.models import OutboxMessage
 from outbox.store.dialect import TABLE, chunks
@@ -185,7 +186,11 @@ class UnwritableRows(unwritable_rows.UnwritableRows):
         super().record(refused, keys)
         if refused and self._reminder.is_due():
             position, error = next(iter(refused.items()))
-            named = OutboxMessage.objects.using(self._alias).filter(pk=position).values_list("message_id", "topic", "biz_id")
+            named = (
+                OutboxMessage.objects.using(self._alias)
+                .filter(pk=position, day__in=lately())
+                .values_list("message_id", "topic", "biz_id")
+            )
             logger.error(
                 "%s: the database refuses to change the rows of %d messages, so they cannot be %s; the first is message %s "
                 "(%s, biz-id %s): %s They are tried again every %.0f s at least, and are not sent meanwhile; the later "

@@ -38,7 +38,7 @@ class Command(PartsCommand):
             messages = part.history.purgeable(alias, older_than)
             others = list(old_rows(part.app, alias, part.trail, part.operations, part.options()))
             counts = {_("messages"): messages}
-            counts |= {_(name): kind.rows(alias).count() for name, kind in part.remains.items()}
+            counts |= {_(name): kind.count(alias) for name, kind in part.remains.items()}
             counts |= {str(old.name): old.rows.count() for old in others}
             verb = _("would be deleted")
             if not options["dry_run"]:

@@ -11,13 +11,15 @@ from django.test.utils import CaptureQueriesContext
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage, Receipt
+from inbox.operators.accounting import oldest_waiting
 from inbox.operators.housekeeping import HISTORY
 from inbox.receiving.reading import read
+from inbox.states import State
 from inbox.store import receipts
 from inbox.store.duplicates import count_duplicate
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, the_effect
-from tests.support.inbox_rows import make_older
+from tests.support.inbox_rows import make_older, store_message
 from tests.support.sql import fetched
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
@@ -99,6 +101,16 @@ def test_duplicate_of_a_recent_message_is_counted_by_one_statement(handler):
         assert count_duplicate("default", row)
 
     assert len(queries) == 1
+
+
+def test_longest_wait_is_measured_without_locking_all_days(handler):
+    due = DatabaseTime(-timedelta(hours=1))
+    store_message(handler=handler.name, topic="t", biz_id="1", body=b"", state=State.RETRYING, next_attempt_at=due)
+
+    locked, since = locked_by_each(lambda: oldest_waiting("default"))
+
+    assert since is not None
+    assert locked <= FEW_PARTITIONS
 
 
 @pytest.mark.usefixtures("_made")
