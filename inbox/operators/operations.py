@@ -17,6 +17,8 @@ from exactly_once.operators.actions import Action, ActionForm, Canary, CanaryRes
 from exactly_once.operators.failure_groups import FailureGroups, Notes
 from exactly_once.operators.operation_rows import OperationTable, RowOutcome
 from exactly_once.operators.operations import Operations
+from exactly_once.sql.days import LIVE
+from exactly_once.sql.finding import lately
 from inbox import states
 from inbox.errors import NotEditable
 from inbox.handlers.registry import registry
@@ -51,7 +53,7 @@ def skip(
 
 def _failures(alias: str, rows: Sequence[int]) -> dict[int, str]:
     """What these rows failed with, without the line in the code, which an unrelated change moves."""
-    found = InboxMessage.objects.using(alias).filter(pk__in=rows)
+    found = InboxMessage.objects.using(alias).filter(pk__in=rows, day=LIVE)
     return {
         row: f"{kind} {without_line(place)}".strip()
         for row, kind, place in found.values_list("pk", "error_class", "error_place")
@@ -59,8 +61,8 @@ def _failures(alias: str, rows: Sequence[int]) -> dict[int, str]:
 
 
 def _judge(alias: str, rows: Sequence[int], instant: datetime) -> CanaryResult:
-    """What has become of these rows since `instant`, by the database's clock. A deleted row has succeeded."""
-    messages = InboxMessage.objects.using(alias).filter(pk__in=rows)
+    """What has become of these rows since `instant`, by the database's clock. One in history, or deleted, has succeeded."""
+    messages = InboxMessage.objects.using(alias).filter(pk__in=rows, day=LIVE)
     states = dict(messages.values_list("pk", "state"))
     failed = messages.filter(failed_at__gte=instant, state__in=[State.RETRYING, State.DEAD]).values_list("pk", flat=True)
     failures = _failures(alias, list(failed))
@@ -120,7 +122,8 @@ class EditForm(ActionForm):
     shown = forms.CharField(required=False, widget=forms.HiddenInput)
 
     def __init__(self, data: Any = None, *, rows: Sequence[Any] = (), **options: Any) -> None:
-        self._stored = InboxMessage.objects.using(rows[0]._state.db).get(pk=rows[0].pk)
+        messages = InboxMessage.objects.using(rows[0]._state.db)
+        self._stored = messages.get(pk=rows[0].pk, day__in={rows[0].day, *lately()})
         text = editable(self._stored)
         if len(text) > _LARGEST_EDITED:
             raise NotEditable(

@@ -7,7 +7,6 @@ from itertools import islice
 from typing import Annotated, Any, cast
 from uuid import UUID
 
-from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.urls import ResolverMatch, reverse
 from ninja import Header, Path, Query
@@ -20,6 +19,7 @@ from exactly_once.models import OPEN
 from exactly_once.operators.audit import Actor, Subject, record
 from exactly_once.operators.operation_rows import Plan
 from exactly_once.sql.connections import decision_transaction
+from exactly_once.sql.finding import lately, newest
 from outbox import decisions
 from outbox.conf import outbox_options
 from outbox.decisions import Decision, Outcome
@@ -29,16 +29,19 @@ from outbox.http.publishing import publish_all, publish_with_key
 from outbox.models import OutboxMessage
 from outbox.operators.operations import MANAGE, RESTORE_THEM, operations
 from outbox.operators.replaying import plan_alone
+from outbox.states import State
 from outbox.store.dialect import database_of
 from outbox.store.restoring import restored_by_default
-from outbox.store.selecting import Selection
+from outbox.store.selecting import Selection, identified, placed
 
 logger = logging.getLogger(__name__)
 
 _MOST_ROWS = 1_000_000
 """Of an operation, as on the pages of the admin."""
-_SHOWN = ("message_id", "topic", "biz_id", "key", "state", "attempts", "last_error")
-_SHOWN_AT = ("created_at", "available_at", "expires_at", "settled_at")
+_SHOWN = (
+    *("message_id", "topic", "biz_id", "key", "state", "attempts", "last_error"),
+    *("created_at", "available_at", "expires_at", "settled_at"),
+)
 
 
 def _options() -> HttpOptions:
@@ -113,7 +116,8 @@ def messages(request: HttpRequest, topic: Annotated[Name, Query()], biz_id: Anno
     if not client_of(request).may(topic, "publish", "manage"):
         require(request, "publish", topic)
     decisions.refuse_unfit(topic=topic, biz_id=biz_id)
-    found = _rows().filter(topic=topic, biz_id=biz_id).order_by("-pk")[: _options().MAX_MESSAGES]
+    rows = OutboxMessage.objects.using(_alias()).filter(topic=topic, biz_id=biz_id).only(*_SHOWN)
+    found = newest(rows, _options().MAX_MESSAGES)
     return schemas.Statuses(messages=[schemas.MessageStatus.model_validate(row) for row in found])
 
 
@@ -218,16 +222,12 @@ def _identified(client: Client, message_id: UUID, *actions: str) -> OutboxMessag
     Raises:
         Problem: there is none, or the client has no scope for its topic. It must not learn which.
     """
-    row = _rows().filter(message_id=message_id).first()
+    row = identified(_alias(), [message_id]).only(*_SHOWN).first()
     if row is None or not client.may(row.topic, *actions):
         raise Problem(
             HTTPStatus.NOT_FOUND, f"There is no message {message_id}, or its topic is outside the scopes of the token."
         )
     return row
-
-
-def _rows() -> QuerySet[OutboxMessage]:
-    return OutboxMessage.objects.using(_alias()).only(*_SHOWN, *_SHOWN_AT)
 
 
 def _decided(
@@ -239,12 +239,11 @@ def _decided(
     with decision_transaction(alias):
         decision = decide(**names, **given, by=_name_of(client), using=alias)
         if decision:
-            # Also by its names: history has no index of the positions of published messages.
-            named = {column: value for column, value in names.items() if value is not None}
-            changed = _rows().filter(**named, pk__in=decision.changed).order_by("pk")
+            # History has no index of the positions of published messages, which no decision changes.
+            changed = placed(alias, decision.changed, unless=State.PUBLISHED, likely=lately())
             subjects = [
                 Subject(kind="message", id=str(row.message_id), name=f"{row.message_id} ({row.topic} {row.biz_id})")
-                for row in changed
+                for row in changed.only("message_id", "topic", "biz_id").order_by("pk")
             ]
             _record(request, action, which, subjects)
     if decision.outcome is Outcome.NOT_FOUND:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from django import forms
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 from django.utils import timezone
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
@@ -74,23 +74,22 @@ def names_of(alias: str, rows: Sequence[int]) -> dict[int, str]:
     return {row: f"{message_id} ({topic} {biz_id})" for row, message_id, topic, biz_id in found}
 
 
-def _states_of(alias: str, rows: Sequence[int]) -> dict[int, str]:
-    """The states of these messages, by position."""
-    return dict(OutboxMessage.objects.using(alias).filter(pk__in=rows).values_list("pk", "state"))
-
-
 def _failures_of(alias: str, rows: Sequence[int]) -> dict[int, str]:
     """What these messages failed with."""
-    found = OutboxMessage.objects.using(alias).filter(pk__in=rows).values_list("pk", "error_class", "topic")
+    return _failures(placed(alias, rows, unless=State.PUBLISHED))
+
+
+def _failures(messages: QuerySet[OutboxMessage]) -> dict[int, str]:
+    found = messages.values_list("pk", "error_class", "topic")
     return {row: f"{kind} {topic}".strip() for row, kind, topic in found}
 
 
 def _judge(alias: str, rows: Sequence[int], instant: datetime) -> CanaryResult:
-    """What has become of these messages since `instant`, by the database's clock. A deleted one was published."""
-    found = _states_of(alias, rows)
-    in_trouble = OutboxMessage.objects.using(alias).filter(pk__in=rows, state__in=IN_TROUBLE, failed_at__gte=instant)
-    failed = _failures_of(alias, list(in_trouble.values_list("pk", flat=True)))
-    over = {State.PUBLISHED, State.CANCELLED, State.EXPIRED, State.SCHEDULED}
+    """What has become of these messages since `instant`, by the database's clock. One in history, or deleted, was published."""
+    messages = OutboxMessage.objects.using(alias).filter(pk__in=rows, day=LIVE)
+    found = dict(messages.values_list("pk", "state"))
+    failed = _failures(messages.filter(state__in=IN_TROUBLE, failed_at__gte=instant))
+    over = {State.PUBLISHED, State.SCHEDULED}
     succeeded = [row for row in rows if found.get(row, State.PUBLISHED) in over]
     settled = {*succeeded, *failed}
     return CanaryResult(pending=[row for row in rows if row not in settled], succeeded=succeeded, failed=failed)

@@ -10,7 +10,7 @@ from django.db import connections
 from django.db.models import QuerySet
 
 from exactly_once.sql.days import FIRST_DAY, LIVE
-from exactly_once.sql.finding import days_by, on_all_days, soon_after
+from exactly_once.sql.finding import days_by, lately, on_all_days, soon_after
 from outbox.models import OutboxMessage
 from outbox.states import SETTLED
 from outbox.store.dialect import TABLE, each_topic
@@ -78,22 +78,25 @@ def find(alias: str, name: Mapping[str, Any], *, everywhere: bool = False) -> di
 def identified(alias: str, message_ids: Collection[uuid.UUID]) -> QuerySet[OutboxMessage]:
     """The messages with these ids. Most are settled soon after they are published, which the id says."""
     likely = {day for name in message_ids if name.version == _WITH_TIME for day in soon_after(_instant(name))}
-    return _on_their_days(alias, "message_id", message_ids, likely)
+    rows = OutboxMessage.objects.using(alias)
+    found = days_by(rows, "message_id", message_ids, likely)
+    # Also where a message is that was settled or restored since.
+    return rows.filter(message_id__in=found.keys(), day__in={*found.values(), *lately()})
 
 
-def placed(alias: str, positions: Collection[int], *, unless: str | None = None) -> QuerySet[OutboxMessage]:
-    """The messages at these positions, without those in the state `unless`."""
-    return _on_their_days(alias, "pk", positions, unless=unless)
-
-
-def _on_their_days(
-    alias: str, field: str, values: Collection[Any], likely: Collection[int] = (), unless: str | None = None
+def placed(
+    alias: str, positions: Collection[int], *, unless: str | None = None, likely: Collection[int] = ()
 ) -> QuerySet[OutboxMessage]:
+    """The messages at these positions, without those in the state `unless`.
+
+    Args:
+        likely: their probable days.
+    """
     rows = OutboxMessage.objects.using(alias)
     if unless is not None:
         rows = rows.exclude(state=unless)
-    found = days_by(rows, field, values, likely)
-    return rows.filter(**{f"{field}__in": found.keys(), "day__in": {*found.values()}})
+    found = days_by(rows, "pk", positions, likely)
+    return rows.filter(pk__in=found.keys(), day__in={*found.values()})
 
 
 def _instant(message_id: uuid.UUID) -> datetime:

@@ -6,14 +6,22 @@ from datetime import timedelta
 
 import pytest
 from django.db import transaction
+from django.test import override_settings
 
+from exactly_once.models import AuditEntry
+from exactly_once.operators.operation_rows import Plan
+from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
 from outbox import cancel, publish, restore
 from outbox.models import OutboxMessage
+from outbox.operators.operations import RESTORE_THEM, operations
+from outbox.operators.replaying import executor
 from outbox.states import State
 from outbox.store.history import HISTORY
 from outbox.store.selecting import identified
+from tests.support.http_api import HTTP, Api
+from tests.support.relaying import set_columns
 from tests.support.sql import fetched
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
@@ -61,6 +69,82 @@ def test_restoring_a_message_by_its_id_locks_a_few_partitions(cancelled):
     locked, _ = locked_by(lambda: restore(cancelled.id))
 
     assert OutboxMessage.objects.get().state == State.READY
+    assert locked <= FEW_PARTITIONS
+
+
+@pytest.fixture
+def api():
+    with override_settings(ROOT_URLCONF="tests.support.http_urls", OUTBOX={"HTTP": HTTP}):
+        yield Api()
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda api, message: api.get(f"outbox/messages/{message.id}"),
+        lambda api, message: api.get("outbox/messages", topic=message.topic, biz_id=message.biz_id),
+        lambda api, message: api.post("outbox/messages/restore", {"id": str(message.id)}),
+        lambda api, message: api.post("outbox/messages/restore", {"topic": message.topic, "biz_id": message.biz_id}),
+    ],
+    ids=["state by id", "states by name", "restore by id", "restore by name"],
+)
+def test_http_request_about_an_old_message_locks_a_few_partitions(api, cancelled, request_of):
+    locked, response = locked_by(lambda: request_of(api, cancelled))
+
+    assert response.status_code == 200
+    assert locked <= FEW_PARTITIONS
+
+
+@pytest.mark.parametrize("which", ["id", "name"])
+def test_http_decision_about_a_recent_message_locks_a_few_partitions(api, which):
+    with transaction.atomic():
+        message = publish("shop.order.placed", {"order_id": 1})
+    named = {"id": str(message.id)} if which == "id" else {"topic": message.topic, "biz_id": message.biz_id}
+
+    locked, response = locked_by(lambda: api.post("outbox/messages/cancel", named))
+
+    assert response.json() == {"outcome": "cancelled", "state": "cancelled"}
+    assert AuditEntry.objects.get().object_id == str(message.id)
+    assert locked <= FEW_PARTITIONS
+
+
+@pytest.mark.parametrize(("most", "shown"), [(1, 1), (2, 2), (10, 3)])
+def test_http_lists_the_newest_messages_of_a_name_first_whatever_their_days(most, shown):
+    with transaction.atomic():
+        ids = [str(publish("shop.order.placed", {}, biz_id="order-17").id) for _ in range(3)]
+        cancel(ids[2])
+        cancel(ids[0])
+    ago = timedelta(days=40)
+    OutboxMessage.objects.filter(message_id=ids[2]).update(settled_at=DatabaseTime(-ago), day=day_of("default", ago))
+
+    with override_settings(ROOT_URLCONF="tests.support.http_urls", OUTBOX={"HTTP": {**HTTP, "MAX_MESSAGES": most}}):
+        answer = Api().get("outbox/messages", topic="shop.order.placed", biz_id="order-17").json()
+
+    assert [message["id"] for message in answer["messages"]] == ids[::-1][:shown]
+
+
+def test_canary_that_restores_an_old_message_locks_a_few_partitions(cancelled):
+    row = OutboxMessage.objects.get()
+    plan = Plan(action="restore", selection="one", sources=["cancelled"], requested_by="ann", permission="", is_canary=True)
+    operation = operations.plan("default", plan, [row.pk])
+
+    locked, _ = locked_by(lambda: executor("default").drain(StopRequest()))
+
+    operation.refresh_from_db()
+    assert (operation.done, operation.wave_rows) == (1, [[row.pk, "shop.order.placed"]])
+    assert locked <= FEW_PARTITIONS
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_canary_is_judged_without_locking_all_days(cancelled, is_sent):
+    restore(cancelled.id)
+    row = OutboxMessage.objects.get()
+    if is_sent:
+        set_columns(cancelled, state=State.PUBLISHED)
+
+    locked, judged = locked_by(lambda: RESTORE_THEM.canary.judge("default", [row.pk], row.created_at))
+
+    assert (judged.succeeded, judged.pending) == (([row.pk], []) if is_sent else ([], [row.pk]))
     assert locked <= FEW_PARTITIONS
 
 

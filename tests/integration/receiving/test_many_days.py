@@ -8,18 +8,21 @@ import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
+from exactly_once.operators.operation_rows import Plan
+from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage, Receipt
 from inbox.operators.accounting import oldest_waiting
 from inbox.operators.housekeeping import HISTORY
+from inbox.operators.operations import RETRY, executor, operations
 from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import receipts
 from inbox.store.duplicates import count_duplicate
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import OPTIONS, an_envelope, deliver, the_effect
-from tests.support.inbox_rows import make_older, store_message
+from tests.support.deliveries import OPTIONS, an_envelope, deliver, options, the_effect
+from tests.support.inbox_rows import make_older, settle, store_message
 from tests.support.sql import fetched
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
@@ -101,6 +104,30 @@ def test_duplicate_of_a_recent_message_is_counted_by_one_statement(handler):
         assert count_duplicate("default", row)
 
     assert len(queries) == 1
+
+
+@pytest.mark.usefixtures("_made")
+@pytest.mark.parametrize("is_handled", [True, False])
+def test_canary_locks_a_few_partitions(handles, is_handled):
+    def fail(message):
+        raise ValueError("broken")
+
+    handler = handles(fail)
+    deliver(handler, an_envelope(), given=options(MAX_ATTEMPTS=1))
+    row = InboxMessage.objects.get()
+    plan = Plan(action="retry", selection="one", sources=["dead"], requested_by="ann", permission="", is_canary=True)
+    operation = operations.plan("default", plan, [row.pk])
+
+    locked_by_wave, _ = locked_by_each(lambda: executor().drain(StopRequest()))
+    if is_handled:
+        settle(InboxMessage.objects.all())
+    locked, judged = locked_by_each(lambda: RETRY.canary.judge("default", [row.pk], DatabaseTime()))
+
+    operation.refresh_from_db()
+    assert operation.done == 1
+    assert operation.wave_rows[0][1].startswith("ValueError")
+    assert (judged.succeeded, judged.pending) == (([row.pk], []) if is_handled else ([], [row.pk]))
+    assert max(locked_by_wave, locked) <= FEW_PARTITIONS
 
 
 def test_longest_wait_is_measured_without_locking_all_days(handler):
