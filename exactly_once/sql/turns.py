@@ -77,6 +77,7 @@ class Turns:
         self._database = database
         self._errors = errors or Reminder()
         self._on_fault = on_fault
+        self._colliding = Reminder()
         self._trouble = Pause()
         self._collisions = 0
 
@@ -109,7 +110,7 @@ class Turns:
         if fault is Fault.COLLISION or (fault is Fault.OUTAGE and self._database is None):
             logger.debug("%s: %s", self._name, describe(error))
             self._collisions += fault is Fault.COLLISION
-            if self._collisions >= _COLLISIONS_IN_A_ROW and self._errors.is_due():
+            if self._collisions >= _COLLISIONS_IN_A_ROW and self._colliding.is_due():
                 logger.warning(
                     "%s: makes no progress on database %r: %d tries in a row collided with other transactions, the last one "
                     "with %s. It is tried again.",

@@ -97,6 +97,16 @@ def test_loop_that_only_collides_reports_once_a_minute_that_it_makes_no_progress
     assert "SQLSTATE 40P01" in line
 
 
+def test_unexpected_error_is_reported_also_within_a_minute_of_collisions_without_progress(stop, caplog):
+    turns = Turns("loop", "unexpected error in the loop of %r")
+    for error in (*100 * [COLLISION], UNEXPECTED):
+        turns.take("default", failing(error), stop)
+
+    collided, unexpected = lines(caplog, logging.WARNING)
+    assert collided.startswith("loop: makes no progress")
+    assert unexpected == "unexpected error in the loop of 'default'"
+
+
 def test_unexpected_error_and_missing_table_are_reported_once_a_minute(stop, caplog):
     for error in (UNEXPECTED, MISSING):
         turns = Turns("loop", "unexpected error in the loop of %r")
