@@ -4,14 +4,16 @@ The command becomes a supervisor. It watches the files by Django's autoreloader,
 with `--noreload`, which handles its signals and ends as it does in production. `runserver` runs its work beside the watcher, on
 a thread that the interpreter's end cuts off.
 
-The child stops, as after SIGTERM, when the other end of a pipe is closed: after a change, after a signal to the supervisor, and
-when the supervisor is killed. SIGTERM itself would be the second signal after Ctrl-C, which reaches both.
+The child stops, as after SIGTERM, when the other end of a socket is closed: after a change, after a signal to the supervisor,
+and when the supervisor is killed. SIGTERM itself would be the second signal after Ctrl-C, which reaches both.
 """
 
 import logging
 import os
+import socket
 import subprocess
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,8 @@ from exactly_once.process.loop import StopRequest, running_until_signalled
 
 logger = logging.getLogger(__name__)
 
-_PIPE = "EXACTLY_ONCE_STOP_PIPE"
-"""The environment variable of a child with its end of the pipe."""
+_SOCKET = "EXACTLY_ONCE_STOP_SOCKET"
+"""The environment variable of a child with its end of the socket."""
 _INSTALLED = {"site-packages", "dist-packages"}
 _MARGIN_SECONDS = 5.0
 
@@ -50,8 +52,9 @@ def is_wanted(options: dict[str, Any]) -> bool:
 def supervise(grace: timedelta) -> int:
     """Run this command in a child, and in another one after each change; the exit status.
 
-    A child that fails after a change, for example because of a typing error, is followed by another one after the next change.
-    If the first one fails, the command ends, so that a supervisor such as systemd notices.
+    A child that cannot start after a change, for example because of a typing error, is followed by another one after the next
+    change. If the first one fails, or one ends that has begun its work, the command ends, so that a supervisor such as systemd
+    notices.
 
     Args:
         grace: how long a child may take to stop.
@@ -80,7 +83,7 @@ def supervise(grace: timedelta) -> int:
                 changed.clear()
                 child, is_first, is_reported = _Child(), False, False
             elif (status := child.status()) is not None and not is_reported:
-                if is_first or status == 0:
+                if is_first or status == 0 or child.has_begun():
                     break
                 logger.error("This process has ended with status %d. It starts again after the next change of a file.", status)
                 is_reported = True
@@ -89,21 +92,24 @@ def supervise(grace: timedelta) -> int:
 
 class _Child:
     def __init__(self) -> None:
-        end, self._end = os.pipe()
+        self._end, other = socket.socketpair()
         arguments = [*autoreload.get_child_arguments(), "--noreload"]
-        try:
-            self._process = subprocess.Popen(arguments, pass_fds=[end], env={**os.environ, _PIPE: str(end)})  # noqa: S603 - ours
-        finally:
-            os.close(end)
+        with other:
+            end = other.fileno()
+            self._process = subprocess.Popen(arguments, pass_fds=[end], env={**os.environ, _SOCKET: str(end)})  # noqa: S603 - ours
 
     def status(self) -> int | None:
         """Its exit status; None while it runs."""
         status = self._process.poll()
         return 128 - status if status is not None and status < 0 else status
 
+    def has_begun(self) -> bool:
+        """Had it begun its work before it ended?"""
+        return bool(self._end.recv(1))
+
     def stop(self, grace: timedelta) -> int:
         """Wait for its end; its exit status."""
-        os.close(self._end)
+        self._end.close()
         try:
             self._process.wait(grace.total_seconds() + _MARGIN_SECONDS)
         except subprocess.TimeoutExpired:  # as while it imports a module that never ends
@@ -113,12 +119,14 @@ class _Child:
 
 
 def stop_with_supervisor(stop: StopRequest) -> None:
-    """In a child: set `stop` when the supervisor asks for it, or has ended."""
-    end = os.environ.pop(_PIPE, "")
+    """In a child that begins its work: set `stop` when the supervisor asks for it, or has ended."""
+    end = os.environ.pop(_SOCKET, "")
     if end:
         threading.Thread(target=_stop_at_end, args=[int(end), stop], name="supervisor", daemon=True).start()
 
 
 def _stop_at_end(end: int, stop: StopRequest) -> None:
-    os.read(end, 1)
+    with suppress(OSError):  # the supervisor has ended
+        os.write(end, b"b")
+        os.read(end, 1)
     stop.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -104,6 +105,18 @@ def test_process_starts_again_after_each_change_and_after_an_error_in_the_code(p
         relay.terminate()
         assert relay.ends() == 0
     assert relay.said().count("relay: stopped") == 3
+
+
+def test_process_that_is_killed_after_a_change_ends_the_command_with_its_status(project):
+    with project.relay() as relay:
+        relay.until(lambda: WATCHING in relay.said())
+        project.write("the-second")
+        relay.until(lambda: relay.said().count(WATCHING) == 2)
+
+        (child,) = Path(f"/proc/{relay.pid}/task/{relay.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGKILL)
+
+        assert relay.ends() == 128 + signal.SIGKILL
 
 
 def test_ctrl_c_ends_the_process_in_an_orderly_way(project):
