@@ -129,7 +129,7 @@ def _of_handlers(alias: str) -> Iterator[Attention]:
     """Handlers that hang, that fail, and whose queues are long."""
     for name, one in hanging(alias).items():
         text = format_html("{} {}.", identifier(name), _lasting(one))
-        yield Attention(condition="hanging", objects=[name], text=text, is_urgent=one.fills)
+        yield Attention(condition="hanging", objects=[name], text=text, is_urgent=one.fills or one.blocks)
     options, paused = inbox_options().alerts, paused_handlers(alias)
     yield from failing(MINUTES, alias, options.FAILING, paused, "handled", "failed")
     for name, count in queued(alias).items():

@@ -29,10 +29,11 @@ def newly_conflicting(alias: str, within: timedelta) -> dict[str, int]:
 def _of_handlers(alias: str, options: AlertOptions, paused: Collection[str]) -> Iterator[tuple[Key, str]]:
     """Handlers that hang, that fail, and whose queues are long."""
     for name, one in hanging(alias).items():
-        if one.fills:
+        if one.fills or one.blocks:
+            waiting = ", and later messages of its ordering key wait" if one.blocks else ""
             words = (
                 f"It has been running for {duration(one.lasts)} in {one.runs} of {one.threads} threads of "
-                f"{', '.join(one.processes)}. See its stack on the page Busy, and set timeout= to limit a run."
+                f"{', '.join(one.processes)}{waiting}. See its stack on the page Busy, and set timeout= to limit a run."
             )
             yield ("hanging", name), words
     yield from failing(MINUTES, alias, options, paused, "handled", "failed")

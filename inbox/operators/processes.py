@@ -13,6 +13,8 @@ from exactly_once.operators.heartbeat_table import HeartbeatTable, ProcessKind, 
 from exactly_once.plurals import number
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
+from inbox.models import InboxMessage
+from inbox.states import SETTLED, State
 
 consumers = HeartbeatTable("inbox")
 
@@ -41,6 +43,7 @@ class Hanging:
         runs: how many there are.
         threads: of the processes that they are in: how many may run this handler.
         fills: do they occupy all of these threads in one of the processes, so that its other messages wait there?
+        blocks: does a message wait behind one of them in the order of its key?
     """
 
     lasts: timedelta = timedelta()
@@ -48,6 +51,7 @@ class Hanging:
     threads: int = 0
     processes: list[str] = field(default_factory=list)
     fills: bool = False
+    blocks: bool = False
 
 
 def hanging(alias: str) -> dict[str, Hanging]:
@@ -59,7 +63,15 @@ def hanging(alias: str) -> dict[str, Hanging]:
             one.lasts, one.fills = max(one.lasts, *lasted), one.fills or len(lasted) >= threads
             one.runs, one.threads = one.runs + len(lasted), one.threads + threads
             one.processes.append(str(process))
+            messages = [run["message"] for run in process.running if run["what"] == name][: len(lasted)]  # the oldest first
+            one.blocks = one.blocks or _is_waited_for(alias, name, messages)
     return found
+
+
+def _is_waited_for(alias: str, handler: str, messages: Sequence[str]) -> bool:
+    in_order = InboxMessage.objects.using(alias).filter(handler=handler, ordered=True).exclude(state__in=SETTLED)
+    keys = [*in_order.filter(message_id__in=messages).values_list("key", flat=True)]
+    return bool(keys) and in_order.filter(key__in=keys, state=State.WAITING).exists()
 
 
 def where_run(alias: str, handler: str, message_id: str) -> Any | None:

@@ -21,12 +21,13 @@ from exactly_once.sql.now import DatabaseTime
 from inbox import pause_handler
 from inbox.conf import inbox_options
 from inbox.models import InboxMessage, PausedHandler
+from inbox.states import State as InboxState
 from outbox import pause
 from outbox.checks import check_options
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import State
 from outbox.store.heartbeats import relays
-from tests.support.admin_pages import a_message
+from tests.support.admin_pages import a_message, an_inbox_message
 from tests.support.commands import output_of
 from tests.support.deliveries import deliver, make_due, the_effect
 from tests.support.fakes.receiver import Receiver, Reply
@@ -177,6 +178,21 @@ class TestConditions:
             assert evaluated("inbox") == ({("hanging", "tests.h")} if runs == 2 else set())
 
         assert "for 12 min in 2 of 2 threads of consumer-1:4712" in Alert.objects.get().summary
+
+    def test_ordered_handler_that_hangs_while_later_messages_of_its_key_wait_is_raised(self):
+        """Its other keys are run by the other threads."""
+        run = {"what": "tests.h", "message": "m-1", "messages": 1, "thread": "worker-1", "began": 0.0}
+        a_consumer(running_for=timedelta(minutes=12), running=[run], threads={"tests.h": 3})
+        kept = {"handler": "tests.h", "ordered": True}
+        an_inbox_message(InboxState.RECEIVED, message_id="m-1", key="k", next_ago=-HOUR, **kept)
+        an_inbox_message(InboxState.WAITING, key="other", **kept)
+        assert evaluated("inbox") == set()
+
+        an_inbox_message(InboxState.WAITING, key="k", **kept)
+        assert evaluated("inbox") == {("hanging", "tests.h")}
+        assert (
+            "in 1 of 3 threads of consumer-1:4712, and later messages of its ordering key wait." in Alert.objects.get().summary
+        )
 
     @pytest.mark.parametrize(("app", "good", "bad"), [("inbox", "handled", "failed"), ("outbox", "published", "retried")])
     def test_subject_most_of_whose_attempts_fail_is_raised_before_a_message_is_dead(self, app, good, bad):
