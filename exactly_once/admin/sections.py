@@ -122,10 +122,10 @@ class Attention:
 
 
 def clock_was_ahead(alias: str, kinds: Sequence[Dated]) -> Iterator[Attention]:
-    """A line for the rows of each kind that wait because the database's clock was ahead."""
+    """A line for the rows of each kind that wait because the database's clock was ahead; its object is their state or table."""
     for found in ahead(alias, kinds):
         words = gettext("%(problem)s exactly_once_status has the statement that makes them due.")
-        yield Attention(condition="clock_ahead", text=words % {"problem": found})
+        yield Attention(condition="clock_ahead", objects=[found.state or found.table], text=words % {"problem": found})
 
 
 def silent(rows: Iterable[Any], one: Text, several: Text) -> Iterator[Attention]:

@@ -28,6 +28,7 @@ class Dated:
         due: the column of the instant that the row waits for.
         written: the column of the instant of writing.
         where: their condition.
+        state: the state of messages.
         first: takes an alias; the column before `due` in its index, and its values. None: `due` is the first.
     """
 
@@ -35,6 +36,7 @@ class Dated:
     due: str
     written: str
     where: str
+    state: str = ""
     first: Callable[[str], tuple[str, Sequence[str]]] | None = None
 
 
@@ -43,12 +45,14 @@ class Ahead:
     """Rows that were written ahead of the clock.
 
     Attributes:
+        state: of messages; "" of other rows.
         number: of those found; at most so many are read that it may be too small.
         by: how far the latest is ahead.
         mend: the statement that makes all of them due.
     """
 
     table: str
+    state: str
     number: int
     by: timedelta
     mend: str
@@ -80,4 +84,4 @@ def ahead(alias: str, kinds: Sequence[Dated]) -> Iterator[Ahead]:
                 f"UPDATE {kind.table} SET {kind.due} = {now}, {kind.written} = {now} "  # noqa: S608 - our own names
                 f"WHERE {kind.where} AND {kind.due} IS NOT NULL AND {kind.written} > {now};"
             )
-            yield Ahead(table=kind.table, number=number, by=at - database_time(alias), mend=mend)
+            yield Ahead(table=kind.table, state=kind.state, number=number, by=at - database_time(alias), mend=mend)

@@ -186,7 +186,7 @@ register(
         conditions={
             "no_consumer": Condition(link=lambda name: listed(Process, app="inbox")),
             "waiting": Condition(link=lambda name: listed(Process, app="inbox")),
-            "clock_ahead": Condition(link=lambda name: listed(InboxMessage, state=State.RECEIVED)),
+            "clock_ahead": Condition(link=lambda name: listed(InboxMessage, state=name)),
             "hanging": Condition(link=lambda name: listed(Busy)),
             "silent": Condition(link=lambda name: listed(Process, app="inbox")),
             "failing": Condition(link=lambda name: listed(InboxMessage, handler=name, stuck="any")),

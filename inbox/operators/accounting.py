@@ -36,6 +36,7 @@ DATED = tuple(
         due="next_attempt_at",
         written=written,
         where=f"{IS_OPEN} AND state = '{state}'",
+        state=state,
         first=lambda alias: ("handler", stored_handlers(alias)),
     )
     for state, written in ((State.RECEIVED, "received_at"), (State.RETRYING, "failed_at"))

@@ -15,7 +15,7 @@ from exactly_once.models import Process
 from exactly_once.operators.minutes import database_time
 from exactly_once.sql.counts import Count
 from outbox.conf import outbox_options
-from outbox.models import OutboxMessage, PausedTopic
+from outbox.models import OutboxMessage, PausedTopic, PendingCallback
 from outbox.operators import alerting, figures
 from outbox.operators.operations import groups
 from outbox.states import State
@@ -92,6 +92,14 @@ def _remarks(alias: str) -> Mapping[str, sections.Text]:
     return dict.fromkeys(alerting.unroutable(alias), gettext("no queue takes its messages"))
 
 
+def _waiting_for_the_clock(name: str) -> sections.Link:
+    """By the table of the rows, or the state of messages."""
+    for model in (PendingCallback, PausedTopic):
+        if name == model._meta.db_table:
+            return sections.listed(model)
+    return sections.listed(OutboxMessage, state=name)
+
+
 def _oldest(alias: str) -> list[sections.OldestRow]:
     options = outbox_options()
     return [
@@ -108,7 +116,7 @@ sections.register(
         conditions={
             "no_relay": sections.Condition(link=lambda name: sections.listed(Process, app="outbox")),
             "waiting": sections.Condition(link=lambda name: sections.listed(Process, app="outbox")),
-            "clock_ahead": sections.Condition(link=lambda name: sections.listed(OutboxMessage, state=State.RETRYING)),
+            "clock_ahead": sections.Condition(link=_waiting_for_the_clock),
             "unroutable": sections.Condition(link=lambda name: sections.listed(OutboxMessage, topic=name)),
             "silent": sections.Condition(link=lambda name: sections.listed(Process, app="outbox")),
             "failing": sections.Condition(link=lambda name: sections.listed(OutboxMessage, topic=name, stuck="any")),

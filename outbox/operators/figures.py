@@ -21,7 +21,13 @@ WAITING = (State.READY, State.WAITING, State.SCHEDULED, State.RETRYING)
 """States whose earliest due time is of interest, once it has passed."""
 
 DATED = (
-    Dated(table=TABLE, due="available_at", written="failed_at", where=f"day = {LIVE} AND state = '{State.RETRYING}'"),
+    Dated(
+        table=TABLE,
+        due="available_at",
+        written="failed_at",
+        where=f"day = {LIVE} AND state = '{State.RETRYING}'",
+        state=State.RETRYING,
+    ),
     Dated(table=PendingCallback._meta.db_table, due="available_at", written="settled_at", where="id IS NOT NULL"),
     Dated(table=PausedTopic._meta.db_table, due="probe_at", written="paused_at", where="paused_by = ''"),
 )

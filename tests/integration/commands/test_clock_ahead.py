@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from datetime import timedelta
 
 import pytest
@@ -17,9 +18,9 @@ from django.urls import reverse
 from exactly_once.models import Process
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
-from outbox.models import OutboxMessage, PausedTopic
+from outbox.models import OutboxMessage, PausedTopic, PendingCallback
 from outbox.states import State
-from tests.support.admin_pages import staff_client
+from tests.support.admin_pages import staff_client, superuser_client
 from tests.support.deliveries import drain, effects, handed_over, the_effect
 from tests.support.heartbeats import a_consumer, a_relay
 from tests.support.relaying import published, set_columns
@@ -80,8 +81,17 @@ def test_retries_and_probes_that_were_computed_ahead_of_the_clock_are_named_and_
     message = published("t")
     set_columns(message, state=State.RETRYING, failed_at=DatabaseTime(HOUR), available_at=soon)
     PausedTopic.objects.create(topic="shop.refused", paused_at=DatabaseTime(HOUR), probe_at=soon)
+    PendingCallback.objects.create(message_id=message.id, event="published", settled_at=DatabaseTime(HOUR), available_at=soon)
+    page = superuser_client().get(reverse("admin:exactly_once_overview_changelist")).content.decode()
+    links = {table: link for link, table in re.findall(r'<a href="([^"]*)">1 rows of (\w+) were written', page)}
+    assert links == {
+        "inbox_inboxmessage": reverse("admin:inbox_inboxmessage_changelist") + "?state=retrying",
+        "outbox_outboxmessage": reverse("admin:outbox_outboxmessage_changelist") + "?state=retrying",
+        "outbox_pausedtopic": reverse("admin:outbox_pausedtopic_changelist"),
+        "outbox_pendingcallback": reverse("admin:outbox_pendingcallback_changelist"),
+    }
 
-    assert mended() == 3
+    assert mended() == 4
 
     assert drain() == 1
     assert PausedTopic.objects.filter(probe_at__lte=DatabaseTime()).exists()
