@@ -23,7 +23,7 @@ from exactly_once.admin.sections import sections
 from exactly_once.display import NOTHING, Tone, age, badge, bytes_text, duration, identifier, number, stacked, visible, warning
 from exactly_once.models import Busy, Process
 from exactly_once.operators.actions import Action
-from exactly_once.operators.heartbeat_table import HeartbeatTable, long_runs, process_kinds
+from exactly_once.operators.heartbeat_table import HeartbeatTable, is_ahead, long_runs, process_kinds
 from exactly_once.operators.minutes import database_time
 from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.process.loop import ALLOWED_IN, Mode, Request
@@ -152,7 +152,7 @@ class ProcessAdmin(ActingAdmin):
         if row.has_stopped:
             words = gettext("killed {}, because it did not end in time")
             return stacked(*lines, format_html(words, age(row.beat_at, row.database_now)))
-        if row.silent and row.beat_at > row.database_now:
+        if row.silent and is_ahead(row):
             lines.append(format_html("{}", gettext("its last heartbeat is ahead of the database's clock")))
         elif row.silent:
             lines.append(format_html(gettext("for {}"), duration(row.database_now - row.beat_at)))

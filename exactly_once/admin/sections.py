@@ -23,7 +23,7 @@ from django.utils.translation import gettext
 from exactly_once.display import duration, identifier, number, visible
 from exactly_once.operators.clock import Dated, ahead
 from exactly_once.operators.failure_groups import FailureGroups
-from exactly_once.operators.heartbeat_table import lost
+from exactly_once.operators.heartbeat_table import is_ahead, lost
 from exactly_once.operators.minutes import LATELY, Minutes
 from exactly_once.sql.counts import Count
 
@@ -129,12 +129,19 @@ def clock_was_ahead(alias: str, kinds: Sequence[Dated]) -> Iterator[Attention]:
 
 
 def silent(rows: Iterable[Any], one: Text, several: Text) -> Iterator[Attention]:
-    """A line for the processes that are `lost`. The sentences have a place for their names, and one for how long."""
+    """A line for the processes that are `lost`. The sentences have a place for their names, and one for how long.
+
+    Another line is about those whose last heartbeat is ahead of the database's clock.
+    """
     found = lost(rows)
-    if found:
-        names, longest = [str(process) for process in found], found[0].database_now - found[0].beat_at
-        text = format_html(str(one if len(found) == 1 else several), named(names), duration(longest))
+    ahead_of_clock = [str(process) for process in found if is_ahead(process)]
+    if behind := [process for process in found if not is_ahead(process)]:
+        names, longest = [str(process) for process in behind], behind[0].database_now - behind[0].beat_at
+        text = format_html(str(one if len(behind) == 1 else several), named(names), duration(longest))
         yield Attention(condition="silent", objects=names, text=text)
+    if ahead_of_clock:
+        words = gettext("No heartbeat has come from {} since the database's clock was ahead: killed, or frozen.")
+        yield Attention(condition="silent", objects=ahead_of_clock, text=format_html(words, named(ahead_of_clock)))
 
 
 def failing(

@@ -31,7 +31,7 @@ from exactly_once.app_options import AlertOptions
 from exactly_once.display import duration
 from exactly_once.masking import masked
 from exactly_once.models import Alert
-from exactly_once.operators.heartbeat_table import lost
+from exactly_once.operators.heartbeat_table import is_ahead, lost
 from exactly_once.operators.leases import TableLease
 from exactly_once.operators.minutes import LATELY, Minutes
 from exactly_once.process.clock import monotonic
@@ -313,9 +313,11 @@ def acknowledge(alias: str, pk: int, by: str) -> str | None:
 def silent(rows: Iterable[Any]) -> Iterator[tuple[Key, str]]:
     """The condition of the processes that are `lost`, of the rows of an app."""
     for process in lost(rows):
-        since = duration(process.database_now - process.beat_at)
-        words = "It has sent no heartbeat for {}: it was killed, is frozen, or cannot reach the database. Look into its log."
-        yield ("silent", str(process)), words.format(since)
+        since = f"It has sent no heartbeat for {duration(process.database_now - process.beat_at)}"
+        if is_ahead(process):
+            since = "It has sent no heartbeat since the database's clock was ahead"
+        words = f"{since}: it was killed, is frozen, or cannot reach the database. Look into its log."
+        yield ("silent", str(process)), words
 
 
 def failing(

@@ -4,7 +4,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import connections
@@ -241,18 +241,34 @@ class HeartbeatWriter:
 def lost(rows: Iterable[Any]) -> list[Any]:
     """Of `HeartbeatTable.rows`, the silent processes that no process started later has replaced, while others of them work.
 
-    If none works, that is reported instead.
+    A process replaces one that ran no other handlers. If none works, that is reported instead.
     """
     known = list(rows)
-    started = sorted(row.started_at for row in known if not row.silent)
-    found = []
-    for row in sorted((row for row in known if row.silent and started), key=lambda row: row.beat_at):
-        replacement = next((at for at in started if at > row.beat_at), None)
-        if replacement is None:
+    working = sorted((row for row in known if not row.silent), key=lambda row: row.started_at)
+    unused, found = [*working], []
+    for row in sorted((row for row in known if row.silent and working), key=lambda row: row.beat_at):
+        since, handlers = _last_known_at(row), _handlers(row)
+        later = (one for one in unused if one.started_at > since and handlers <= _handlers(one))
+        if (replacement := next(later, None)) is None:
             found.append(row)
         else:
-            started.remove(replacement)
+            unused.remove(replacement)
     return found
+
+
+def is_ahead(row: Any) -> bool:
+    """Is its last heartbeat from the future, so that it is not known when it was sent?"""
+    return bool(row.beat_at > row.database_now)
+
+
+def _handlers(row: Any) -> set[str]:
+    return {*row.facts.get("handlers", ())}
+
+
+def _last_known_at(row: Any) -> datetime:
+    """The last instant at which this process is known to have worked; long ago if its clock was ahead from the start."""
+    known: datetime = row.started_at if is_ahead(row) else row.beat_at
+    return known if known <= row.database_now else row.database_now - heartbeat.FORGOTTEN_AFTER
 
 
 def long_runs(row: Any, limit: timedelta) -> dict[str, list[timedelta]]:

@@ -15,7 +15,8 @@ from django.core.management import call_command
 from django.db.models import F
 from django.urls import reverse
 
-from exactly_once.models import Process
+from exactly_once.models import Alert, Process
+from exactly_once.operators.alerts import Evaluator
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
 from outbox.models import OutboxMessage, PausedTopic, PendingCallback
@@ -44,6 +45,18 @@ def mended():
     for statement in statements:
         executed(statement)
     return len(statements)
+
+
+def silent():
+    """The app and name of each silent process for which an alert is raised."""
+    for app in ("outbox", "inbox"):
+        evaluator = Evaluator(app, "default")
+        for _ in range(3):
+            evaluator.round()
+        evaluator.release()
+    raised = Alert.objects.filter(condition="silent", state="raised")
+    assert not [alert.summary for alert in raised if "since the database's clock was ahead" not in alert.summary]
+    return {(alert.app, alert.object) for alert in raised}
 
 
 def overview():
@@ -120,6 +133,32 @@ def test_process_whose_heartbeat_is_ahead_of_the_clock_is_silent():
     assert "No relay is running" in overview()
     found = json.loads(status(json=True))
     assert [row["silent"] for row in (*found["outbox"]["relays"], *found["inbox"]["consumers"])] == [True, True]
+
+
+def test_process_whose_heartbeat_is_ahead_of_the_clock_is_reported_until_a_later_one_has_replaced_it():
+    for a_process in (a_relay, a_consumer):
+        a_process(host="gone")
+    Process.objects.update(beat_at=DatabaseTime(HOUR))
+    for a_process in (a_relay, a_consumer):
+        a_process(host="older", running_for=6 * HOUR)
+
+    assert silent() == {("outbox", "gone:4711"), ("inbox", "gone:4712")}
+    assert overview().count("since the database's clock was ahead: killed, or frozen.") == 2
+    assert "for -" not in overview()
+
+    for a_process in (a_relay, a_consumer):
+        a_process(host="later", running_for=timedelta(minutes=1))
+
+    assert silent() == set()
+    assert "killed, or frozen" not in overview()
+
+
+def test_process_that_was_started_ahead_of_the_clock_is_replaced_by_one_that_was_started_by_the_present_clock():
+    a_relay(host="gone")
+    Process.objects.update(started_at=DatabaseTime(HOUR / 2), beat_at=DatabaseTime(HOUR))
+    a_relay(host="later", running_for=timedelta(minutes=1))
+
+    assert silent() == set()
 
 
 @pytest.mark.parametrize("seconds", [-10, 10])

@@ -170,6 +170,15 @@ class TestConditions:
         a_consumer(host="consumer-3", running_for=timedelta(minutes=1))
         assert evaluated() == evaluated("inbox") == set()
 
+    def test_consumer_of_other_handlers_replaces_none_and_one_replaces_one(self):
+        a_consumer(host="gone", silent_for=timedelta(minutes=12), handlers=["tests.a"])
+        a_consumer(host="frozen", silent_for=timedelta(minutes=11), handlers=["tests.a"])
+        a_consumer(host="other", running_for=timedelta(minutes=1), handlers=["tests.b"])
+        assert evaluated("inbox") == {("silent", "gone:4712"), ("silent", "frozen:4712")}
+
+        a_consumer(host="later", running_for=timedelta(minutes=1), handlers=["tests.a", "tests.b"])
+        assert evaluated("inbox") == {("silent", "frozen:4712")}
+
     def test_handler_that_hangs_in_all_threads_that_may_run_it_is_raised(self):
         run = {"what": "tests.h", "message": "m-1", "messages": 1, "thread": "worker-1", "began": 0.0}
         for runs in (1, 2):
