@@ -18,7 +18,7 @@ from exactly_once.models import Process
 from exactly_once.sql.faults import is_collision
 from exactly_once.sql.schema import our_apps
 
-_TRIES = 20
+_TRIES = 30
 
 
 def travel(time: timedelta, *, using: str | None = None) -> None:
