@@ -165,8 +165,7 @@ def is_missing(error: BaseException) -> bool:
 
 def is_number_taken(error: BaseException) -> bool:
     """Is there a row of ours already with the id that a sequence has drawn?"""
-    found = diagnosis_of(error)
-    if found is None or sqlstate_of(error) != _UNIQUE_VIOLATION:
+    if sqlstate_of(error) != _UNIQUE_VIOLATION or (found := diagnosis_of(error)) is None:
         return False
     tables = tuple(model._meta.db_table for model in numbered(model for part in our_apps() for model in part.get_models()))
     return (found.constraint_name or "").endswith("_pkey") and (found.table_name or "").startswith(tables)
