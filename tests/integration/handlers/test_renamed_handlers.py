@@ -117,7 +117,7 @@ def test_consumer_names_a_new_handler_at_its_start_and_the_old_queue_as_long_as_
     registry.remove(OLD)
 
     with consuming_new(handles, options, caplog):
-        assert is_reported()
+        wait_until(is_reported)
 
 
 def test_queue_of_an_older_version_that_still_runs_is_not_reported(handles, old, rabbitmq_url, caplog, is_reported):
