@@ -11,14 +11,16 @@ from datetime import timedelta
 from typing import Any
 
 from django.core import mail
-from django.db import OperationalError, models, router, transaction
+from django.db import OperationalError, connections, models, router, transaction
 from django.db.models import F, Model, QuerySet
 
 from exactly_once.models import Process
+from exactly_once.sql.connections import lock_timeout
 from exactly_once.sql.faults import is_collision
 from exactly_once.sql.schema import our_apps
 
-_TRIES = 30
+_TRIES = 20
+_LONGEST_WAIT = timedelta(seconds=2)
 
 
 def travel(time: timedelta, *, using: str | None = None) -> None:
@@ -46,18 +48,28 @@ def travel(time: timedelta, *, using: str | None = None) -> None:
         instants = [field.name for field in model._meta.local_fields if isinstance(field, models.DateTimeField)]
         if instants:
             objects = model._base_manager.using(alias)  # noqa: SLF001 - documented, and never filtered
-            _update(objects.all(), {name: F(name) - time for name in instants})
+            update_beside(objects.all(), {name: F(name) - time for name in instants})
 
 
-def _update(rows: QuerySet[Any], values: Mapping[str, Any]) -> None:
-    """Again if a process that runs beside the test has settled a message, which moves it to another partition."""
-    for tries_left in reversed(range(_TRIES)):
+def update_beside(rows: QuerySet[Any], values: Mapping[str, Any]) -> int:
+    """Update `rows` while processes run beside the test, and return their number.
+
+    A process that settles a message moves its row to another partition, and a statement that meets this fails. Under much
+    load each statement would: every second one keeps the others off the table, unless one of them is frozen and holds it.
+    """
+    connection = connections[rows.db]
+    number = 0
+    while True:
         try:
             with transaction.atomic(using=rows.db):
-                rows.update(**values)
-                return
+                if number % 2 and connection.vendor == "postgresql":
+                    table = connection.ops.quote_name(rows.model._meta.db_table)
+                    with lock_timeout(rows.db, _LONGEST_WAIT), connection.cursor() as cursor:
+                        cursor.execute(f"LOCK TABLE {table} IN EXCLUSIVE MODE")
+                return rows.update(**values)
         except OperationalError as error:
-            if not (tries_left and is_collision(error)):
+            number += 1
+            if number == _TRIES or not is_collision(error):
                 raise
 
 

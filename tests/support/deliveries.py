@@ -15,6 +15,7 @@ from django.db import connections, transaction
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.testing.database import update_beside
 from exactly_once.wire.envelope import Envelope
 from inbox.conf import InboxOptions
 from inbox.consumer.runner import Runner
@@ -114,7 +115,7 @@ def the_row(**lookup):
 def make_due(alias="default"):
     """Make every stored message due; return how many wait."""
     waiting = InboxMessage.objects.using(alias).filter(state__in=DUE, next_attempt_at__isnull=False)
-    return waiting.update(next_attempt_at=DatabaseTime())
+    return update_beside(waiting, {"next_attempt_at": DatabaseTime()})
 
 
 def drain(given=OPTIONS):
