@@ -73,11 +73,12 @@ class TlsOptions:
 
     def why_unloadable(self) -> str:
         """Why this process cannot use the files, or ""."""
-        try:
-            self.context()
-        except (OSError, ValueError) as error:
-            named = ", ".join(f"{name} {value!r}" for name, value in self._given().items())
-            return f"BROKER_SSL cannot be used ({named}): {describe(error)}"
+        if given := self._given():
+            try:
+                self.context()
+            except (OSError, ValueError) as error:
+                named = ", ".join(f"{name} {value!r}" for name, value in given.items())
+                return f"BROKER_SSL cannot be used ({named}): {describe(error)}"
         return ""
 
     def _given(self) -> dict[str, str]:

@@ -24,8 +24,10 @@ _NUMBERED = (
     "WHERE leaf IS NOT NULL AND sequence IS NOT NULL"
 )
 """Tables without partitions, and partitions, each with the sequence of its ids, and what of both the user may not read."""
-_HAS_NEXT = "SELECT EXISTS (SELECT 1 FROM {table} WHERE id >= (SELECT last_value + is_called::int FROM {sequence}))"
+_HAS_NEXT = "EXISTS (SELECT 1 FROM {table} WHERE id >= (SELECT last_value + is_called::int FROM {sequence}))"
 """The sequence is read after the snapshot, so it is not behind the rows that transactions insert meanwhile."""
+_TABLES_AT_ONCE = 30
+"""Each takes some locks of the server's lock table until the end of the transaction."""
 _WITHOUT_IDENTITY = (
     "SELECT tree.relid::regclass::text FROM pg_partition_tree(to_regclass(%s)) tree "
     "JOIN pg_class leaf ON leaf.oid = tree.relid AND leaf.relkind = 'r' WHERE leaf.relreplident <> 'f' AND NOT EXISTS ("
@@ -52,7 +54,8 @@ def sequences_behind(alias: str, models: Iterable[type[Model]]) -> Iterator[tupl
         if unread is None:
             leaves[sequence].append(leaf)
     for sequence, parts in leaves.items():
-        if any(_has_next(alias, leaf, sequence) for leaf in parts):
+        batches = (parts[first : first + _TABLES_AT_ONCE] for first in range(0, len(parts), _TABLES_AT_ONCE))
+        if any(_have_next(alias, batch, sequence) for batch in batches):
             highest = ", ".join(f"(SELECT max(id) FROM {table})" for table in tables[sequence])  # noqa: S608 - names of models, quoted
             yield sequence, f"SELECT setval('{sequence}', greatest({highest}))"
 
@@ -74,11 +77,13 @@ def _leaves(alias: str, models: Iterable[type[Model]]) -> list[tuple[str, str, s
     return found
 
 
-def _has_next(alias: str, table: str, sequence: str) -> bool:
+def _have_next(alias: str, tables: Iterable[str], sequence: str) -> bool:
+    """Is the next id of the sequence, or a higher one, in one of these tables?"""
+    statement = "SELECT " + " OR ".join(_HAS_NEXT.format(table=table, sequence=sequence) for table in tables)
     with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
         # Without statistics, as after a restore, the planner would read the table instead of an index.
         cursor.execute("SET LOCAL enable_seqscan = off")
-        cursor.execute(_HAS_NEXT.format(table=table, sequence=sequence))
+        cursor.execute(statement)
         return bool(cursor.fetchone()[0])
 
 
