@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from django.contrib import admin
 from django.core.exceptions import PermissionDenied
 from django.db.models import Q, QuerySet
-from django.http import HttpRequest, HttpResponse, HttpResponseNotFound, StreamingHttpResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseNotFound
 from django.urls import path, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -18,6 +18,7 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin.acting import ActingAdmin
 from exactly_once.admin.columns import computed, instant
+from exactly_once.admin.downloads import download
 from exactly_once.admin.filters import AppFilter, ConditionFilter, ValueFilter
 from exactly_once.display import NOTHING, app_name, as_json, clock, flow_link, identifier, stacked, visible
 from exactly_once.models import AuditEntry
@@ -114,9 +115,7 @@ class AuditAdmin(ActingAdmin):
             return HttpResponseNotFound()
         content_type, lines = _EXPORTS[form]
         rows = self.get_changelist_instance(request).get_queryset(request)
-        response = StreamingHttpResponse(lines(rows.iterator(chunk_size=1000)), content_type=content_type)
-        response["Content-Disposition"] = f'attachment; filename="audit.{form}"'
-        return response
+        return download(request, f"audit.{form}", content_type, lines(rows.iterator(chunk_size=1000)))
 
     when = computed(_("time"), lambda row: clock(row.at))
     when_exactly = instant(_("time"), "at")
@@ -180,6 +179,6 @@ def _cell(value: Any) -> str:
 
 
 _EXPORTS: dict[str, tuple[str, Callable[[Iterator[Any]], Iterator[str]]]] = {
-    "csv": ("text/csv; charset=utf-8", _as_csv),
-    "jsonl": ("application/jsonl; charset=utf-8", _as_json_lines),
+    "csv": ("text/csv", _as_csv),
+    "jsonl": ("application/jsonl", _as_json_lines),
 }

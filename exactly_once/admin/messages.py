@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import SEARCH_VAR
 from django.db.models import Q, QuerySet
-from django.http import HttpRequest, HttpResponse, StreamingHttpResponse
+from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
@@ -19,6 +19,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.admin import message_search as searching
 from exactly_once.admin.acting import ActingAdmin, LeanChangeList
 from exactly_once.admin.columns import computed, instant, shown, text
+from exactly_once.admin.downloads import download
 from exactly_once.admin.filters import FAILING, in_states
 from exactly_once.admin.sections import listed, view_permission
 from exactly_once.admin.trail import timeline
@@ -242,10 +243,7 @@ class MessageAdmin(ActingAdmin):
         else:
             subjects = [Subject(kind=self.kind, id=self.audited_id(row), name=self.subject(row)) for row in rows]
         record(self.package, queryset.db, actor_of(request), "export", subjects, {"messages": total})
-        response = StreamingHttpResponse(self.letters.lines(rows), content_type="application/jsonl; charset=utf-8")
-        response["Content-Disposition"] = f'attachment; filename="{self.opts.app_label}-dead-letters.jsonl"'
-        response["Cache-Control"] = "no-store"
-        return response
+        return download(request, f"{self.opts.app_label}-dead-letters.jsonl", "application/jsonl", self.letters.lines(rows))
 
 
 EXPORT = Action(

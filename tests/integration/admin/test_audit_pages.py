@@ -8,10 +8,13 @@ import json
 from datetime import timedelta
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.core.management import call_command
+from django.test import AsyncClient
 from django.urls import reverse
 
 from exactly_once.admin import acting as acting_admin
+from exactly_once.admin import downloads
 from exactly_once.models import AuditEntry
 from exactly_once.operators.audit import Actor, Subject, record
 from exactly_once.sql.now import DatabaseTime
@@ -210,6 +213,19 @@ class TestExport:
 
         assert [line["action"] for line in lines] == ["pause", "cancel"]
         assert lines[1]["name"] == "=1"
+
+    def test_under_asgi_lines_are_read_while_they_are_sent(self, monkeypatch):
+        monkeypatch.setattr(downloads, "_AT_ONCE", 1)
+        for _ in range(3):
+            an_entry()
+        client = AsyncClient()
+        client.cookies = staff_client(VIEW_AUDIT, EXPORT).cookies
+
+        @async_to_sync
+        async def parts():
+            return [part async for part in await client.get(reverse("admin:exactly_once_auditentry_export", args=["csv"]))]
+
+        assert len(parts()) == 4  # with the names of the columns
 
     def test_unknown_form_is_not_found(self):
         url = reverse("admin:exactly_once_auditentry_export", args=["xml"])
