@@ -6,22 +6,32 @@ Commands are processes of their own. The module of the settings may say more abo
     tenants = ("blue", "red")           schemas of `django_tenants`, which share one outbox and one inbox
     using = "main"                      the alias of the database with the messages
     broker = True                       RabbitMQ and a consumer, in place of `local://`
+    service = "billing"                 the first part of the names of topic and handler
+    server = ("gunicorn", …)            the command of a web server, a module and its arguments, in whose requests messages are
+                                        published and pages opened
+    says = "gives no life sign"         each relay and consumer warns once so
     def after(): …                      called when everything is published
+    def beside(): …                     called when everything is handled; it replays everything
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib import import_module
 from io import StringIO
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import django
 
@@ -29,15 +39,21 @@ PROJECT = import_module(os.environ["DJANGO_SETTINGS_MODULE"])
 USING: str = getattr(PROJECT, "using", "default")
 DATABASE = () if USING == "default" else ("--database", USING)
 TENANTS: tuple[str, ...] = getattr(PROJECT, "tenants", ())
+TOPIC = f"{getattr(PROJECT, 'service', 'projects')}.order"
+HANDLER = f"{TOPIC}.book"
+SERVER: tuple[str, ...] = getattr(PROJECT, "server", ())
+SAYS = getattr(PROJECT, "says", "")
 COMMANDS = (
     *(["exactly_once_status"], ["exactly_once_status", "--json"], ["exactly_once_processes", "--all"]),
     *(["exactly_once_alerts", "--once"], ["exactly_once_export"], ["exactly_once_roles"]),
-    *(["exactly_once_trail", "--topic", "projects.order", "--biz-id", f"{(*TENANTS, '')[0]}fails once"],),
-    *(["outbox_pause", "projects.order"], ["outbox_resume", "projects.order"]),
-    *(["inbox_pause", "projects.book"], ["inbox_resume", "projects.book"]),
+    *(["exactly_once_trail", "--topic", TOPIC, "--biz-id", f"{(*TENANTS, '')[0]}fails once"],),
+    *(["outbox_pause", TOPIC], ["outbox_resume", TOPIC]),
+    *(["inbox_pause", HANDLER], ["inbox_resume", HANDLER]),
     *(["outbox_replay", "--all", "--yes"], ["outbox_restore", "--all", "--state", "retrying"]),
 )
 LONGEST_SECONDS = 60
+Get = Callable[[str], tuple[int, bytes]]
+"""The status and body of the page with this path."""
 
 
 def run(*arguments: str) -> None:
@@ -47,6 +63,8 @@ def run(*arguments: str) -> None:
     )
     assert not done.returncode, f"{' '.join(arguments)}: exit status {done.returncode}\n{done.stdout.decode()}"
     assert b"Traceback" not in done.stdout, f"{' '.join(arguments)}:\n{done.stdout.decode()}"
+    if SAYS and arguments[0] == "outbox_relay":
+        assert done.stdout.decode().count(SAYS) == 1, done.stdout.decode()
 
 
 @contextlib.contextmanager
@@ -70,6 +88,49 @@ def consuming() -> Iterator[None]:
             said.append(process.communicate(timeout=60)[0])
     assert not process.returncode, "".join(said)
     assert "Traceback" not in "".join(said), "".join(said)
+    assert not SAYS or "".join(said).count(SAYS) == 1, "".join(said)
+
+
+@contextlib.contextmanager
+def browsing() -> Iterator[Get]:
+    """A function that opens a page as a superuser: of the project's web server, which runs meanwhile, or of Django's client."""
+    from django.contrib import auth
+    from django.test import Client
+
+    client = Client(HTTP_HOST=getattr(PROJECT, "host", "localhost"))
+    user = auth.get_user_model().objects.create_superuser(**getattr(PROJECT, "superuser", {"username": "admin"}))
+    client.force_login(user)
+    if not SERVER:
+
+        def get(path: str) -> tuple[int, bytes]:
+            answer = client.get(path, follow=True)
+            return answer.status_code, b"".join(answer)
+
+        yield get
+        return
+    headers = {"Cookie": "; ".join(f"{name}={cookie.value}" for name, cookie in client.cookies.items())}
+    command = [sys.executable, "-m", *SERVER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        said = [" "]
+        while said[-1] and not (address := re.search(r"http://[\d.]+:\d+", said[-1])):
+            said.append(process.stdout.readline())
+
+        def get(path: str) -> tuple[int, bytes]:
+            assert address, "".join(said)
+            try:
+                answer = urlopen(Request(address[0] + path, headers=headers), timeout=60)
+            except HTTPError as error:
+                answer = error
+            with answer:
+                return answer.status, answer.read()
+
+        try:
+            yield get
+        finally:
+            process.terminate()
+            said.append(process.communicate(timeout=60)[0])
+    assert not re.search("Traceback|Warning", "".join(said)), "".join(said)
 
 
 def create() -> None:
@@ -125,7 +186,7 @@ def write(tenant: str) -> None:
     from outbox import Draft, cancel, prepare, publish, publish_many, reschedule
 
     def send(name: str, payload: str = "", **options: Any) -> None:
-        publish("projects.order", payload, biz_id=f"{tenant}{name}", using=USING, **options)
+        publish(TOPIC, payload, biz_id=f"{tenant}{name}", using=USING, **options)
 
     for number in range(20):
         with transaction.atomic(using=USING):
@@ -138,7 +199,7 @@ def write(tenant: str) -> None:
         with a_request(), transaction.atomic(using=USING):
             send(f"request {number}")
     with transaction.atomic(using=USING):
-        publish_many((Draft("projects.order", "", biz_id=f"{tenant}many {number}") for number in range(10)), using=USING)
+        publish_many((Draft(TOPIC, "", biz_id=f"{tenant}many {number}") for number in range(10)), using=USING)
     for _ in range(2):
         with transaction.atomic(using=USING):
             send("published twice")
@@ -151,13 +212,13 @@ def write(tenant: str) -> None:
         send("rescheduled", delay=timedelta(hours=1))
         send("restored", delay=timedelta(hours=1))
         send("cancelled")
-    with prepare("projects.order", "", biz_id=f"{tenant}prepared", using=USING):
+    with prepare(TOPIC, "", biz_id=f"{tenant}prepared", using=USING):
         pass
-    with contextlib.suppress(ZeroDivisionError), prepare("projects.order", "", biz_id=f"{tenant}rolled back", using=USING):
+    with contextlib.suppress(ZeroDivisionError), prepare(TOPIC, "", biz_id=f"{tenant}rolled back", using=USING):
         raise ZeroDivisionError
     for name in ("cancelled", "restored"):
-        assert cancel(topic="projects.order", biz_id=f"{tenant}{name}", using=USING), name
-    assert reschedule(topic="projects.order", biz_id=f"{tenant}rescheduled", delay=timedelta(), using=USING)
+        assert cancel(topic=TOPIC, biz_id=f"{tenant}{name}", using=USING), name
+    assert reschedule(topic=TOPIC, biz_id=f"{tenant}rescheduled", delay=timedelta(), using=USING)
 
 
 def expected() -> Counter[str]:
@@ -170,7 +231,8 @@ def effects(tenant: str) -> Counter[str]:
     from tests.projects.shop.models import Effect
 
     with at_home(tenant):
-        return Counter(name.removeprefix(tenant) for name in Effect.objects.using(USING).values_list("name", flat=True))
+        names = Effect.objects.using(USING).filter(topic=TOPIC).values_list("name", flat=True)
+        return Counter(name.removeprefix(tenant) for name in names)
 
 
 def receipts(tenant: str) -> dict[str, Any]:
@@ -178,7 +240,8 @@ def receipts(tenant: str) -> dict[str, Any]:
     from inbox.models import InboxMessage
 
     def value(name: str, field: str) -> Any:
-        return InboxMessage.objects.using(USING).values_list(field, flat=True).filter(biz_id=f"{tenant}{name}").first()
+        rows = InboxMessage.objects.using(USING).filter(topic=TOPIC, biz_id=f"{tenant}{name}")
+        return rows.values_list(field, flat=True).first()
 
     return {"state": value("dead letter", "state"), "duplicates": value("published twice", "duplicates")}
 
@@ -204,7 +267,7 @@ def handled(wanted: Counter[str], **receipt: Any) -> None:
         assert time.monotonic() < deadline, f"missing: {missing}; stored: {stored}"
 
 
-def operate() -> None:
+def operate(get: Get) -> None:
     """What an operator does: restore, retry, all commands, all pages."""
     from django.core.management import call_command
 
@@ -212,14 +275,14 @@ def operate() -> None:
     from tests.projects.shop.models import Effect
 
     for tenant in TENANTS or ("",):
-        assert restore(topic="projects.order", biz_id=f"{tenant}restored", using=USING)
-        assert publish_now(topic="projects.order", biz_id=f"{tenant}restored", using=USING)
+        assert restore(topic=TOPIC, biz_id=f"{tenant}restored", using=USING)
+        assert publish_now(topic=TOPIC, biz_id=f"{tenant}restored", using=USING)
         with at_home(tenant):
-            Effect.objects.using(USING).create(name="repaired")
+            Effect.objects.using(USING).create(name="repaired", topic=TOPIC)
     call_command("inbox_retry", "--all", *DATABASE, stdout=StringIO())
     for command in COMMANDS:
         call_command(*command, *DATABASE, stdout=StringIO())
-    pages()
+    pages(get)
 
 
 def purge() -> None:
@@ -231,53 +294,55 @@ def purge() -> None:
 
     call_command("exactly_once_purge", "--older-than-days", "0", *DATABASE, stdout=StringIO())
     for model in (OutboxMessage, InboxMessage):
-        assert not model.objects.using(USING).exclude(settled_at=None).exists(), model
+        assert not model.objects.using(USING).filter(topic=TOPIC).exclude(settled_at=None).exists(), model
 
 
-def pages() -> None:
-    """Open every list and the form of one row of each, as a superuser."""
-    from django.contrib import admin, auth
-    from django.test import Client
+def pages(get: Get) -> None:
+    """Open every list, the form of one row of each, both files of the audit log, and the probes."""
+    from django.contrib import admin
     from django.urls import NoReverseMatch, reverse
 
-    user = auth.get_user_model().objects.create_superuser(**getattr(PROJECT, "superuser", {"username": "admin"}))
-    client = Client(HTTP_HOST=getattr(PROJECT, "host", "localhost"))
-    client.force_login(user)
-    opened = 0
+    paths = [reverse("admin:exactly_once_auditentry_export", args=[form]) for form in ("csv", "jsonl")]
     for model in admin.site._registry:
         if not model.__module__.startswith(("outbox", "inbox", "exactly_once")):
             continue
         name = f"admin:{model._meta.app_label}_{model._meta.model_name}"
-        paths = [reverse(f"{name}_changelist")]
+        paths.append(reverse(f"{name}_changelist"))
         if model._meta.managed and (row := model._default_manager.using(USING).first()):
             with contextlib.suppress(NoReverseMatch):  # a page without rows
                 paths.append(reverse(f"{name}_change", args=[row.pk]))
-        for path in paths:
-            answer = client.get(path, follow=True)
-            assert answer.status_code == 200, f"{path}: {answer.status_code}"
-            opened += 1
-    assert opened > 25, opened
-    assert client.get("/health/live/").status_code == 200
+    assert len(paths) > 27, len(paths)
+    with ThreadPoolExecutor(8) as at_once:
+        answers = at_once.map(get, paths) if SERVER else map(get, paths)
+        for path, (status, body) in zip(paths, answers, strict=True):
+            assert status == 200, f"{path}: {status}"
+            assert b'name="password"' not in body, f"{path}: not logged in"
+    assert get("/health/live/")[0] == 200
     # No relay is running.
-    assert "database" in client.get("/health/ready/outbox/").json()["checks"]["outbox"]
+    assert "database" in json.loads(get("/health/ready/outbox/")[1])["checks"]["outbox"]
 
 
 def main() -> None:
     django.setup()
-    from django.conf import settings
-
-    settings.ALLOWED_HOSTS = ["*"]
     create()
-    for tenant in TENANTS or ("",):
-        with at_home(tenant):
-            write(tenant)
-    getattr(PROJECT, "after", lambda: None)()
-    with consuming():
-        handled(expected(), state="dead", duplicates=1)
-    operate()
+    with browsing() as get:
+        if SERVER:
+            assert get("/write/")[0] == 200
+        else:
+            for tenant in TENANTS or ("",):
+                with at_home(tenant):
+                    write(tenant)
+        getattr(PROJECT, "after", lambda: None)()
+        with consuming():
+            handled(expected(), state="dead", duplicates=1)
+        operate(get)
     with consuming():
         # Both copies were replayed.
         handled(expected() + Counter(["repaired", "restored", "dead letter"]), state="done", duplicates=3)
+    if beside := getattr(PROJECT, "beside", None):
+        beside()
+        with consuming():
+            handled(expected() + Counter(["repaired", "restored", "dead letter"]), state="done", duplicates=5)
     purge()
 
 

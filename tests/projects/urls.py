@@ -1,7 +1,20 @@
 from django.apps import apps
 from django.contrib import admin
+from django.http import HttpResponse
 from django.urls import include, path
 
-urlpatterns = [path("admin/", admin.site.urls), path("health/", include("exactly_once.health"))]
+from tests.projects.cycle import write
+
+
+def write_in_a_request(request):
+    write("")
+    return HttpResponse()
+
+
+urlpatterns = [
+    path("admin/", admin.site.urls),
+    path("health/", include("exactly_once.health")),
+    path("write/", write_in_a_request),
+]
 if apps.is_installed("grappelli"):
     urlpatterns.insert(0, path("grappelli/", include("grappelli.urls")))

@@ -6,6 +6,7 @@ import dj_database_url
 
 SECRET_KEY = "projects"
 USE_TZ = True
+ALLOWED_HOSTS = ["*"]
 ROOT_URLCONF = "tests.projects.urls"
 STATIC_URL = "static/"
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"

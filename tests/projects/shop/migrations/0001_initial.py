@@ -7,6 +7,10 @@ class Migration(migrations.Migration):
     operations = [
         migrations.CreateModel(
             name="Effect",
-            fields=[("id", models.BigAutoField(primary_key=True)), ("name", models.CharField(max_length=100))],
+            fields=[
+                ("id", models.BigAutoField(primary_key=True)),
+                ("name", models.CharField(max_length=100)),
+                ("topic", models.CharField(max_length=100)),
+            ],
         )
     ]

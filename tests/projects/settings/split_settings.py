@@ -1,0 +1,5 @@
+"""Settings in a package of modules (base, local), with `DEBUG = True` and German"""
+
+from tests.projects.split.local import *  # noqa: F403
+
+broker = True

@@ -1,0 +1,6 @@
+from tests.projects.split.base import *  # noqa: F403
+from tests.projects.split.base import INBOX, OUTBOX
+
+DEBUG = True
+OUTBOX["DOORBELL"] = False
+INBOX |= {"CONCURRENCY": 2}
