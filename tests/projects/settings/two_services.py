@@ -18,13 +18,15 @@ if service == "billing":
 
 def _beside():
     """Two days later the other service runs the whole cycle, while this one is stopped. It replays and purges everything."""
+    from django.db.models import F
     from django.test.utils import setup_test_environment
 
     from exactly_once.testing.database import travel
-    from inbox.models import Receipt
+    from inbox.models import InboxMessage, Receipt
 
     setup_test_environment()
     travel(timedelta(days=2))
+    InboxMessage.objects.exclude(day=0).update(day=F("day") - 2)
     receipts = Receipt.objects.filter(handler__startswith="orders")
     before = receipts.count()
     subprocess.run([sys.executable, "-m", "tests.projects.cycle"], env={**os.environ, "SERVICE": "billing"}, check=True)
