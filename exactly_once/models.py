@@ -42,7 +42,7 @@ class Process(models.Model):
     """What only its kind reports. A relay: `published` since its
     start, and the `shards` that it tries in one pass. A consumer: the names of its `handlers` on this database; deliveries
     `received`, and stored messages that it `ran`, since its start; by handler, how many `threads` may run it, and how many
-    messages are `queued` at the broker.
+    messages are `queued` at the broker; what single handlers wait for, as `waits`.
     """
     mode = models.CharField(
         max_length=12,
@@ -72,6 +72,11 @@ class Process(models.Model):
 
     def __str__(self) -> str:
         return f"{self.host}:{self.pid}"
+
+    @property
+    def waits(self) -> list[str]:
+        """What it or one of its handlers waits for, for people."""
+        return [*filter(None, [self.waits_for]), *self.facts.get("waits", ())]
 
 
 class Minute(models.Model):

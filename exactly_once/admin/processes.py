@@ -126,7 +126,7 @@ class ProcessAdmin(ActingAdmin):
             return badge(gettext("Silent"), Tone.STOPPED)
         if row.mode in _MODES:
             return badge(*_MODES[row.mode])
-        if row.waits_for:
+        if row.waits:
             return badge(gettext("Waiting"), Tone.FAILING)
         if row.app == "outbox" and row.last_pass_at is None:
             return badge(gettext("Starting"), Tone.LATER)
@@ -156,8 +156,8 @@ class ProcessAdmin(ActingAdmin):
             lines.append(format_html("{}", gettext("its last heartbeat is ahead of the database's clock")))
         elif row.silent:
             lines.append(format_html(gettext("for {}"), duration(row.database_now - row.beat_at)))
-        elif row.waits_for and row.mode not in _MODES:
-            lines.append(format_html(gettext("for {}"), visible(row.waits_for)))
+        elif row.mode not in _MODES:
+            lines += [format_html(gettext("for {}"), visible(what)) for what in row.waits]
         if row.requested:
             lines.append(self._request_of(row))
         for name, lasted in long_runs(row, _LONG_RUN).items():

@@ -163,8 +163,8 @@ def waiting(processes: Iterable[Any], one: Text, several: Text) -> Iterator[Atte
     """
     names: dict[str, list[str]] = {}
     for process in processes:
-        if process.waits_for:
-            names.setdefault(process.waits_for, []).append(f"{process.host}:{process.pid}")
+        for what in process.waits:
+            names.setdefault(what, []).append(f"{process.host}:{process.pid}")
     for what, who in names.items():
         yield Attention(
             condition="waiting", text=format_html(str(one if len(who) == 1 else several), named(sorted(who)), visible(what))

@@ -268,8 +268,8 @@ def _state(process: Any) -> str:
     if process.has_stopped:
         return _("killed %(time)s ago, because it did not end in time") % {"time": age(process.beat_at, process.database_now)}
     states = [_("silent") if process.silent else str(process.mode)]
-    if process.waits_for and not process.silent:
-        states.append(_("waits for %(what)s") % {"what": process.waits_for})
+    if not process.silent:
+        states += [_("waits for %(what)s") % {"what": what} for what in process.waits]
     if process.requested and not process.acknowledged_at:
         words = _("%(request)s is requested by %(user)s")
         states.append(words % {"request": process.requested, "user": process.requested_by})

@@ -19,7 +19,9 @@ from typing import Any, TypeGuard
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, DataError, IntegrityError, InterfaceError, OperationalError
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.utils import CursorWrapper
 from django.db.transaction import TransactionManagementError
+from django.db.utils import DatabaseErrorWrapper
 
 from exactly_once.sql.partitions import DEFAULT_SUFFIX
 
@@ -34,6 +36,7 @@ _OUTAGE = re.compile(rf"{_LOST_SESSION.pattern}|{_READ_ONLY}|{_RESOURCES}|{_SYST
 """Also: completion unknown, operator intervention, the server's files, a foreign server that cannot be reached."""
 _OUTAGE_OF_SQLITE = re.compile(r"SQLITE_(FULL|IOERR|CANTOPEN|READONLY|NOMEM|PROTOCOL)")
 _LIMIT_OF_A_VALUE = "54"
+_LIMIT_OF_A_SETTING = "53400"
 _SCHEMA_DIFFERS = re.compile(r"23502|NOT NULL constraint failed.*")  # this version does not write the column
 UNDEFINED_TABLE = "42P01"
 _REMEDIES = (
@@ -90,6 +93,25 @@ def is_outage(error: BaseException) -> bool:
 def is_lost(error: BaseException) -> bool:
     """Has the session ended? The server or the network closed it, or it could not be opened."""
     return _says(error, _LOST_SESSION)
+
+
+def is_outage_of_its_server(error: BaseException) -> bool:
+    """Is its server unavailable, or without disk, memory or connections? Not if a statement exceeds the limit of a setting."""
+    if not isinstance(error, OperationalError | InterfaceError):
+        return False
+    return is_outage(error) and sqlstate_of(error) != _LIMIT_OF_A_SETTING
+
+
+def alias_of(error: BaseException) -> str:
+    """The alias of the connection that raised the error; "" if it is not one of Django's."""
+    found = ""
+    for frame, _ in walk_tb(error.__traceback__):
+        caller: Any = frame.f_locals.get("self")
+        if isinstance(caller, CursorWrapper | DatabaseErrorWrapper):
+            caller = getattr(caller, "db", None) or getattr(caller, "wrapper", None)
+        if isinstance(caller, BaseDatabaseWrapper):
+            found = caller.alias
+    return found
 
 
 def is_about_values(error: BaseException) -> bool:

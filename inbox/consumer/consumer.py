@@ -168,6 +168,7 @@ class Consumer:
             without_broker=bool(self._waits_for),
             broker_seconds=self._round_trip,
             queued=self._queued,
+            waits=self._runner.outages.waits,
         )
 
     def _wait_for_broker(self, error: Exception, *, drain: bool) -> None:

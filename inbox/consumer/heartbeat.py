@@ -14,7 +14,7 @@ from django.db import connections
 
 from exactly_once.operators.heartbeat_table import HeartbeatWriter
 from exactly_once.process.clock import monotonic
-from exactly_once.process.heartbeat import AFTER_FAILURE_SECONDS, HEARTBEAT_SECONDS, ProcessIdentity
+from exactly_once.process.heartbeat import AFTER_FAILURE_SECONDS, HEARTBEAT_SECONDS, ProcessIdentity, one_line
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.running import beside
 from exactly_once.sql.connections import drop_unusable_connections
@@ -40,6 +40,7 @@ class Activity:
         without_broker: is that the broker?
         broker_seconds: the last round trip to the broker; None without one.
         queued: by handler, the messages in its queues at the broker, as it last read them.
+        waits: what stops single handlers from working, for people.
     """
 
     handlers: Sequence[Handler]
@@ -49,6 +50,12 @@ class Activity:
     without_broker: bool = False
     broker_seconds: float | None = None
     queued: Mapping[str, int] = field(default_factory=dict)
+    waits: Sequence[str] = ()
+
+
+def activity_of(runner: Runner, handlers: Sequence[Handler]) -> Activity:
+    """That of a process which only runs stored messages."""
+    return Activity(handlers=handlers, ran=runner.ran, waits=runner.outages.waits)
 
 
 class Heartbeats:
@@ -93,6 +100,7 @@ class Heartbeats:
                         "queued": {one.name: activity.queued[one.name] for one in handlers if one.name in activity.queued},
                         "received": activity.received,
                         "ran": activity.ran,
+                        "waits": [one_line(words) for words in activity.waits],
                     },
                     broker_seconds=activity.broker_seconds,
                 )
@@ -110,7 +118,7 @@ class RunnerHeartbeats:
         self._runner = runner
 
     def run(self, stop: StopRequest) -> None:
-        heartbeats = Heartbeats(lambda: Activity(handlers=registry.all(), ran=self._runner.ran), stop)
+        heartbeats = Heartbeats(lambda: activity_of(self._runner, registry.all()), stop)
         with heartbeats.sending({handler.using for handler in registry.all()}):
             while not stop.wait(HEARTBEAT_SECONDS):
                 pass

@@ -217,6 +217,8 @@ class Reception:
             return [self._failed(one, error) for one in part]
         if self._outages.items:
             self._outages.end(handler.name)
+        if self._outages.beside and run == self._receive and outcomes is not None:
+            self._outages.end_beside(handler.name)
         if outcomes is not None and Outcome.DEFERRED in outcomes:
             return [self._deferred(one) if was is Outcome.DEFERRED else was for one, was in zip(part, outcomes, strict=True)]
         return outcomes

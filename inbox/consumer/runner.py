@@ -203,7 +203,7 @@ class Runner:
             done += now
             if now:
                 continue
-            wait = _LONGEST_WAIT_SECONDS if self._try_at else self._wait_for_tokens()
+            wait = _LONGEST_WAIT_SECONDS if self._try_at or self.outages.waits else self._wait_for_tokens()
             if wait is None:
                 break
             stop.wait(wait)
@@ -268,6 +268,12 @@ class Runner:
         slots.begin_stored()
         try:
             return self._run_with_successors(handler, stored)
+        except DatabaseUnavailable as error:
+            if not error.beside:
+                raise
+            self.outages.pause_handler(handler.name, error)
+            make_refunds(handler.using)
+            return 0
         finally:
             slots.leave()
 
@@ -283,6 +289,8 @@ class Runner:
         while True:
             successor = Successor(self._options.REDELIVERY_AFTER, in_turn) if handler.rate_limit is None else None
             became = run_stored(handler, stored, self._options, successor)
+            if self.outages.beside:
+                self.outages.end_beside(handler.name)
             ran += 1
             if successor is None or successor.message is None or became is not Outcome.HANDLED:
                 return ran
@@ -301,6 +309,8 @@ class Runner:
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Claim for a handler whose `concurrency` is not reached, and take one of its slots."""
         mine = [handler for handler in handlers if handler.using == alias and not handler.pulled]
+        if self.outages.beside:
+            mine = [handler for handler in mine if not self.outages.is_paused(handler.name)]
         here = [handler for handler in mine if slots_of(handler).take_for_stored(self._poll_now)]
         claimed: tuple[Handler, InboxMessage] | None = None
         try:

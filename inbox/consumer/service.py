@@ -16,7 +16,7 @@ from exactly_once.sql.connections import leave_pools
 from exactly_once.transport import Companion
 from inbox.conf import inbox_options
 from inbox.consumer.consumer import Consumer
-from inbox.consumer.heartbeat import Activity, Heartbeats
+from inbox.consumer.heartbeat import Heartbeats, activity_of
 from inbox.consumer.pool import Pool
 from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
@@ -68,8 +68,7 @@ def serve(
     consumer: Consumer | None = None
     if not local:
         consumer = Consumer(handlers, options, stop=stop, watchdog=watchdog, runner=runner)
-    activity = consumer.activity if consumer else lambda: Activity(handlers=handlers, ran=runner.ran)
-    heartbeats = Heartbeats(activity, stop)
+    heartbeats = Heartbeats(consumer.activity if consumer else lambda: activity_of(runner, handlers), stop)
     aliases = {handler.using for handler in handlers}
     bulk, housekeeping = executor(), housekeepers()
     companions: Sequence[Companion] = () if drain else (bulk, *housekeeping)

@@ -15,7 +15,7 @@ from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import StopRequest, Watchdog
 from exactly_once.sql.connections import leave_pools
 from inbox.conf import inbox_options
-from inbox.consumer.heartbeat import Activity, Heartbeats
+from inbox.consumer.heartbeat import Heartbeats, activity_of
 from inbox.consumer.runner import Runner
 from inbox.consumer.service import run_on_threads
 from inbox.handlers.handler import Handler
@@ -108,7 +108,7 @@ def serve(aliases: Sequence[str], *, drain: bool = False, threads: int = THREADS
     options, stop = replace(inbox_options(), CONCURRENCY=threads), StopRequest() if stop is None else stop
     known, watchdog = EndpointHandlers(aliases), Watchdog(limit=options.WATCHDOG)
     runner = Runner(options, stop, handlers=known.all, reports_unknown=False)
-    heartbeats = Heartbeats(lambda: Activity(handlers=known.shown(), ran=runner.ran), stop)
+    heartbeats = Heartbeats(lambda: activity_of(runner, known.shown()), stop)
     with watchdog.watching(), heartbeats.sending(aliases):
         if not drain:
             run_on_threads(runner, threads, stop, watchdog)

@@ -6,6 +6,9 @@ only that handler pauses, unless the message can be deferred: see `consumer.rece
 
 An attempt that was counted but could not be made, because its database became unavailable, is *refunded* when the database is
 available again. The runner, or the next task, makes the refunds before it claims a message.
+
+A handler may also query another database. While that one is unavailable only this handler waits, and no attempt is counted; one
+of its messages at a time finds out whether it is available again.
 """
 
 import logging
@@ -15,10 +18,12 @@ import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
+from exactly_once.process.clock import monotonic
 from exactly_once.process.outage import Outage
 from exactly_once.sql.faults import is_collision, remedy
 from exactly_once.sql.schema import behind_their_tables, is_missing, why_unmigrated
@@ -32,6 +37,18 @@ logger = logging.getLogger(__name__)
 
 _LARGER_THAN_A_PAGE = 10_000
 """In bytes. On a full disk small rows may still fit into existing pages; this one does not."""
+_SHOWN_SECONDS = 300.0
+"""An outage that no message has met since is not shown for longer."""
+
+
+@dataclass
+class _Beside:
+    """The outage of a database that is not the handler's own."""
+
+    alias: str
+    outage: Outage
+    reason: str = ""
+    until: float = 0.0
 
 
 class Outages:
@@ -39,12 +56,14 @@ class Outages:
 
     Attributes:
         items: by its description, what could not be stored while its database could store; it may have been stored since.
+        beside: by handler, the outage of another database that it uses.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._databases: dict[str, Outage] = {}
         self.items: dict[str, Outage] = {}
+        self.beside: dict[str, _Beside] = {}
 
     def is_ongoing(self, alias: str) -> bool:
         outage = self._databases.get(alias)
@@ -52,6 +71,8 @@ class Outages:
 
     def pause(self, alias: str, what: str, error: DatabaseUnavailable) -> tuple[float, bool]:
         """`what` could not be stored: how many seconds to pause it, and whether the whole database is unavailable."""
+        if error.beside:
+            return self.pause_handler(what, error), False
         problem = self._problem(alias)
         with self._lock:
             if problem is None:
@@ -78,6 +99,34 @@ class Outages:
         if what in self.items:
             with self._lock:
                 self.items[what].over()
+
+    def pause_handler(self, handler: str, error: DatabaseUnavailable) -> float:
+        """Another database that the handler uses is unavailable: how many seconds to pause the handler."""
+        with self._lock:
+            found = self.beside.get(handler)
+            if found is None or found.alias != error.beside:
+                outage = Outage(f"the database {error.beside!r}, which {handler} uses,")
+                found = self.beside[handler] = _Beside(error.beside, outage)
+            seconds = found.outage.record(error, error.remedy)
+            found.reason, found.until = str(error), monotonic() + seconds
+            return seconds
+
+    def is_paused(self, handler: str) -> bool:
+        found = self.beside.get(handler)
+        return found is not None and monotonic() < found.until
+
+    def end_beside(self, handler: str) -> None:
+        """The handler has been run."""
+        with self._lock:
+            if found := self.beside.pop(handler, None):
+                found.outage.over()
+
+    @property
+    def waits(self) -> list[str]:
+        """What handlers wait for, for people."""
+        shown_after = monotonic() - _SHOWN_SECONDS
+        found = [(name, one) for name, one in self.beside.copy().items() if one.until > shown_after]
+        return sorted(f"the database {one.alias!r} for {name}: {one.reason}" for name, one in found)
 
     def _database(self, alias: str) -> Outage:
         return self._databases.setdefault(alias, Outage(f"the database {alias!r}"))

@@ -162,9 +162,10 @@ def _decided(handler: Handler, error: BaseException, attempt: int, options: Inbo
         return _deferral(error, attempt, policy, _age(handler, row))
     if is_collision(error) or isinstance(error, DatabaseUnavailable):
         # The handler is not the cause: no attempt is counted. Only a wait for a lock, or for a database, may be as long again.
-        cause = (
-            f"collided with other transactions {TRIES_AT_ONCE} times" if is_collision(error) else "a database was unavailable"
-        )
+        beside = getattr(error, "beside", "")
+        cause = f"the database {beside!r} was unavailable" if beside else "a database was unavailable"
+        if is_collision(error):
+            cause = f"collided with other transactions {TRIES_AT_ONCE} times"
         delay = _SHORTEST_DELAY if sqlstate_of(error) == SERIALIZATION_FAILURE else policy.delay(1)
         return failure_from(error, error=f"{cause}: {describe(error)}", retry_after=delay, attempts=attempt - 1)
     if isinstance(error, Reject):

@@ -64,7 +64,7 @@ from inbox.transactions.running import (
     call,
     committed,
     in_transaction,
-    is_unavailable,
+    outage_in,
     read_committed,
     run_with_reruns,
 )
@@ -423,8 +423,7 @@ def _attempt(lease: Lease, options: InboxOptions, steps: Steps) -> Message | Fai
             call(handler, [(message, arrival.envelope)])
     # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
     except BaseException as error:  # noqa: BLE001
-        if is_unavailable(error, handler.using):
-            error = DatabaseUnavailable(describe(error))
+        error = outage_in(error, handler.using) or error
         # The step may learn of the lost lease only once the database answers again.
         is_outage = isinstance(error, DatabaseUnavailable) or (lease.without_store and isinstance(error, LeaseLost))
         lease.interrupted = is_outage and not steps.interrupted

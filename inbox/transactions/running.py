@@ -23,7 +23,16 @@ from django.db import DatabaseError, InterfaceError, connections, transaction
 from exactly_once.process import work
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.sql.connections import drop_unusable_connections, is_outermost, is_postgresql
-from exactly_once.sql.faults import UNDEFINED_TABLE, is_about_values, is_collision, is_lost, remedy, sqlstate_of
+from exactly_once.sql.faults import (
+    UNDEFINED_TABLE,
+    alias_of,
+    is_about_values,
+    is_collision,
+    is_lost,
+    is_outage_of_its_server,
+    remedy,
+    sqlstate_of,
+)
 from exactly_once.sql.schema import is_missing, is_number_taken
 from exactly_once.telemetry import tracing
 from exactly_once.wire.context import Cause, handled
@@ -49,17 +58,19 @@ TRIES_AT_ONCE = 5
 
 
 class DatabaseUnavailable(Exception):
-    """The handler's database does not answer, or cannot store. Nothing was decided: do not acknowledge, wait, receive again.
+    """A database of the handler does not answer, or cannot store. Nothing was decided: do not acknowledge, wait, receive again.
 
     Attributes:
         remedy: the operator's remedy, or "".
         refused: it answers, but has refused to store this on two sessions; it may store other messages.
+        beside: the alias of another database, which the handler uses and which does not answer; "" if it is the handler's own.
     """
 
-    def __init__(self, reason: str, remedy: str = "", *, refused: bool = False) -> None:
+    def __init__(self, reason: str, remedy: str = "", *, refused: bool = False, beside: str = "") -> None:
         super().__init__(reason)
         self.remedy = remedy
         self.refused = refused
+        self.beside = beside
 
 
 class _Unstored(Exception):
@@ -134,8 +145,8 @@ def _why_unfit(error: Exception, alias: str, *, is_new: bool, reruns: bool) -> s
         if is_new or not dialect.is_reachable(alias):
             raise DatabaseUnavailable(reason, remedy(cause, alias), refused=is_new and not is_lost(cause)) from cause
         return "" if is_lost(cause) else reason
-    if is_unavailable(error, alias):
-        raise DatabaseUnavailable(describe(error)) from error
+    if outage := outage_in(error, alias):
+        raise outage from error
     if is_lost(error):
         return None if is_new or not reruns else ""
     if _may_be_of_its_session(error):
@@ -143,9 +154,18 @@ def _why_unfit(error: Exception, alias: str, *, is_new: bool, reruns: bool) -> s
     return None
 
 
-def is_unavailable(error: BaseException, alias: str) -> bool:
-    """Does the error of a handler only say that its database does not answer, or has no free id for what it publishes?"""
-    return is_number_taken(error) or (is_lost(error) and not dialect.is_reachable(alias))
+def outage_in(error: BaseException, alias: str) -> DatabaseUnavailable | None:
+    """The outage, if the error of a handler only says that a database does not answer, or has no free id for what it publishes.
+
+    A database beside the handler's own is unavailable, too, if it answers and has no disk or memory left: there the inbox does
+    not find out by itself. A session that is lost while its server answers may have been ended by the handler's own statement.
+    """
+    if is_number_taken(error) or (is_lost(error) and not dialect.is_reachable(alias)):
+        return DatabaseUnavailable(describe(error))
+    beside = alias_of(error) if is_outage_of_its_server(error) else ""
+    if beside in {"", alias} or connections[beside].in_atomic_block or (is_lost(error) and dialect.is_reachable(beside)):
+        return None
+    return DatabaseUnavailable(describe(error), remedy(error, beside), beside=beside)
 
 
 def _may_be_of_its_session(error: BaseException) -> bool:

@@ -77,7 +77,7 @@ def test_status_shows_a_running_consumer_with_its_handlers_and_counts_until_it_e
 
     [row] = shown["consumers"]
     common = {"id", "host", "pid", "version", "started", "beat", "last_pass", "rate", "waits_for", "silent"}
-    assert set(row) == {*common, "handlers", "received", "ran", "threads", "queued"}
+    assert set(row) == {*common, "handlers", "received", "ran", "threads", "queued", "waits"}
     assert (row["handlers"], row["received"], row["waits_for"], row["silent"]) == (HANDLERS, 1, "", False)
     assert shown["unattended"] == []
     assert f"running: {', '.join(HANDLERS)}" in text

@@ -16,8 +16,8 @@ BUDGETS = {
     "lease in the database": {"calls": 130, "modules": 25, "moves": 71, "round trips": 2},
     "ordered": {"calls": 278, "modules": 33, "moves": 146, "round trips": 7},
     "idempotent Celery task": {"calls": 119, "modules": 25, "moves": 70, "round trips": 2},
-    "first failure": {"calls": 235, "modules": 33, "moves": 99, "round trips": 3},
-    "failing retry": {"calls": 276, "modules": 40, "moves": 127, "round trips": 4},
+    "first failure": {"calls": 236, "modules": 33, "moves": 99, "round trips": 3},
+    "failing retry": {"calls": 277, "modules": 40, "moves": 127, "round trips": 4},
 }
 """What each takes today. A change that needs less lowers its figures; one that needs more has to say why."""
 

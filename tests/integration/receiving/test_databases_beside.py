@@ -1,0 +1,118 @@
+"""A handler queries a database that is not its own: an outage of that one counts no attempt, and only this handler waits."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from datetime import timedelta
+from html import unescape
+
+import pytest
+from django.db import connections
+
+from exactly_once.cli.parts import process_table
+from exactly_once.operators.minutes import database_time
+from inbox import Lease
+from inbox.admin.overview import _attention
+from inbox.consumer.heartbeat import Heartbeats
+from inbox.models import InboxMessage
+from inbox.operators import accounting
+from inbox.operators.processes import consumers
+from inbox.outcome import Outcome
+from inbox.states import State
+from tests.support.aliases import unresolvable
+from tests.support.deliveries import TOPIC, an_envelope, deliver, effects, options, stored_due, the_effect, the_row
+from tests.support.waiting import wait_until
+from tests.support.workers import broker_options, consuming, declare, send_all
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
+
+ELSEWHERE = "shop.elsewhere"
+ONCE = options(MAX_ATTEMPTS=1)
+
+
+def asks_other(message, sql="SELECT 1"):
+    with connections["other"].cursor() as cursor:
+        cursor.execute(sql)
+    the_effect(message)
+
+
+def shown():
+    """What the overview, and `exactly_once_status`, say about the processes."""
+    rows, now = [*consumers.rows("default")], database_time("default")
+    attention = _attention("default", accounting.counts("default"), rows, now)
+    waiting = " ".join(str(one.text) for one in attention if one.condition == "waiting")
+    return unescape(waiting), str(process_table(rows, brief=False))
+
+
+@pytest.mark.parametrize("given", [{}, {"ordered": True}, {"group_commit": 4}], ids=["single", "ordered", "group_commit"])
+def test_handler_waits_for_another_database_and_the_others_continue(handles, rabbitmq_url, caplog, given):
+    broker = broker_options(rabbitmq_url, MAX_ATTEMPTS=1)
+    waits, other = handles(asks_other, topic=ELSEWHERE, name="tests.waits", **given), handles(the_effect)
+    for handler in (waits, other):
+        declare(handler, broker)
+    stored_due(waits, an_envelope(topic=ELSEWHERE, biz_id="stored"))
+    with ExitStack() as stack:
+        stack.enter_context(unresolvable("other"))
+        consumer = stack.enter_context(consuming([waits, other], broker))
+        stack.enter_context(Heartbeats(consumer.activity).sending(["default"]))
+        send_all(rabbitmq_url, ELSEWHERE, [(f"m{number}", {}) for number in range(8)])
+        wait_until(lambda: "The database 'other', which tests.waits uses, is unavailable" in caplog.text)
+        send_all(rabbitmq_url, TOPIC, [(f"n{number}", {}) for number in range(8)])
+        wait_until(lambda: effects() == 8)
+        wait_until(lambda: all("the database 'other' for tests.waits" in text for text in shown()))
+    assert not InboxMessage.objects.filter(handler="tests.waits").exclude(state=State.RECEIVED).exists()
+
+    with consuming([waits, other], broker):
+        wait_until(lambda: effects() == 17)
+    assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+def test_handler_continues_when_the_other_database_is_available_again(handles, rabbitmq_url, caplog):
+    broker = broker_options(rabbitmq_url, MAX_ATTEMPTS=1)
+    waits = handles(asks_other, topic=ELSEWHERE)
+    declare(waits, broker)
+    with consuming([waits], broker) as consumer:
+        with unresolvable("other"):
+            send_all(rabbitmq_url, ELSEWHERE, [(f"m{number}", {}) for number in range(8)])
+            wait_until(lambda: "is unavailable" in caplog.text)
+        wait_until(lambda: effects() == 8)
+        wait_until(lambda: "is available again" in caplog.text)
+        assert consumer.activity().waits == []
+
+
+def test_run_under_a_lease_counts_no_attempt_and_names_the_database(handles):
+    handler = handles(asks_other, lease=Lease(duration=timedelta(minutes=1)))
+    with unresolvable("other"):
+        connections["other"].close()
+        assert deliver(handler, given=ONCE) is Outcome.STORED
+    row = the_row()
+    assert (row.state, row.attempts) == (State.RETRYING, 0)
+    assert row.last_error.startswith("the database 'other' was unavailable: ")
+
+
+def test_full_disk_of_another_database_counts_no_attempt(handles):
+    """Its own database would have refused the row of the inbox."""
+    handler = handles(lambda message: asks_other(message, raises("53100")), lease=Lease(duration=timedelta(minutes=1)))
+    assert deliver(handler, given=ONCE) is Outcome.STORED
+    assert the_row().attempts == 0
+
+
+def raises(sqlstate):
+    return f"DO $$ BEGIN RAISE EXCEPTION 'raised' USING ERRCODE = '{sqlstate}'; END $$"
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        pytest.param("SET statement_timeout = 1; SELECT pg_sleep(10)", id="statement_timeout"),
+        pytest.param("SELECT pg_terminate_backend(pg_backend_pid())", id="its own session ended"),
+        pytest.param(raises("53400"), id="limit of a setting"),
+        pytest.param("SELECT 1/0", id="values"),
+        pytest.param("SELECT * FROM missing", id="missing table"),
+    ],
+)
+def test_error_that_a_handler_provokes_on_another_database_counts(handles, sql):
+    handler = handles(lambda message: asks_other(message, sql))
+    assert deliver(handler, given=ONCE) is Outcome.DEAD
+    assert (the_row().attempts, effects()) == (1, 0)
