@@ -166,6 +166,8 @@ class PausedTopic(models.Model):
     paused_by = models.CharField(max_length=NAME_LENGTH, default="")
     """The operator who paused it; empty for the circuit breaker."""
     reason = models.TextField(_("why"), default="", blank=True)
+    error_class = NameField(max_length=NAME_LENGTH, default="", db_default="")
+    """Of a topic that the broker refuses: the outcome of its messages, as they have it themselves."""
     paused_at = models.DateTimeField(_("since"))
     probe_at = models.DateTimeField(_("next probe"), null=True)
     """When the next probes, or the next batch of a resumed or limited topic, are due; NULL while an operator has paused it."""

@@ -27,6 +27,7 @@ class Migration(migrations.Migration):
                 ('topic', exactly_once.sql.fields.NameField(max_length=255, unique=True, verbose_name='topic')),
                 ('paused_by', models.CharField(default='', max_length=255)),
                 ('reason', models.TextField(blank=True, default='', verbose_name='why')),
+                ('error_class', exactly_once.sql.fields.NameField(db_default='', default='', max_length=255)),
                 ('paused_at', models.DateTimeField(verbose_name='since')),
                 ('probe_at', models.DateTimeField(null=True, verbose_name='next probe')),
                 ('pause_seconds', models.FloatField(default=0.0, verbose_name='pause in seconds')),

@@ -23,9 +23,9 @@ _WAITING = [State.READY, State.RETRYING, State.SCHEDULED]
 
 def unroutable(alias: str) -> dict[str, str]:
     """By topic with messages that no queue takes, up to a limit of topics: what the broker answers."""
-    refused = PausedTopic.objects.using(alias).filter(paused_by="", is_resuming=False, reason__startswith="unroutable")
-    found = dict(refused.values_list("topic", "reason")[:_MOST])
     returned = PublishOutcome.RETURNED.value
+    refused = PausedTopic.objects.using(alias).filter(paused_by="", is_resuming=False, error_class=returned)
+    found = dict(refused.values_list("topic", "reason")[:_MOST])
     for topic in groups.places(alias, returned):
         rows = OutboxMessage.objects.using(alias).filter(groups.condition(returned, topic))
         found.setdefault(topic, rows.values_list("last_error", flat=True)[:1][0])

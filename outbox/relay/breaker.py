@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from exactly_once.process.clock import monotonic
+from exactly_once.transport import PublishOutcome, Verdict
 from outbox.store import pausing
 from outbox.store.claiming import TopicPause
 from outbox.store.dialect import PAUSED_TOPICS
@@ -69,7 +70,7 @@ class PausedTopics:
         self._to_limit: dict[str, list[int]] = {}
         self._resuming: Sequence[str] = ()
         self._refusals: Counter[str] = Counter()
-        self._answered: dict[str, tuple[str, bool]] = {}
+        self._answered: dict[str, Verdict] = {}
         self._taken: set[str] = set()
         self._unwritable = UnwritableRows(alias)
         self._looked_at = 0.0
@@ -100,12 +101,12 @@ class PausedTopics:
         """Is the topic paused? Its messages that are not stopped are probes."""
         return topic in self._paused
 
-    def record(self, taken: Iterable[str], refused: Iterable[tuple[str, str]], forbidden: Mapping[str, str]) -> None:
+    def record(self, taken: Iterable[str], refused: Iterable[tuple[str, Verdict]], forbidden: Mapping[str, str]) -> None:
         """Record the broker's answers of one pass.
 
         Args:
             taken: the topics of the messages that it accepted.
-            refused: topic and reason of each message that it refused because of its topic.
+            refused: topic and verdict of each message that it refused because of its topic.
             forbidden: the topics that it does not permit, with its reason.
         """
         refusals = list(refused)
@@ -115,12 +116,12 @@ class PausedTopics:
         for topic in took & self._refusals.keys():
             del self._refusals[topic]
         self._taken |= took & self._paused.keys()
-        for topic, reason in refusals:
+        for topic, verdict in refusals:
             if topic not in took:
                 self._refusals[topic] += 1
                 if self.is_paused(topic) or self._refusals[topic] >= _REFUSALS:
-                    self._answered[topic] = reason, False
-        self._answered.update({topic: (reason, True) for topic, reason in forbidden.items()})
+                    self._answered[topic] = verdict
+        self._answered.update({topic: Verdict(PublishOutcome.FORBIDDEN, reason) for topic, reason in forbidden.items()})
 
     def store(self) -> None:
         """Pause topics, prolong their pauses or resume them, by the recorded answers.
@@ -132,16 +133,17 @@ class PausedTopics:
         for topic in taken:
             if pausing.begin_resuming(self._alias, topic):
                 logger.warning(_RESUMED, topic)
-        for topic, (reason, is_forbidden) in answered.items():
-            self._pause(topic, reason, self._refusals.pop(topic, 0), is_forbidden=is_forbidden)
+        for topic, verdict in answered.items():
+            self._pause(topic, verdict, self._refusals.pop(topic, 0))
 
-    def _pause(self, topic: str, reason: str, refusals: int, *, is_forbidden: bool) -> None:
+    def _pause(self, topic: str, verdict: Verdict, refusals: int) -> None:
+        reason, is_forbidden = verdict.reason, verdict.outcome is PublishOutcome.FORBIDDEN
         if self.is_paused(topic):
-            before = pausing.prolong(self._alias, topic, reason, _LONGEST_PAUSE_SECONDS, _spread())
+            before = pausing.prolong(self._alias, topic, verdict, _LONGEST_PAUSE_SECONDS, _spread())
             is_new = is_forbidden and before not in {None, reason}
         else:
             first = timedelta(seconds=_spread() * _FIRST_PAUSE_SECONDS)
-            is_new = pausing.pause_refused(self._alias, topic, reason, _FIRST_PAUSE_SECONDS, first)
+            is_new = pausing.pause_refused(self._alias, topic, verdict, _FIRST_PAUSE_SECONDS, first)
         if is_new and is_forbidden:
             logger.warning(_FORBIDDEN, topic, _LONGEST_PAUSE_SECONDS, reason)
         elif is_new:

@@ -344,7 +344,7 @@ class Pass:
         self.topics.record(
             taken=taken,
             refused=[
-                (row.topic, verdict.reason)
+                (row.topic, verdict)
                 for (verdict, *_), rows in failed.items()
                 if verdict.outcome in _TOPICS_FAULT
                 for row in rows

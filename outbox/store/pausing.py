@@ -26,6 +26,7 @@ from exactly_once.sql.connections import is_postgresql, lock_timeout
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_collision
 from exactly_once.sql.now import DatabaseTime, now, now_after
+from exactly_once.transport import Verdict
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import PAUSE, RESUME, State
@@ -46,7 +47,10 @@ _RELEASE_SECONDS = 0.05
 """Between two releases of a limited topic, so that each is of several messages at a high rate."""
 _LONGEST_RELEASE = timedelta(seconds=1)
 """So that a rate that was raised in the settings applies soon, although the old one allows nothing for an hour."""
-_ALL_BUT_ITS_TOPIC = ("paused_by", "reason", "paused_at", "probe_at", "pause_seconds", "in_trial", "is_resuming", "allowed_at")
+_ALL_BUT_ITS_TOPIC = (
+    *("paused_by", "reason", "error_class", "paused_at"),
+    *("probe_at", "pause_seconds", "in_trial", "is_resuming", "allowed_at"),
+)
 _IS_STOPPED = "(NOT is_resuming OR allowed_at IS NOT NULL)"
 _STRANDED = "Messages of the topic were paused, but its row was deleted."
 
@@ -72,10 +76,10 @@ def pause_in_hand(alias: str, positions: Mapping[str, Sequence[int]]) -> int:
     return count_moved(alias, PAUSE, paused)
 
 
-def pause_refused(alias: str, topic: str, reason: str, seconds: float, probe_after: timedelta) -> bool:
+def pause_refused(alias: str, topic: str, verdict: Verdict, seconds: float, probe_after: timedelta) -> bool:
     """Pause a topic because the broker refuses it. False: it is already paused, or another transaction has locked its row."""
-    given = [printable(reason, ERROR_LENGTH), probe_after.total_seconds(), seconds]
-    return _insert(alias, topic, "'', %s, {now}, {now_after}, %s, '[]', false, NULL", given, replacing="p.is_resuming")
+    given = [printable(verdict.reason, ERROR_LENGTH), verdict.outcome.value, probe_after.total_seconds(), seconds]
+    return _insert(alias, topic, "'', %s, %s, {now}, {now_after}, %s, '[]', false, NULL", given, replacing="p.is_resuming")
 
 
 def limit(alias: str, topic: str, per_second: float, positions: Sequence[int]) -> bool:
@@ -86,7 +90,7 @@ def limit(alias: str, topic: str, per_second: float, positions: Sequence[int]) -
     """
     allowed = list(positions[: _burst(per_second)])
     given = [_RELEASE_SECONDS, json.dumps(allowed), len(allowed) / per_second - _BURST_SECONDS]
-    columns = "'', '', {now}, {now_after}, 0, %s, true, {now_after}"
+    columns = "'', '', '', {now}, {now_after}, 0, %s, true, {now_after}"
     return _insert(alias, topic, columns, given, replacing="p.is_resuming AND p.allowed_at IS NULL")
 
 
@@ -131,7 +135,7 @@ def begin_trial(alias: str, topic: str, most: int, next_after: float, unwritable
         return unwritable.change(positions, partial(count_moved, alias, RESUME))
 
 
-def prolong(alias: str, topic: str, reason: str, longest: float, next_after: float) -> str | None:
+def prolong(alias: str, topic: str, verdict: Verdict, longest: float, next_after: float) -> str | None:
     """Double the pause of a topic whose probes were refused, up to `longest` seconds.
 
     It happens once for each set of probes, however many relays sent them. Returns the previous reason; None if another relay
@@ -143,7 +147,8 @@ def prolong(alias: str, topic: str, reason: str, longest: float, next_after: flo
             return None
         seconds = min(2 * row.pause_seconds, longest)
         _rows(alias, topic).update(
-            reason=printable(reason, ERROR_LENGTH),
+            reason=printable(verdict.reason, ERROR_LENGTH),
+            error_class=verdict.outcome.value,
             in_trial=[],
             pause_seconds=seconds,
             probe_at=DatabaseTime(timedelta(seconds=next_after * seconds)),

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from exactly_once.transport import PublishOutcome, Verdict
 from outbox.relay import breaker
 from outbox.relay.breaker import PausedTopics
 from outbox.store.claiming import TopicPause
@@ -16,6 +17,7 @@ REFUSALS, PROBES, FIRST_PAUSE, LONGEST_PAUSE = 20, 5, 1.0, 30.0
 """Copies of the module's constants: an operator sees their effect."""
 BAD, GOOD = "bad.topic", "good.topic"
 WHY = "the broker refused to keep it"
+REFUSED = Verdict(PublishOutcome.NACKED, WHY)
 FORBIDDEN = "ACCESS_REFUSED - access to topic refused"
 
 
@@ -35,14 +37,14 @@ class Store:
         self.prolonged, self.tried, self.resumed = [], [], []
         self.before = WHY
 
-    def pause_refused(self, alias, topic, reason, seconds, probe_after):
+    def pause_refused(self, alias, topic, verdict, seconds, probe_after):
         if topic in self.paused:
             return False
-        self.paused[topic] = (reason, seconds, probe_after.total_seconds())
+        self.paused[topic] = (verdict.reason, seconds, probe_after.total_seconds())
         return True
 
-    def prolong(self, alias, topic, reason, longest, next_after):
-        self.prolonged.append((topic, reason, longest))
+    def prolong(self, alias, topic, verdict, longest, next_after):
+        self.prolonged.append((topic, verdict.reason, longest))
         return self.before
 
     def begin_resuming(self, alias, topic):
@@ -81,7 +83,7 @@ def topics(clock, stored):
 
 def refuse(topics, count, topic=BAD, taken=()):
     """A pass in which the broker refuses `count` messages."""
-    topics.record(taken, [(topic, WHY)] * count, {})
+    topics.record(taken, [(topic, REFUSED)] * count, {})
     topics.store()
 
 
@@ -259,7 +261,7 @@ class BreakerAgainstModel(RuleBasedStateMachine):
         seen = {topic for topic in self.TOPICS if self.topics.is_paused(topic)}
         self.topics.record(
             [topic for topic, count in accepted.items() for _ in range(count)],
-            [(topic, WHY) for topic, count in refused.items() for _ in range(count)],
+            [(topic, REFUSED) for topic, count in refused.items() for _ in range(count)],
             {},
         )
         self.topics.store()

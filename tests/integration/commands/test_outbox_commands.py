@@ -13,6 +13,7 @@ from django.core.management import CommandError, call_command
 from exactly_once.models import Lease
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.transport import PublishOutcome, Verdict
 from outbox.relay.service import serve
 from outbox.states import State
 from outbox.store import pausing
@@ -61,7 +62,7 @@ class TestPauseAndResume:
 
     def test_status_names_what_the_circuit_breaker_has_paused(self):
         assert "paused topic" not in run("exactly_once_status")
-        pausing.pause_refused("default", "shop.stock", "no queue", 1.0, DAY)
+        pausing.pause_refused("default", "shop.stock", Verdict(PublishOutcome.RETURNED, "no queue"), 1.0, DAY)
 
         assert "the broker refuses it: no queue" in run("exactly_once_status")
         [topic] = json.loads(run("exactly_once_status", "--json"))["outbox"]["paused_topics"]

@@ -224,9 +224,10 @@ class TestConditions:
         a_relay()
         why = {"error_class": "returned", "last_error": "unroutable: no queue is bound", "failing_since": utcnow()}
         a_message(State.RETRYING, topic="shop.unknown", **why)
-        paused = {"paused_at": DatabaseTime(-2 * HOUR), "reason": "unroutable: no queue is bound"}
+        paused = {"paused_at": DatabaseTime(-2 * HOUR), "error_class": "returned", "reason": "no queue is bound"}
         PausedTopic.objects.create(topic="shop.refused", **paused)
         PausedTopic.objects.create(topic="shop.mine", **{**paused, "paused_by": "ada"})
+        PausedTopic.objects.create(topic="shop.full", **{**paused, "error_class": "nacked", "reason": "unroutable: not at all"})
 
         assert evaluated() == {("unroutable", "shop.unknown"), ("unroutable", "shop.refused")}
         assert "no queue is bound" in Alert.objects.get(object="shop.unknown").summary

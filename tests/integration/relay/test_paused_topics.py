@@ -11,6 +11,7 @@ from django.db import connection, transaction
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.transport import PublishOutcome, Verdict
 from outbox import TopicState, cancel, pause, publish_now, reschedule, resume
 from outbox.errors import InvalidMessage
 from outbox.models import OutboxMessage, PausedTopic, TrailEntry
@@ -62,6 +63,9 @@ def count(topic, state):
 
 def the_pause(topic=BAD):
     return PausedTopic.objects.get(topic=topic)
+
+
+FULL = Verdict(PublishOutcome.NACKED, "full")
 
 
 def refused_by_breaker(topic=BAD, **columns):
@@ -239,14 +243,14 @@ class TestProbes:
     def test_refused_probes_double_the_pause_once_for_all_relays(self):
         refused_by_breaker(in_trial=[1, 2, 3])
 
-        assert pausing.prolong("default", BAD, "full", 30.0, 1.0) == "nacked"
-        assert pausing.prolong("default", BAD, "full", 30.0, 1.0) is None
+        assert pausing.prolong("default", BAD, FULL, 30.0, 1.0) == "nacked"
+        assert pausing.prolong("default", BAD, FULL, 30.0, 1.0) is None
         row = the_pause()
-        assert (row.pause_seconds, row.reason, row.in_trial) == (2.0, "full", [])
+        assert (row.pause_seconds, row.reason, row.error_class, row.in_trial) == (2.0, "full", "nacked", [])
 
         for _ in range(6):
             PausedTopic.objects.update(in_trial=[1])
-            pausing.prolong("default", BAD, "full", 30.0, 1.0)
+            pausing.prolong("default", BAD, FULL, 30.0, 1.0)
         assert the_pause().pause_seconds == 30.0
 
     def test_trial_is_claimed_once_and_no_earlier_than_it_is_due(self):
@@ -277,10 +281,11 @@ class TestProbes:
     def test_topic_that_is_refused_while_it_is_resumed_is_paused_again(self, paused_by):
         refused_by_breaker(paused_by=paused_by, is_resuming=True, probe_at=None)
 
-        assert pausing.pause_refused("default", BAD, "full", 1.0, timedelta(seconds=1))
+        assert pausing.pause_refused("default", BAD, FULL, 1.0, timedelta(seconds=1))
         row = the_pause()
-        assert (row.is_resuming, row.paused_by, row.reason, row.pause_seconds) == (False, "", "full", 1.0)
-        assert not pausing.pause_refused("default", BAD, "full", 1.0, timedelta(seconds=1)), "another relay has done it"
+        assert (row.is_resuming, row.paused_by, row.pause_seconds) == (False, "", 1.0)
+        assert (row.reason, row.error_class) == ("full", "nacked")
+        assert not pausing.pause_refused("default", BAD, FULL, 1.0, timedelta(seconds=1)), "another relay has done it"
 
     @pytest.mark.long
     def test_queue_that_accepts_a_few_messages_and_is_full_again_costs_few_others_an_attempt(self, peer):
