@@ -137,7 +137,7 @@ class ProcessAdmin(ActingAdmin):
         words = super().remark(action, row)
         if words or not row.silent:
             return words
-        return gettext("It is silent: the request waits until it sends a heartbeat again.")
+        return gettext("It is silent: the request waits until it sends a heartbeat again. Stop and Drain also end its alert.")
 
     @admin.display(description=_("process, version"))
     def process(self, row: Any) -> SafeString:

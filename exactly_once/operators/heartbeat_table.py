@@ -25,6 +25,7 @@ from exactly_once.wire.text import NAME_LENGTH, describe
 logger = logging.getLogger(__name__)
 
 _IS_STOPPING = Q(stopped_at=None, mode=Mode.STOPPING)
+_ENDS = {Request.STOP, Request.DRAIN}
 _PENDING = Q(acknowledged_at=None) & ~Q(requested="")
 
 
@@ -239,16 +240,18 @@ class HeartbeatWriter:
 
 
 def lost(rows: Iterable[Any]) -> list[Any]:
-    """Of `HeartbeatTable.rows`, the silent processes that no process started later has replaced, while others of them work.
+    """Of `HeartbeatTable.rows`, the silent processes that are neither replaced nor to be stopped, while others of them work.
 
-    A process replaces one that ran no other handlers. If none works, that is reported instead.
+    A process replaces one that ran on its host before, and no other handlers: a supervisor starts a killed process again where
+    it was, and one that starts elsewhere may be one more. If none works, that is reported instead.
     """
     known = list(rows)
     working = sorted((row for row in known if not row.silent), key=lambda row: row.started_at)
     unused, found = [*working], []
-    for row in sorted((row for row in known if row.silent and working), key=lambda row: row.beat_at):
+    silent = (row for row in known if row.silent and working and row.requested not in _ENDS)
+    for row in sorted(silent, key=lambda row: row.beat_at):
         since, handlers = _last_known_at(row), _handlers(row)
-        later = (one for one in unused if one.started_at > since and handlers <= _handlers(one))
+        later = (one for one in unused if one.host == row.host and one.started_at > since and handlers <= _handlers(one))
         if (replacement := next(later, None)) is None:
             found.append(row)
         else:

@@ -135,7 +135,7 @@ def test_process_whose_heartbeat_is_ahead_of_the_clock_is_silent():
     assert [row["silent"] for row in (*found["outbox"]["relays"], *found["inbox"]["consumers"])] == [True, True]
 
 
-def test_process_whose_heartbeat_is_ahead_of_the_clock_is_reported_until_a_later_one_has_replaced_it():
+def test_process_whose_heartbeat_is_ahead_of_the_clock_is_reported_until_one_is_started_on_its_host():
     for a_process in (a_relay, a_consumer):
         a_process(host="gone")
     Process.objects.update(beat_at=DatabaseTime(HOUR))
@@ -147,7 +147,7 @@ def test_process_whose_heartbeat_is_ahead_of_the_clock_is_reported_until_a_later
     assert "for -" not in overview()
 
     for a_process in (a_relay, a_consumer):
-        a_process(host="later", running_for=timedelta(minutes=1))
+        a_process(host="gone", pid=12, running_for=timedelta(minutes=1))
 
     assert silent() == set()
     assert "killed, or frozen" not in overview()
@@ -156,7 +156,7 @@ def test_process_whose_heartbeat_is_ahead_of_the_clock_is_reported_until_a_later
 def test_process_that_was_started_ahead_of_the_clock_is_replaced_by_one_that_was_started_by_the_present_clock():
     a_relay(host="gone")
     Process.objects.update(started_at=DatabaseTime(HOUR / 2), beat_at=DatabaseTime(HOUR))
-    a_relay(host="later", running_for=timedelta(minutes=1))
+    a_relay(host="gone", pid=12, running_for=timedelta(minutes=1))
 
     assert silent() == set()
 

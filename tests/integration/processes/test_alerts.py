@@ -16,7 +16,7 @@ from exactly_once.operators.alerts import Evaluator, alert_changed
 from exactly_once.operators.minutes import OTHER
 from exactly_once.process.clock import utcnow
 from exactly_once.process.heartbeat import SILENT_AFTER
-from exactly_once.process.loop import StopRequest
+from exactly_once.process.loop import Request, StopRequest
 from exactly_once.sql.now import DatabaseTime
 from inbox import pause_handler
 from inbox.conf import inbox_options
@@ -156,28 +156,40 @@ class TestConditions:
         pause_handler("tests.h")
         assert ("lag", "tests.h") not in evaluated("inbox")
 
-    def test_process_that_falls_silent_beside_others_is_raised_until_a_later_one_has_replaced_it(self):
-        a_relay(host="relay-1", silent_for=timedelta(minutes=12))
-        a_consumer(host="consumer-1", silent_for=timedelta(minutes=12))
+    def test_process_that_falls_silent_beside_others_is_raised_until_one_is_started_on_its_host(self):
+        a_relay(host="host-1", silent_for=timedelta(minutes=12))
+        a_consumer(host="host-1", silent_for=timedelta(minutes=12))
         assert evaluated("inbox") == set()
 
-        a_relay(host="relay-2")
-        a_consumer(host="consumer-2")
-        assert evaluated() == {("silent", "relay-1:4711")}
-        assert evaluated("inbox") == {("silent", "consumer-1:4712")}
+        a_relay(host="host-2")
+        a_consumer(host="host-2")
+        for host in ("host-3", "host-4"):
+            a_relay(host=host, running_for=timedelta(minutes=1))
+            a_consumer(host=host, running_for=timedelta(minutes=1))
+        assert evaluated() == {("silent", "host-1:4711")}
+        assert evaluated("inbox") == {("silent", "host-1:4712")}, "the others may be more, and not its replacements"
 
-        a_relay(host="relay-3", running_for=timedelta(minutes=1))
-        a_consumer(host="consumer-3", running_for=timedelta(minutes=1))
+        a_relay(host="host-1", pid=12, running_for=timedelta(minutes=1))
+        a_consumer(host="host-1", pid=13, running_for=timedelta(minutes=1))
         assert evaluated() == evaluated("inbox") == set()
 
-    def test_consumer_of_other_handlers_replaces_none_and_one_replaces_one(self):
-        a_consumer(host="gone", silent_for=timedelta(minutes=12), handlers=["tests.a"])
-        a_consumer(host="frozen", silent_for=timedelta(minutes=11), handlers=["tests.a"])
-        a_consumer(host="other", running_for=timedelta(minutes=1), handlers=["tests.b"])
-        assert evaluated("inbox") == {("silent", "gone:4712"), ("silent", "frozen:4712")}
+    @pytest.mark.parametrize("request_", [Request.STOP, Request.DRAIN])
+    def test_silent_process_that_an_operator_wants_to_end_is_not_raised(self, request_):
+        frozen = a_relay(host="host-1", silent_for=timedelta(minutes=12))
+        a_relay(host="host-2")
+        assert evaluated() == {("silent", "host-1:4711")}
 
-        a_consumer(host="later", running_for=timedelta(minutes=1), handlers=["tests.a", "tests.b"])
-        assert evaluated("inbox") == {("silent", "frozen:4712")}
+        assert relays.request("default", frozen.id, request_, "ada")
+        assert evaluated() == set()
+
+    def test_consumer_of_other_handlers_replaces_none_and_one_replaces_one(self):
+        a_consumer(pid=1, silent_for=timedelta(minutes=12), handlers=["tests.a"])
+        a_consumer(pid=2, silent_for=timedelta(minutes=11), handlers=["tests.a"])
+        a_consumer(pid=3, running_for=timedelta(minutes=1), handlers=["tests.b"])
+        assert evaluated("inbox") == {("silent", "consumer-1:1"), ("silent", "consumer-1:2")}
+
+        a_consumer(pid=4, running_for=timedelta(minutes=1), handlers=["tests.a", "tests.b"])
+        assert evaluated("inbox") == {("silent", "consumer-1:2")}
 
     def test_handler_that_hangs_in_all_threads_that_may_run_it_is_raised(self):
         run = {"what": "tests.h", "message": "m-1", "messages": 1, "thread": "worker-1", "began": 0.0}
