@@ -11,12 +11,13 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.admin import sections
 from exactly_once.display import duration, headline, identifier, number, visible
-from exactly_once.models import Process
+from exactly_once.models import Busy, Process
 from exactly_once.operators.minutes import database_time
 from exactly_once.sql.counts import Count
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic, PendingCallback
 from outbox.operators import alerting, figures
+from outbox.operators.callbacks import hanging
 from outbox.operators.operations import groups
 from outbox.states import State
 from outbox.store import selecting
@@ -61,6 +62,11 @@ def _attention(
         _("Relay {} has sent no heartbeat for {}: it was killed, or is frozen."),
         _("Relays {} have sent no heartbeat, the first for {}: they were killed, or are frozen."),
     )
+    for name, one in hanging(alias).items():
+        line = format_html(
+            gettext("{} runs for {} in {}."), identifier(name), duration(one.lasts), sections.named(one.processes)
+        )
+        yield sections.Attention(condition="hanging", objects=[name], text=line)
     unroutable, paused = alerting.unroutable(alias), figures.paused_topics(alias, _MOST_NAMED)
     for name, why in unroutable.items():
         line = format_html(gettext("Messages of {} cannot be delivered, and wait: {}"), identifier(name), headline(why))
@@ -119,6 +125,7 @@ sections.register(
             "clock_ahead": sections.Condition(link=_waiting_for_the_clock),
             "unroutable": sections.Condition(link=lambda name: sections.listed(OutboxMessage, topic=name)),
             "silent": sections.Condition(link=lambda name: sections.listed(Process, app="outbox")),
+            "hanging": sections.Condition(link=lambda name: sections.listed(Busy)),
             "failing": sections.Condition(link=lambda name: sections.listed(OutboxMessage, topic=name, stuck="any")),
             "lag": sections.Condition(link=lambda name: sections.listed(OutboxMessage, stuck="overdue")),
             "dead": sections.Condition(link=lambda name: sections.listed(OutboxMessage, state=State.DEAD)),

@@ -12,6 +12,7 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.transport import PublishOutcome
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic
+from outbox.operators.callbacks import hanging
 from outbox.operators.figures import has_ready_for
 from outbox.operators.operations import groups
 from outbox.states import State
@@ -42,6 +43,11 @@ def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
     found |= silent(processes)
     for topic, why in unroutable(alias).items():
         found["unroutable", topic] = f"Its messages cannot be delivered, and wait. {why}"
+    for name, one in hanging(alias).items():
+        found["hanging", name] = (
+            f"This callback, or checker of a topic, has been running for {duration(one.lasts)} in {', '.join(one.processes)}. "
+            "See its stack on the page Busy, set a timeout for what it waits for, and restart that relay."
+        )
     paused = PausedTopic.objects.using(alias).filter(is_resuming=False).values_list("topic", flat=True)
     known = {*paused, *(name for _condition, name in found)}
     found |= failing(MINUTES, alias, options, known, "published", "retried", "dead")

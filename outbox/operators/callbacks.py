@@ -1,15 +1,18 @@
-"""What operators ask and decide about pending callbacks."""
+"""What operators ask and decide about callbacks: those that are pending, and those that hang."""
 
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import transaction
 from django.db.models import Count, Min, Q
 
+from exactly_once.operators.heartbeat_table import long_runs
 from exactly_once.sql.now import DatabaseTime
 from outbox.callbacks import registry
+from outbox.conf import outbox_options
 from outbox.models import PendingCallback
+from outbox.store.heartbeats import relays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,26 @@ def pending_calls(alias: str) -> PendingCalls:
         oldest=Min("settled_at"),
     )
     return PendingCalls(**counted)
+
+
+@dataclass
+class Hanging:
+    """Calls of one callback, or of the checker of one topic, that last longer than usual: the longest, and where they run."""
+
+    lasts: timedelta = timedelta()
+    processes: list[str] = field(default_factory=list)
+
+
+def hanging(alias: str) -> dict[str, Hanging]:
+    """By callback, or topic of a checker, the calls that have lasted longer than `STUCK_AFTER`, as the heartbeats say."""
+    found: dict[str, Hanging] = {}
+    for process in relays.rows(alias).filter(silent=False):
+        for name, lasted in long_runs(process, outbox_options().STUCK_AFTER).items():
+            if name:  # not a pass of the relay
+                one = found.setdefault(name, Hanging())
+                one.lasts = max(one.lasts, *lasted)
+                one.processes.append(str(process))
+    return found
 
 
 def _unless_in_hand(alias: str, pending: int, write: Any) -> bool:

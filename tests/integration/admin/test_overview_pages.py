@@ -409,7 +409,8 @@ def test_waiting_relay_paused_topic_paused_handler_and_overdue_message_are_repor
 
 def test_what_hangs_is_silent_fails_and_cannot_be_delivered_is_said_once_where_it_can_be_acted_on():
     a_relay(host="relay-1", silent_for=timedelta(minutes=12))
-    a_relay(host="relay-2")
+    called = {"what": "shop.receipt_sent", "message": "", "messages": 1, "thread": "callbacks-1", "began": 0.0}
+    a_relay(host="relay-2", running_for=timedelta(minutes=12), running=[called])
     run = {"what": CHARGE, "message": "m-1", "messages": 1, "thread": "worker-1", "began": 0.0}
     a_consumer(running_for=timedelta(minutes=12), running=3 * [run], threads={CHARGE: 3}, queued={CHARGE: 97_000})
     statistics("inbox", "shop.mail", failed=9, handled=1)
@@ -424,6 +425,7 @@ def test_what_hangs_is_silent_fails_and_cannot_be_delivered_is_said_once_where_i
     lines = [text for degree, text in attention(page) if degree == "urgent"]
     expected = {
         f"{CHARGE} runs for 12 min in 3 of 3 threads of consumer-1:4712.": "exactly_once_busy_changelist",
+        "shop.receipt_sent runs for 12 min in relay-2:4711.": "exactly_once_busy_changelist",
         "Relay relay-1:4711 has sent no heartbeat for 12 min": "exactly_once_process_changelist?app=outbox",
         "shop.mail: 9 of 10 attempts have failed within 10 min.": "inbox_inboxmessage_changelist?handler=shop.mail&stuck=any",
         "Messages of shop.unknown cannot be delivered, and wait:": "outbox_outboxmessage_changelist?topic=shop.unknown",

@@ -200,6 +200,15 @@ class TestConditions:
 
         assert "for 12 min in 2 of 2 threads of consumer-1:4712" in Alert.objects.get().summary
 
+    def test_callback_that_hangs_is_raised_and_a_pass_of_the_relay_is_not(self):
+        a_run = {"message": "", "messages": 1, "thread": "callbacks-1", "began": 0.0}
+        short = {**a_run, "what": "shop.short", "began": 600.0}
+        running = [short, {**a_run, "what": "shop.receipt_sent"}, {**a_run, "what": "", "thread": "MainThread"}]
+        a_relay(running_for=timedelta(minutes=12), running=running)
+
+        assert evaluated() == {("hanging", "shop.receipt_sent")}
+        assert "for 12 min in relay-1:4711" in Alert.objects.get().summary
+
     def test_ordered_handler_that_hangs_while_later_messages_of_its_key_wait_is_raised(self):
         """Its other keys are run by the other threads."""
         run = {"what": "tests.h", "message": "m-1", "messages": 1, "thread": "worker-1", "began": 0.0}

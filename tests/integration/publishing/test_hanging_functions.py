@@ -12,6 +12,7 @@ from django.db import connection
 from outbox import Answer, checker, prepare
 from outbox.callbacks import checkers
 from outbox.models import PendingCallback
+from outbox.operators.callbacks import hanging
 from outbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.stalling import CHECKED, CHECKED_IN_VAIN, HANGING, QUICK, WAITING
@@ -138,7 +139,7 @@ def test_message_whose_checker_hangs_is_checked_by_no_other_relay(relay, begun):
             assert begun() == {"first": 1}
 
 
-def test_hanging_callback_is_reported_with_its_stack_and_holds_up_no_other_callback(relay, begun):
+def test_hanging_callback_is_reported_with_its_stack_and_holds_up_no_other_callback(relay, begun, settings):
     with relay(CALLBACKS={"TIMEOUT": 0.5, "THREADS": 2}, SHUTDOWN_GRACE=A_LONG_TIME) as process:
         for n in range(5):
             published(HANGING, biz_id=f"hanging {n}")
@@ -149,6 +150,8 @@ def test_hanging_callback_is_reported_with_its_stack_and_holds_up_no_other_callb
         process.until(lambda: ", in calls_a_service_that_never_answers" in process.said())
         process.until(lambda: not sessions_of_the_relay("idle in transaction"))
         assert begun().total() == 1
+        settings.OUTBOX = {"STUCK_AFTER": timedelta(seconds=1)}
+        process.until(lambda: [name.split(".")[-1] for name in hanging("default")] == ["calls_a_service_that_never_answers"])
         process.terminate()
         assert process.ends() == 0
     assert PendingCallback.objects.count() == 5
