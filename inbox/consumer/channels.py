@@ -8,13 +8,16 @@ For RabbitMQ, an ack with `multiple` ("this tag and all before it") costs as muc
 settled. So one frame acknowledges the settled tags up to the first unsettled one. The later ones are acknowledged singly.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import kombu
 from amqp import spec
 
 from exactly_once.wire.envelope import COMPRESSION
+
+_ANSWER_SECONDS = 4.0
+"""Shorter than between two heartbeats of the broker, each of which begins the wait again."""
 
 
 class Acks:
@@ -105,3 +108,9 @@ def _as_sent(kind: type[Any]) -> type[Any]:
             return stored
 
     return AsSent
+
+
+def answering_in_time(channel: Any) -> Any:
+    """The channel of a subscription, which raises TimeoutError while the broker does not answer it: a single queue may hang."""
+    channel.wait = partial(channel.wait, timeout=_ANSWER_SECONDS)
+    return channel

@@ -7,6 +7,7 @@ channel closes the connection; the broker delivers again, and the inbox suppress
 """
 
 import logging
+import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,7 +35,7 @@ from exactly_once.process.loop import Bell, StopRequest, Watchdog
 from exactly_once.process.outage import Outage, wait_for_broker
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
-from inbox.consumer.channels import Acks, receiving_bodies_as_sent
+from inbox.consumer.channels import Acks, answering_in_time, receiving_bodies_as_sent
 from inbox.consumer.heartbeat import Activity
 from inbox.consumer.lanes import Delivery, Lane, prefetch_of
 from inbox.consumer.pool import Pool
@@ -199,8 +200,14 @@ class Consumer:
         A delivery that cannot be stored would return to the broker when this process ends, and count as one more delivery.
         """
         open_lanes = {subscription.lane for subscription in self._open.values()}
-        for lane in [lane for lane in self._unpaused if lane not in open_lanes and self._pool.can_store(lane)]:
+        lanes = [lane for lane in self._unpaused if lane not in open_lanes and self._pool.can_store(lane)]
+        suspected = [lane for lane in lanes if lane in self._suspected]
+        for lane in [*(lane for lane in lanes if lane not in suspected), *random.sample(suspected, len(suspected))]:
+            if lane in self._forbidden:
+                continue
             channel = receiving_bodies_as_sent(self._connection.channel())
+            if self._speaks_amqp:
+                answering_in_time(channel)
             queue = lane.queue(channel)
             acks = Acks(channel, multiple=self._speaks_amqp)
             on_delivery = partial(self._on_delivery, lane, acks)
@@ -215,7 +222,8 @@ class Consumer:
             except Unusable as error:
                 # Until the next check of the queues. py-amqp opens a channel again that the broker has closed.
                 self._close(acks)
-                self._forbidden.add(lane)
+                # Each queue that hangs delays the others by seconds, so no more than one is tried at a time.
+                self._forbidden |= {lane, *(suspected if lane in suspected else ())}
                 self._report_problem(lane, f"{error} {_NOT_RECEIVED}")
             except self._failures():
                 if self._speaks_amqp:
@@ -236,17 +244,19 @@ class Consumer:
         Raises:
             Unusable: that connection was closed as well.
         """
+        own = self._connection.clone()
         try:
-            with self._connection.clone() as own:
-                own.ensure_connection(**connection_attempts(self._options.broker_url))
-                channel = own.channel()
-                channel.basic_qos(0, 1, False)
-                channel.basic_consume(queue, no_ack=False)
+            own.ensure_connection(**connection_attempts(self._options.broker_url))
+            channel = answering_in_time(own.channel())
+            channel.basic_qos(0, 1, False)
+            channel.basic_consume(queue, no_ack=False)
         except self._failures() as error:
             raise Unusable(
                 f"The broker cannot deliver from the queue {queue!r} ({describe(error)}). Check that its nodes are "
                 "available: rabbitmq-queues quorum_status, rabbitmqctl list_unresponsive_queues."
             ) from error
+        finally:
+            own.collect(socket_timeout=1.0)  # without a goodbye, which a queue that hangs would delay
 
     @property
     def _usable(self) -> list[Lane]:
@@ -388,12 +398,18 @@ class Consumer:
             ConnectionError: the broker no longer has a subscription of this process.
         """
         receiving, queued = {subscription.lane for subscription in self._open.values()}, Counter[str]()
-        with self._connection.channel() as channel:
-            for lane in self._usable:
-                waiting, subscriptions = self._time(partial(self._length_of, lane.queue(channel)))
-                if lane in receiving and self._speaks_amqp and not subscriptions:
-                    raise ConnectionError(f"the broker no longer has the subscription on the queue {lane.queue.name!r}")
-                queued[lane.handler.name] += waiting
+        for lane in self._usable:
+            try:
+                with self._connection.channel() as channel:
+                    waiting, subscriptions = self._time(partial(self._length_of, lane.queue(channel)))
+            except self._connection.channel_errors as error:
+                logger.debug("consumer: the length of the queue %r is unknown: %s", lane.queue.name, describe(error))
+                waiting = subscriptions = 0
+            if lane in receiving and self._speaks_amqp and not subscriptions:
+                # A queue that hangs is said to have none. It must not hold up the next connection as well.
+                self._suspected.add(lane)
+                raise ConnectionError(f"the broker no longer has the subscription on the queue {lane.queue.name!r}")
+            queued[lane.handler.name] += waiting
         self._queued = queued
 
     def _return_unstorable(self, now: float) -> None:

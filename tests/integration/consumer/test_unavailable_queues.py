@@ -119,3 +119,35 @@ def test_queue_that_has_lost_its_majority_stops_no_other_handler(handles, rabbit
     [report] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert queue_name(lost, options) in report
     assert "quorum_status" in report
+
+
+def test_queue_that_hangs_stops_no_other_handler(handles, rabbitmq_server, rabbitmq_url, caplog):
+    """Its Ra server is suspended: the broker answers that the queue has no subscription, and a new one is not answered."""
+    options = broker_options(rabbitmq_url)
+    hangs, sound = handles(the_effect, name="tests.hangs", topic=FORBIDDEN), handles(the_effect, name="tests.sound")
+    resource = f'rabbit_misc:r(<<"{rabbitmq_url.rpartition("/")[2]}">>, queue, <<"{queue_name(hangs, options)}">>)'
+    server = f"begin {{ok, Q}} = rabbit_amqqueue:lookup({resource}), {{Name, _}} = amqqueue:get_pid(Q), whereis(Name) end"
+
+    with consuming([hangs, sound], options) as consumer:
+        wait_until(lambda: "receiving from 2 queues" in caplog.text)
+        rabbitmq_server.evaluate(f"sys:suspend({server}).")
+        try:
+            consumer._checked_at = float("-inf")  # half a minute has passed
+            wait_until(lambda: "receiving from 1 queue at" in caplog.text)
+            consumer._checked_at = float("-inf")
+            send(rabbitmq_url, TOPIC, {}, message_id="a")
+            wait_until(lambda: effects("a") == 1)
+            lost = caplog.text.count("The broker is unavailable")
+            wait_until(lambda: consumer._checked_at > 0 and consumer._forbidden)
+            send(rabbitmq_url, TOPIC, {}, message_id="b")
+            wait_until(lambda: effects("b") == 1)
+        finally:
+            rabbitmq_server.evaluate(f"sys:resume({server}).")
+        consumer._checked_at = float("-inf")
+        wait_until(lambda: caplog.text.count("receiving from 2 queues") == 2)
+        send(rabbitmq_url, FORBIDDEN, {}, message_id="c")
+        wait_until(lambda: effects("c") == 1)
+
+    assert lost == caplog.text.count("The broker is unavailable") == 1
+    [report] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert queue_name(hangs, options) in report
