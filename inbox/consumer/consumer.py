@@ -256,7 +256,7 @@ class Consumer:
                 "available: rabbitmq-queues quorum_status, rabbitmqctl list_unresponsive_queues."
             ) from error
         finally:
-            own.collect(socket_timeout=1.0)  # without a goodbye, which a queue that hangs would delay
+            own.collect(socket_timeout=1.0)
 
     @property
     def _usable(self) -> list[Lane]:

@@ -121,6 +121,7 @@ def test_queue_that_has_lost_its_majority_stops_no_other_handler(handles, rabbit
     assert "quorum_status" in report
 
 
+@pytest.mark.long
 def test_queue_that_hangs_stops_no_other_handler(handles, rabbitmq_server, rabbitmq_url, caplog):
     """Its Ra server is suspended: the broker answers that the queue has no subscription, and a new one is not answered."""
     options = broker_options(rabbitmq_url)

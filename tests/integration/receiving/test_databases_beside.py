@@ -44,6 +44,7 @@ def shown():
     return unescape(waiting), str(process_table(rows, brief=False))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("given", [{}, {"ordered": True}, {"group_commit": 4}], ids=["single", "ordered", "group_commit"])
 def test_handler_waits_for_another_database_and_the_others_continue(handles, rabbitmq_url, caplog, given):
     broker = broker_options(rabbitmq_url, MAX_ATTEMPTS=1)
