@@ -132,7 +132,9 @@ class LeanChangeList(ChangeList):
 
     def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
         model_admin: Any = self.model_admin
-        return super().get_queryset(request, exclude_parameters).defer(*model_admin.large_columns)
+        rows = super().get_queryset(request, exclude_parameters)
+        self.has_filters = False  # otherwise a theme would show its own filters, too
+        return rows.defer(*model_admin.large_columns)
 
     def url_for_result(self, result: Any) -> str:
         model_admin: Any = self.model_admin

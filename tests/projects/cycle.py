@@ -54,6 +54,8 @@ COMMANDS = (
 LONGEST_SECONDS = 60
 Get = Callable[[str], tuple[int, bytes]]
 """The status and body of the page with this path."""
+FILTERS_OF_THEMES = (b'id="changelist-filter"', b'id="grp-filters"', b"search-filter")
+WITH_FILTERS = re.compile(r"/(outboxmessage|inboxmessage|process)/$")
 
 
 def run(*arguments: str) -> None:
@@ -317,6 +319,9 @@ def pages(get: Get) -> None:
         for path, (status, body) in zip(paths, answers, strict=True):
             assert status == 200, f"{path}: {status}"
             assert b'name="password"' not in body, f"{path}: not logged in"
+            assert not any(theirs in body for theirs in FILTERS_OF_THEMES), f"{path} has the filters of the theme, too"
+            if WITH_FILTERS.search(path):
+                assert body.count(b'class="message-filters"') == 1, f"{path} has no filters"
     assert get("/health/live/")[0] == 200
     # No relay is running.
     assert "database" in json.loads(get("/health/ready/outbox/")[1])["checks"]["outbox"]
