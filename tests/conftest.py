@@ -1,7 +1,5 @@
 """Servers and databases for the tests. A server starts when a test asks for it, once in each worker; RabbitMQ once for all."""
 
-from __future__ import annotations
-
 import os
 from urllib.parse import quote
 

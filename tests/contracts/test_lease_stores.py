@@ -1,7 +1,5 @@
 """The contract of a lease store, run on every store, each with its real server."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise

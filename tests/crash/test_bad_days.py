@@ -6,8 +6,6 @@ takeover took is written to the log and to the report, and not asserted.
 Most of them wait for deadlines and watchdogs to end.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The broker's disk is lost: its queues are empty, and what it had confirmed is sent again from the outbox's history."""
 
-from __future__ import annotations
-
 from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage
 

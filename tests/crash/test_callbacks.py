@@ -1,7 +1,5 @@
 """Processes are killed around a callback: every settled message is reported, and the effect of its callback happens once."""
 
-from __future__ import annotations
-
 import pytest
 from django.db import transaction
 

@@ -1,7 +1,5 @@
 """A concurrent duplicate waits for a transaction that holds its row far longer than `DUPLICATE_TIMEOUT`."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

@@ -1,7 +1,5 @@
 """A web server is killed while it answers clients of the HTTP API: they repeat their requests, and nothing is lost."""
 
-from __future__ import annotations
-
 import http.client
 import json
 

@@ -1,7 +1,5 @@
 """Joins while processes are killed: each run has its effect exactly once. JOIN_RUNS=10000 makes the long test longer."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

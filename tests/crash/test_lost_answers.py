@@ -1,7 +1,5 @@
 """The connection is lost with the answer to a commit: a count may be wrong, but no effect is lost or doubled."""
 
-from __future__ import annotations
-
 import pytest
 
 from inbox.operators import accounting

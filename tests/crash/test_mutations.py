@@ -3,8 +3,6 @@
 A workload takes the bug of the process it is about, "" for none.
 """
 
-from __future__ import annotations
-
 import logging
 from contextlib import suppress
 

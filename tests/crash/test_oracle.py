@@ -1,7 +1,5 @@
 """Proof that the oracle notices: it is given what producers and handlers would have written, once right and once wrong."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 
 import pytest

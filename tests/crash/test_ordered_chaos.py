@@ -3,8 +3,6 @@
 ORDERED_CHAOS_MESSAGES and ORDERED_CHAOS_KEYS make it longer, for example 20000 messages on 500 keys.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """The broker, the database or a connection fails under load: no attempt is counted, and no process has to be restarted."""
 
-from __future__ import annotations
-
 from django.db import connection
 
 from outbox.models import OutboxMessage

@@ -1,7 +1,5 @@
 """Outgoing webhooks while processes are killed: each message arrives at each endpoint, under one id, and at most twice."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter

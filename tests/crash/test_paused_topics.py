@@ -3,8 +3,6 @@
 Each test asserts that the process was really killed there.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """A process is frozen for longer than any deadline, and then continues."""
 
-from __future__ import annotations
-
 import pytest
 from django.db import transaction
 

@@ -1,7 +1,5 @@
 """History and receipts are deleted while their messages are redelivered and consumers are killed."""
 
-from __future__ import annotations
-
 import io
 import logging
 import random

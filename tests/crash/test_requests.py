@@ -1,7 +1,5 @@
 """Requests and answers while processes are killed: either the answer or the timeout has its effect, exactly once."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

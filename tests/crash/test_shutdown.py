@@ -1,7 +1,5 @@
 """SIGTERM under load: running work is finished, other work is left to other processes, the exit status is 0."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

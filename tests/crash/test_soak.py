@@ -1,7 +1,5 @@
 """Random kills under load: the guarantees that hold at the end."""
 
-from __future__ import annotations
-
 import logging
 from datetime import timedelta
 

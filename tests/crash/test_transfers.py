@@ -3,8 +3,6 @@
 Money leaves one database and arrives in another: neither lost nor doubled, and no transfer stays undecided.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

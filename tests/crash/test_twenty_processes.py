@@ -1,7 +1,5 @@
 """Twenty processes and one biz-id: a hundred copies, all of them prefetched at the same time, and one effect."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import ExitStack
 from datetime import timedelta

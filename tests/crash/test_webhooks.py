@@ -1,7 +1,5 @@
 """A web server is killed while it stores an event: the provider repeats the event, and its effect happens once."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """The timing wheel is lost with its process: scheduled messages are still published, once and never early."""
 
-from __future__ import annotations
-
 from collections import Counter
 from datetime import timedelta
 

@@ -4,8 +4,6 @@ Pages that are run word for word have tests of their own: `integration/testing/t
 tutorial.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

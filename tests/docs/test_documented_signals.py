@@ -1,7 +1,5 @@
 """The example on the page of signals counts what the inbox reports."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter

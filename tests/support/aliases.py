@@ -1,7 +1,5 @@
 """Entries of DATABASES that only one test has."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 from django.db import connection, connections

@@ -1,7 +1,5 @@
 """Management commands in this process."""
 
-from __future__ import annotations
-
 import io
 
 from django.core.management import call_command

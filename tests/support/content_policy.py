@@ -1,7 +1,5 @@
 """The Content-Security-Policy of the suite's pages, without pytest: every process that a test starts imports this."""
 
-from __future__ import annotations
-
 POLICY = "default-src 'self'"
 
 

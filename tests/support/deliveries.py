@@ -1,7 +1,5 @@
 """Helpers for tests of the inbox: deliver messages, run stored ones, and read the outcome."""
 
-from __future__ import annotations
-
 import json
 import threading
 import uuid

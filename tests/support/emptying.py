@@ -7,8 +7,6 @@ PostgreSQL needs 15 ms of processor time to truncate one of our tables with its 
 its few rows. So a table is truncated only when it has become large, with rows that were deleted before.
 """
 
-from __future__ import annotations
-
 from django.core.management.color import no_style
 from django.db import OperationalError, connections, transaction
 from django.test import TransactionTestCase

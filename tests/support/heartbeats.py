@@ -1,7 +1,5 @@
 """Rows of relays and consumers, as these write them."""
 
-from __future__ import annotations
-
 import uuid
 from datetime import timedelta
 

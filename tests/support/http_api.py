@@ -3,8 +3,6 @@
 In this process (`Api`, through Django's test client), or by Node in a process of its own (`node`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Loads of deliveries without a broker: what a worker of the consumer gets from its lane, and what it answers."""
 
-from __future__ import annotations
-
 import kombu
 
 from exactly_once.process.clock import monotonic

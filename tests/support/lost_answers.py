@@ -1,7 +1,5 @@
 """A commit whose answer is lost: it is in the database, and the client does not know that."""
 
-from __future__ import annotations
-
 import threading
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """A lower bound for what a test collects: an assertion about each of nothing would pass."""
 
-from __future__ import annotations
-
 
 def at_least(number, collected):
     """What is collected, as a list; an error if it is less than this."""

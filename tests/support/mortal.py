@@ -1,7 +1,5 @@
 """The database of a test on the server that it may kill."""
 
-from __future__ import annotations
-
 from urllib.parse import urlsplit
 
 import pytest

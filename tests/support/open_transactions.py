@@ -1,7 +1,5 @@
 """Transactions that publish with a key, each on a connection of its own, in the order that a test chooses."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 from django.db import connection, connections, transaction

@@ -1,7 +1,5 @@
 """Helpers for tests of the outbox: publish, relay, read the row, read from the broker."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import contextmanager
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Receivers of signals, connected for a block."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack, contextmanager
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Statements as they are, on the connection of the test or in a session of its own."""
 
-from __future__ import annotations
-
 import psycopg
 from django.db import connections
 

@@ -4,8 +4,6 @@ Each line of its input names the handler and the duration. It answers with a lin
 database's clock.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The frozen vectors of the wire format."""
 
-from __future__ import annotations
-
 from datetime import datetime
 
 from exactly_once.wire.envelope import Envelope

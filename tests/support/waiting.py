@@ -1,7 +1,5 @@
 """Wait for a condition, instead of for a time to pass."""
 
-from __future__ import annotations
-
 import time
 
 A_WHILE = 60.0

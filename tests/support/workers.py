@@ -1,7 +1,5 @@
 """Consumers and relays for the tests of the inbox: in a thread of the test, or as a process that may be killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

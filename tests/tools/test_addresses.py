@@ -1,7 +1,5 @@
 """The site of the documentation takes its addresses from pyproject.toml."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from tools import docs_site

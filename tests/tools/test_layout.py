@@ -1,7 +1,5 @@
 """Where tests are: each directory has its line in the README, and no test module imports another."""
 
-from __future__ import annotations
-
 import ast
 
 from tests.support import ROOT

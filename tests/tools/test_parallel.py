@@ -1,7 +1,5 @@
 """The workers that run the tests."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The private servers of the test suite: they serve, they can be killed, and they keep what they confirmed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

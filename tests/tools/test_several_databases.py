@@ -1,7 +1,5 @@
 """The databases of the test suite: the engine, two separate databases, rows shared with threads and processes."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import pytest

@@ -1,7 +1,5 @@
 """The check of the wording can fail: it reads what people read, and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools import wording

@@ -1,7 +1,5 @@
 """The tutorial works word for word: in an empty directory, from a built wheel, on real servers."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -1,7 +1,5 @@
 """Batched acknowledgements: in whatever order deliveries are settled, one that is not settled is never acknowledged."""
 
-from __future__ import annotations
-
 import pytest
 from amqp import spec
 from hypothesis import given

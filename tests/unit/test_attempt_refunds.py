@@ -1,7 +1,5 @@
 """Refunds of attempts to a database that was unavailable: each is made once, when the database is available again."""
 
-from __future__ import annotations
-
 import sys
 import threading
 

@@ -1,7 +1,5 @@
 """Deliveries keep their bodies as they were sent, whatever their headers ask kombu to make of them."""
 
-from __future__ import annotations
-
 import kombu
 import pytest
 

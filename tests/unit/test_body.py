@@ -1,7 +1,5 @@
 """A body is inflated and parsed within limits, whatever it is made of."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import lzma

@@ -1,7 +1,5 @@
 """Checkers of prepared messages: one per topic, which returns an `Answer` and nothing else."""
 
-from __future__ import annotations
-
 import uuid
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole frames are taken out of py-amqp's buffer: all of them, in order, wherever the network has cut the stream."""
 
-from __future__ import annotations
-
 from itertools import starmap
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The options of a handler: what each value refuses, and which combinations cannot be written or are refused."""
 
-from __future__ import annotations
-
 import inspect
 from datetime import timedelta
 

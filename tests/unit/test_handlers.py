@@ -1,7 +1,5 @@
 """What the handler decorator accepts and refuses, and how a handler is named."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The `INBOX` setting: its defaults, what it takes from the `OUTBOX` setting, and what it refuses."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

@@ -1,7 +1,5 @@
 """The system checks of joins."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

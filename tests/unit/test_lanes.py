@@ -1,7 +1,5 @@
 """What a worker gets from a lane: how many deliveries at a time, when, and which of them must not be taken."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import kombu

@@ -1,7 +1,5 @@
 """Life signs: what a probe on the same host learns about a running, a frozen and a killed process."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """local:// hands over many messages with one statement, which does not grow without a limit."""
 
-from __future__ import annotations
-
 import pytest
 
 from exactly_once.transport import OutgoingMessage

@@ -1,7 +1,5 @@
 """The worker pool: which work its threads take next, how much runs at once, and how the pool is closed."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from contextlib import contextmanager

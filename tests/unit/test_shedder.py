@@ -1,7 +1,5 @@
 """Which messages are dropped when too many wait: above the limit, down to nine tenths of it, and droppable ones only."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """The slots of a handler with a `concurrency`: how many there are, and that deliveries and stored messages take turns."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from datetime import timedelta

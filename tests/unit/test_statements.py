@@ -1,7 +1,5 @@
 """Which statements of a handler end the transaction of the inbox, however they are written."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

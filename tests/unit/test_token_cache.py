@@ -1,7 +1,5 @@
 """Token buckets and token caches: processes that share a rate never use more than it, and hardly less."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

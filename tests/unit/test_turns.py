@@ -1,7 +1,5 @@
 """The policy of every loop: what it does after an error of its turn."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """The audit log: what is written, in which transaction, and the page with its filters and exports."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

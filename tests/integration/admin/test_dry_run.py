@@ -1,7 +1,5 @@
 """The dry run of a message in the admin: what its handler would write and publish, without any effect."""
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta

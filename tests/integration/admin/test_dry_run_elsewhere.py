@@ -1,7 +1,5 @@
 """What a dry run does on the databases other than its handler's: it reads them and writes nothing."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 

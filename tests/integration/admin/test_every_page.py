@@ -1,7 +1,5 @@
 """Every page of the admin with a text from outside wherever one is stored: it is shown as text, and makes no element."""
 
-from __future__ import annotations
-
 import pytest
 from django.contrib import admin
 from django.db import transaction

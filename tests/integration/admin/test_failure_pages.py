@@ -1,7 +1,5 @@
 """Failures in the admin: class and place, every attempt, groups and notes; and deferred messages apart from these."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

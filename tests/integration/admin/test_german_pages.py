@@ -1,7 +1,5 @@
 """German, as the proof that the pages and commands can be translated."""
 
-from __future__ import annotations
-
 import html
 import io
 import re

@@ -1,7 +1,5 @@
 """What a user of the admin without a permission does not see, and what a user who has lost one no longer causes."""
 
-from __future__ import annotations
-
 import pytest
 from django.contrib import admin
 from django.contrib.auth.models import User

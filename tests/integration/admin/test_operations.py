@@ -1,7 +1,5 @@
 """Bulk operations: previewed and planned in the admin, executed in batches by running processes, taken over from dead ones."""
 
-from __future__ import annotations
-
 import io
 import re
 from datetime import timedelta

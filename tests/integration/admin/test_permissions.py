@@ -1,7 +1,5 @@
 """Every page and every action of the admin is refused without its own permission, and no row is changed but by actions."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The page of processes: what it shows of relays and of consumers, what it warns of, and the requests that operators make."""
 
-from __future__ import annotations
-
 import re
 from datetime import timedelta
 

@@ -3,8 +3,6 @@
 The rows are as that clock would have written them.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Health checks: the answers to probes about relays and consumers that work, wait, hang or have ended."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 

@@ -1,7 +1,5 @@
 """The system checks of the inbox."""
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 

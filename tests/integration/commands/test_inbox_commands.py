@@ -1,7 +1,5 @@
 """The command of the inbox that retries dead messages."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

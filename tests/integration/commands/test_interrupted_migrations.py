@@ -1,7 +1,5 @@
 """A migration that was stopped midway resumes, also with a backend that has no transaction around it and skips what exists."""
 
-from __future__ import annotations
-
 import psycopg
 import pytest
 

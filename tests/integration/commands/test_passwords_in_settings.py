@@ -1,7 +1,5 @@
 """A password in a mistyped setting is printed by no check and no command."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """`exactly_once_purge` for each app: what is older than its retention is deleted; what is open or dead stays."""
 
-from __future__ import annotations
-
 import io
 import re
 import uuid

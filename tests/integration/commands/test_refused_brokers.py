@@ -1,7 +1,5 @@
 """A broker that refuses the login or virtual host: an error that names the setting, until it is corrected."""
 
-from __future__ import annotations
-
 import re
 import secrets
 

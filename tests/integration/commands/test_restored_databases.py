@@ -1,7 +1,5 @@
 """What a restore, a switch to a replica, or an upgrade of the operating system leaves wrong in a database of PostgreSQL."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import ExitStack, contextmanager
 

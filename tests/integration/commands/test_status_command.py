@@ -1,7 +1,5 @@
 """`exactly_once_status`: what it says of each app."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """`exactly_once_trail`: the history of one message, both apps joined by its id."""
 
-from __future__ import annotations
-
 import io
 import json
 import uuid

@@ -1,7 +1,5 @@
 """A database that is not migrated for this version is refused at the start, in one line that names what to run."""
 
-from __future__ import annotations
-
 import io
 import json
 from datetime import timedelta

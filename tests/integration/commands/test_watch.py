@@ -1,7 +1,5 @@
 """`exactly_once_status --watch` as a person sees it, in a pseudo-terminal."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """Many workers on a real broker: never more than `CONCURRENCY`, and every effect once, whatever fails meanwhile."""
 
-from __future__ import annotations
-
 import random
 import select
 import socket

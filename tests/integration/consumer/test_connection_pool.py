@@ -1,7 +1,5 @@
 """Django's connection pool (`OPTIONS["pool"]`): web processes use it, workers keep a connection for each of their threads."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 

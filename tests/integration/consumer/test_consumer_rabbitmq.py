@@ -1,7 +1,5 @@
 """The consumer on a real RabbitMQ: a delivery is acknowledged after the commit and not before, whatever fails in between."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The consumer on Redis, through kombu: the broker promises less than RabbitMQ, the inbox promises the same."""
 
-from __future__ import annotations
-
 import json
 import threading
 

@@ -1,7 +1,5 @@
 """A database that answers and cannot store: no delivery is acknowledged, none goes back to the broker, none is lost."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """A queue whose messages the broker drops after a number of deliveries is not received from, and the log says what to do."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from contextlib import closing, contextmanager, suppress

@@ -1,7 +1,5 @@
 """The consumer on RabbitMQ and on Redis, which promises less: the inbox promises the same."""
 
-from __future__ import annotations
-
 import pytest
 from django.db import transaction
 

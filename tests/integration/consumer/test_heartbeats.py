@@ -1,7 +1,5 @@
 """Heartbeats of processes that run handlers: who runs, for which handlers, and what each waits for."""
 
-from __future__ import annotations
-
 import json
 import threading
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """A queue or topic that the broker forbids or has lost stops its own handler only, and the log says what to do."""
 
-from __future__ import annotations
-
 import logging
 from datetime import timedelta
 

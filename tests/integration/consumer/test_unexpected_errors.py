@@ -1,7 +1,5 @@
 """An unexpected error in our own code: no delivery is lost, and none is redelivered for ever without being seen."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Each half alone, in a real project: with the other one not in INSTALLED_APPS it migrates, works and meets real RabbitMQ."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from contextlib import closing

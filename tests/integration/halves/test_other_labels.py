@@ -1,7 +1,5 @@
 """A project whose own apps are labelled outbox and inbox installs ours under other labels, as the documentation shows."""
 
-from __future__ import annotations
-
 import pytest
 from django.db import connection
 

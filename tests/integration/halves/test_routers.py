@@ -1,7 +1,5 @@
 """Projects whose database routers decide where our tables are: without a default database, and with one for other apps."""
 
-from __future__ import annotations
-
 import pytest
 from django.db import connection
 

@@ -1,7 +1,5 @@
 """Windows has neither fcntl nor resource, termios and others: there the web side works, and a process refuses in one line."""
 
-from __future__ import annotations
-
 from tests.support.projects import run_in
 
 MISSING = "import sys\nsys.modules.update(dict.fromkeys(['fcntl', 'grp', 'pwd', 'resource', 'termios', 'tty']))\n"

@@ -1,7 +1,5 @@
 """`INBOX["AROUND"]`: context managers around each call of a handler, in every way of running it."""
 
-from __future__ import annotations
-
 import pytest
 from django.test import override_settings
 

@@ -1,7 +1,5 @@
 """Many deliveries in one transaction, as a batch or by group commit: each effect happens once and each message fails alone."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from datetime import timedelta

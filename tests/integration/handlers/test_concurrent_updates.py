@@ -1,7 +1,5 @@
 """Handlers that change the same row at the same time: locks, versions, and what the inbox makes of a conflict."""
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
 from functools import partial

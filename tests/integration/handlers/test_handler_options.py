@@ -1,7 +1,5 @@
 """What a handler's own `retry` says is what is done, in every way of running it; and for how long a message is deferred."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

@@ -1,7 +1,5 @@
 """A caller's transaction keeps the `lock_timeout` it had, whatever the inbox did in it."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from datetime import timedelta
 

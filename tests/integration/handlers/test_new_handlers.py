@@ -1,7 +1,5 @@
 """A new handler gets its past from the outbox's history, before anything new, and the other handlers see nothing of it."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime, timedelta
 from functools import partial

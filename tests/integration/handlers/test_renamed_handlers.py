@@ -1,7 +1,5 @@
 """Renamed handlers: with `renamed_from` they continue where they were; without it, the old name is reported."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from datetime import timedelta
 

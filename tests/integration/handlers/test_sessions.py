@@ -1,7 +1,5 @@
 """A worker keeps its database session; what one handler changes in it, or does to it, reaches no other handler."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """A handler's `timeout`: a longer run is a failed attempt, and its interruption never hits a later run."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

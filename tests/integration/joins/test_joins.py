@@ -1,7 +1,5 @@
 """Joins: once per run id, when all messages have come, in any order and however often; and what happens at the deadline."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading

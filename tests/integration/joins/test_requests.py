@@ -1,7 +1,5 @@
 """Requests and answers: handled once per request, in any order of arrival; what a timeout does; what a late answer becomes."""
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
 

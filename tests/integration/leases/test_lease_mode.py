@@ -1,7 +1,5 @@
 """Handlers under a lease, on both stores: one owner at a time, no message lost, nothing settled after its lease has ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

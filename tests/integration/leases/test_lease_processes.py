@@ -1,7 +1,5 @@
 """Lease mode in real consumers that are killed and frozen."""
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Leases in a Redis whose server changes: a replica that had not heard of everything takes over, or the server restarts."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

@@ -1,7 +1,5 @@
 """Two real consumers share one rate limit: it holds for both together, a burst loses nothing and the queue drains."""
 
-from __future__ import annotations
-
 import signal
 from contextlib import contextmanager
 from dataclasses import replace

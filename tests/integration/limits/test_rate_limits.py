@@ -1,7 +1,5 @@
 """A rate limit is one token bucket in the handler's database, so it holds for all processes together."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

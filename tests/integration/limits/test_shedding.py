@@ -1,7 +1,5 @@
 """Every message that is shed because too many wait has a row, and no other message is dropped."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import contextmanager
 from datetime import timedelta

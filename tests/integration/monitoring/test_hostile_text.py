@@ -1,7 +1,5 @@
 """Text of others in log lines and in what commands print: it cannot begin a line, reorder one, or control a terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

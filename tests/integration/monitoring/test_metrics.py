@@ -1,7 +1,5 @@
 """Metrics: what relays and consumers count, and what Prometheus reads from the tables."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import urllib.request

@@ -1,7 +1,5 @@
 """The alert rules and dashboards that are shipped, with a real Prometheus that scrapes a real relay."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

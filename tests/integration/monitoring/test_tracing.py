@@ -1,7 +1,5 @@
 """OpenTelemetry spans from the publishing request through the relay to the handler."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

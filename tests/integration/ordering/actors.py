@@ -1,7 +1,5 @@
 """Actors of the model checks: threads that stop before and after each step of the product until a schedule resumes them."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import contextmanager, suppress
 

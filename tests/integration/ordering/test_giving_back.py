@@ -1,7 +1,5 @@
 """A consumer gives the queue of an ordered handler back while messages arrive: the next consumer continues in the order."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

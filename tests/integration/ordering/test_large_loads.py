@@ -1,7 +1,5 @@
 """A queue of an ordered handler with large bodies is stored without taking much more memory than what is delivered."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Ordered handlers on a real RabbitMQ: one consumer at a time reads a queue, and the order survives its end."""
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

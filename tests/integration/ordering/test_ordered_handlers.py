@@ -1,7 +1,5 @@
 """Ordered handlers: the messages of a key one at a time, in the order of arrival; keys concurrently. Without a broker."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import Counter

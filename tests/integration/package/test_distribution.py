@@ -1,7 +1,5 @@
 """What is released: the source distribution, the wheel that is built from it, and its page on the package index."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Relays and consumers as processes of their own, which operators pause, resume, drain and stop through the database."""
 
-from __future__ import annotations
-
 import kombu
 import pytest
 

@@ -1,7 +1,5 @@
 """Alerts: evaluated under a lease with hysteresis, stored, reported by signal, e-mail and webhook, acknowledged."""
 
-from __future__ import annotations
-
 import socket
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta

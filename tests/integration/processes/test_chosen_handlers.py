@@ -1,7 +1,5 @@
 """`inbox_consume --handlers` and `--except`: a process that receives and runs some handlers of the project only."""
 
-from __future__ import annotations
-
 import json
 from datetime import timedelta
 

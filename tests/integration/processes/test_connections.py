@@ -1,7 +1,5 @@
 """How many connections a process holds, as `docs/how-to/scale.md` counts them for `max_connections` and the size of a pool."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """The days of the inbox's history: made and dropped by the processes that run handlers."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from datetime import timedelta
 from threading import Event

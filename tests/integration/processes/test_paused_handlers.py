@@ -1,7 +1,5 @@
 """A paused handler is not run: its messages stay at the broker or stored, in order, and nothing is lost."""
 
-from __future__ import annotations
-
 import json
 import logging
 from contextlib import ExitStack

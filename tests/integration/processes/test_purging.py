@@ -1,7 +1,5 @@
 """Processes that run handlers delete what is older than its retention, without a scheduled command."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from functools import partial
 

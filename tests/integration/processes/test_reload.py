@@ -1,7 +1,5 @@
 """With `--reload`, and with DEBUG, a process starts again when the code of the project changes."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

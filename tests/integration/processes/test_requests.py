@@ -1,7 +1,5 @@
 """An operator pauses, resumes, drains and stops processes through their heartbeat rows."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Publishing from async code: inside a transaction of the synchronous code around it, or not at all."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import sys

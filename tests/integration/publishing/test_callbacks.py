@@ -1,7 +1,5 @@
 """Callbacks: called for what was committed, until they return, with one effect in the outbox's database."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """cancel(), reschedule() and publish_now(): in the caller's transaction, with the outcome as the answer."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections import Counter

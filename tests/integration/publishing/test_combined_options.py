@@ -1,7 +1,5 @@
 """Delay, order, priority, expiry, preparing and the transaction, on the same messages."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from datetime import timedelta
 

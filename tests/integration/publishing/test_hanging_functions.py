@@ -1,7 +1,5 @@
 """Checkers and callbacks that hang: each is reported once and delays only its own messages or calls."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Prepared messages: committed at once, decided once, checked until they are decided or stuck."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """restore(): a cancelled, expired or dead message becomes scheduled or ready again, in place and once."""
 
-from __future__ import annotations
-
 import io
 import uuid
 from collections import Counter

@@ -1,7 +1,5 @@
 """Every state against every transition: a message moves if and only if its state is a source, and to a declared target."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

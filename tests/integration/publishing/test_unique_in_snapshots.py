@@ -1,7 +1,5 @@
 """Unique messages in transactions that keep one snapshot: what others have committed since is invisible, and still counts."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from datetime import timedelta
 

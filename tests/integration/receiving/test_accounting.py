@@ -1,7 +1,5 @@
 """Every delivery that the inbox has acknowledged is a row or a duplicate counted on one, in every state."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

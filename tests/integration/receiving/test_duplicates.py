@@ -1,7 +1,5 @@
 """Duplicates are visible: each is counted by its cause, and one with other content is stored for an operator to compare."""
 
-from __future__ import annotations
-
 import re
 from datetime import timedelta
 

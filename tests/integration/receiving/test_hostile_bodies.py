@@ -3,8 +3,6 @@
 Each becomes a dead letter, or runs out of attempts, and delays no other message.
 """
 
-from __future__ import annotations
-
 import bz2
 import json
 import zlib

@@ -1,7 +1,5 @@
 """`INBOX["KEEP_BODIES"]`: with "failed" a message that ends done keeps its digest, and neither body nor headers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

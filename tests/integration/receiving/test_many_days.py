@@ -1,7 +1,5 @@
 """Many days of history: a statement about one message does not lock the partitions of all days."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

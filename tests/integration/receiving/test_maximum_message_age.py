@@ -1,7 +1,5 @@
 """The maximum message age: a copy that arrives after its row may be purged is quarantined and runs only by an override."""
 
-from __future__ import annotations
-
 import subprocess
 from datetime import timedelta
 from functools import partial

@@ -1,7 +1,5 @@
 """The ways of a delivery through the inbox stay short: a budget of calls, modules, moves and round trips for each."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

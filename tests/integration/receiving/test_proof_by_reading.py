@@ -1,7 +1,5 @@
 """The row of a fresh message is inserted as done, and the last statement of the transaction proves that it is still its own."""
 
-from __future__ import annotations
-
 import time
 
 import psycopg

@@ -1,7 +1,5 @@
 """One delivery, one handler, one transaction: the outcome of the delivery, and that its effect happens once."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

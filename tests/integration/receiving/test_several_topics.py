@@ -1,7 +1,5 @@
 """Messages of several topics of one handler with one biz-id, in one load: they are different messages."""
 
-from __future__ import annotations
-
 import pytest
 from django.db import transaction
 

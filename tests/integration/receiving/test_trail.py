@@ -1,7 +1,5 @@
 """The inbox's trail: the transitions of a message with process and reason; by default not those of ordinary success."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from functools import partial
 

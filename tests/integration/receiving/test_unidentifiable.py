@@ -1,7 +1,5 @@
 """One message whose `biz_id` fails as if its database were unavailable does not stop its handler."""
 
-from __future__ import annotations
-
 import pytest
 from django.db import connection, connections
 

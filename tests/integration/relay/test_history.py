@@ -1,7 +1,5 @@
 """History is stored apart from live messages: partitions, concurrent sessions, unique messages and housekeeping."""
 
-from __future__ import annotations
-
 import random
 import time
 from contextlib import ExitStack, contextmanager

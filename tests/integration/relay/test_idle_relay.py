@@ -1,7 +1,5 @@
 """An idle relay polls the database rarely, and the doorbell still wakes it."""
 
-from __future__ import annotations
-
 import re
 import time
 

@@ -1,7 +1,5 @@
 """Large messages: the memory of a relay does not grow with their number, and none is too large for a pass."""
 
-from __future__ import annotations
-
 import random
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """`local://`: the relay stores messages in the inbox of the same database, and the runner runs their handlers."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

@@ -1,7 +1,5 @@
 """A pass commits without waiting for the disk. A server that crashes then loses the outcomes, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import signal
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Behind PgBouncer in transaction mode: everything works as without it, and no session state stays on a server connection."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The database is read-only, as a standby is: the relay sends nothing, because it could not settle it."""
 
-from __future__ import annotations
-
 from urllib.parse import urlsplit
 
 import psycopg

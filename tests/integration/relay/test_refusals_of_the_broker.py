@@ -1,7 +1,5 @@
 """RabbitMQ closes the channel because of one message: no other message is stopped, and the refusal is reported once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta

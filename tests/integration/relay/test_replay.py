@@ -1,7 +1,5 @@
 """Replay: published messages are sent again, with the same ids, in the order of their keys, and once per replay."""
 
-from __future__ import annotations
-
 import re
 from contextlib import contextmanager
 from datetime import timedelta

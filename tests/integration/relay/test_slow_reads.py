@@ -1,7 +1,5 @@
 """The database reads the outbox so slowly that a pass cannot read a whole batch in time."""
 
-from __future__ import annotations
-
 import time
 from contextlib import contextmanager
 from datetime import timedelta

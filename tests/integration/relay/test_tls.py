@@ -3,8 +3,6 @@
 Both halves connect to a RabbitMQ that demands a certificate of its clients, and to an encrypted Redis.
 """
 
-from __future__ import annotations
-
 import logging
 import ssl
 from dataclasses import replace

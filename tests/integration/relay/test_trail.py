@@ -1,7 +1,5 @@
 """The trail: an entry for every recorded transition, with the old state, the new state, the process and the reason."""
 
-from __future__ import annotations
-
 import io
 from datetime import timedelta
 from functools import partial

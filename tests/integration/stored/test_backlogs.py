@@ -1,7 +1,5 @@
 """Finding what is due costs the same whatever else is stored, and the backlog of one handler does not stop the others."""
 
-from __future__ import annotations
-
 import pytest
 from django.db import OperationalError, connection
 

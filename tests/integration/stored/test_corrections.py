@@ -1,7 +1,5 @@
 """An operator corrects the payload of a dead message: another row, run like any stored one, while the first stays protected."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from functools import partial

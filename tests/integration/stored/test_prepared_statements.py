@@ -1,7 +1,5 @@
 """The prepared statements of the inbox: reused, prepared again when dropped, and not used behind a pooler."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """A project with psycopg 2 alone: every message is published and handled, by statements that are sent as text."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The indexes that the statements of every message use on a large table, with and without planner statistics."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """The runner: a stored message is run once, when it is due, by a process that has its handler."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """The stored message that is claimed in the transaction that settles another one."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

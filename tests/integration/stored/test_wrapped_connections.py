@@ -3,8 +3,6 @@
 Their examples are tenants by schema, debug toolbars, tracers, and pools of other people.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The fixtures under test, as a project's conftest has them, and what every test here handles."""
 
-from __future__ import annotations
-
 import pytest
 from django.db import connection
 

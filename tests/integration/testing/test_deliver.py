@@ -1,7 +1,5 @@
 """Deliveries on demand: the first one, duplicates, redeliveries, and what is stored and run later."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from decimal import Decimal
 

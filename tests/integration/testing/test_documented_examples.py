@@ -1,7 +1,5 @@
 """The examples of the pages on testing, as the files of a project that has followed Getting started."""
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -3,8 +3,6 @@
 Each handler that is wrong on purpose must be found, or the helper would prove nothing.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What code has published, found and asserted."""
 
-from __future__ import annotations
-
 import uuid
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal

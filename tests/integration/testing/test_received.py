@@ -1,7 +1,5 @@
 """What a test asks of the inbox, and what it is shown instead."""
 
-from __future__ import annotations
-
 import uuid
 
 import pytest

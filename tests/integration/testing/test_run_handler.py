@@ -1,7 +1,5 @@
 """Handlers called directly, with messages made for them, in the transaction that the inbox gives them."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from datetime import timedelta
 from decimal import Decimal

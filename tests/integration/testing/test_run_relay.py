@@ -1,7 +1,5 @@
 """Relaying without a broker, and running the project's own handlers, in each kind of test that Django knows."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

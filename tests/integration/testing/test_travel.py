@@ -1,7 +1,5 @@
 """Time that passes for messages without anybody waiting."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

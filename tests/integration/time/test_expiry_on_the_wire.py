@@ -1,7 +1,5 @@
 """The AMQP property `expiration`: the lifetime that is left when a relay sends the message, not the original one."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

@@ -1,7 +1,5 @@
 """A message that becomes ready again keeps its priority, and no message is published after it has expired."""
 
-from __future__ import annotations
-
 import logging
 from datetime import timedelta
 from functools import partial

@@ -1,7 +1,5 @@
 """A task that cannot be run now: its copy comes later each time, and its delivery is given up once the broker has the copy."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 
 import pytest

@@ -1,7 +1,5 @@
 """System checks of a project whose tasks go through the outbox, in a process of its own that needs no task."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.projects import run_in
