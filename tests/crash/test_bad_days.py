@@ -28,6 +28,7 @@ from tests.support.crash.points import AWAIT, SEND, SETTLE, WRITE
 from tests.support.crash.witness import everything_is_published
 from tests.support.crash.world import RELAY
 from tests.support.servers import FaultProxy
+from tests.support.sql import executed
 from tests.support.waiting import wait_until
 
 logger = logging.getLogger(__name__)
@@ -62,20 +63,17 @@ def locked_shards():
     A stopped process has sent statements that the server still executes: they may lock more.
     """
     wait_until(lambda: not sessions("active"))
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT objid::bigint FROM pg_locks WHERE locktype = 'advisory' AND granted AND classid = %s "
-            "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())",
-            [LOCK_SPACE % 2**32],
-        )
-        return {shard for (shard,) in cursor.fetchall()}
+    found = executed(
+        "SELECT objid::bigint FROM pg_locks WHERE locktype = 'advisory' AND granted AND classid = %s "
+        "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())",
+        [LOCK_SPACE % 2**32],
+    )
+    return {shard for (shard,) in found}
 
 
 def sessions(state):
     """The relays' sessions in this state."""
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT pid FROM pg_stat_activity WHERE application_name = %s AND state = %s", [RELAY, state])
-        return cursor.fetchall()
+    return executed("SELECT pid FROM pg_stat_activity WHERE application_name = %s AND state = %s", [RELAY, state])
 
 
 def working_relay(world, **how):
@@ -142,12 +140,8 @@ def test_relays_lose_nothing_while_the_database_terminates_their_sessions(world,
     ended = Counter()
 
     def end_sessions():
-        with connection.cursor() as cursor:
-            cursor.execute(
-                "SELECT pg_terminate_backend(pid), state LIKE 'idle in%%' FROM pg_stat_activity WHERE application_name = %s",
-                [RELAY],
-            )
-            ended.update("in a transaction" if within else "outside" for _, within in cursor.fetchall())
+        ends = "SELECT pg_terminate_backend(pid), state LIKE 'idle in%%' FROM pg_stat_activity WHERE application_name = %s"
+        ended.update("in a transaction" if within else "outside" for _, within in executed(ends, [RELAY]))
         time.sleep(0.2)
         return ended.total() >= 25 and ended["in a transaction"] > 0
 

@@ -67,8 +67,7 @@ def test_a_concurrent_duplicate_blocks_no_other_message_and_waits_for_the_first_
                 sentinel.finish(guard, 1)
         process.until(lambda: InboxMessage.objects.count() == OTHERS + 1)
         process.until(lambda: InboxMessage.objects.filter(state=State.DONE).count() == OTHERS + 1)
-        process.terminate()
-        assert process.ends() == 0
+        assert process.end() == 0
 
     copy = the_row(biz_id="copy")
     assert (copy.state, copy.attempts) == (State.DONE, 1)

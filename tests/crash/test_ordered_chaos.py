@@ -30,6 +30,7 @@ from tests.support.apps.ordered import CANCELLED, CREATED, STEP
 from tests.support.crash.nemesis import Nemesis
 from tests.support.deliveries import InAThread
 from tests.support.servers import PgBouncer
+from tests.support.sql import executed
 from tests.support.waiting import wait_until
 from tests.support.workers import EXCHANGE, Process, broker_options
 
@@ -188,17 +189,13 @@ def a_queue_that_nacks(world):
 def serializable_transactions(world):
     """As a database administrator decides it: for every process, and for the producer."""
     name = connection.settings_dict["NAME"]
-    with connection.cursor() as cursor:
-        cursor.execute(f"ALTER DATABASE {name} SET default_transaction_isolation = 'serializable'")
+    executed(f"ALTER DATABASE {name} SET default_transaction_isolation = 'serializable'")
     connection.close()
     try:
-        with connection.cursor() as cursor:
-            cursor.execute("SHOW transaction_isolation")
-            assert cursor.fetchone() == ("serializable",)
+        assert executed("SHOW transaction_isolation") == [("serializable",)]
         yield
     finally:
-        with connection.cursor() as cursor:
-            cursor.execute(f"ALTER DATABASE {name} RESET default_transaction_isolation")
+        executed(f"ALTER DATABASE {name} RESET default_transaction_isolation")
         connection.close()
 
 

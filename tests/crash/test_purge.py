@@ -1,16 +1,14 @@
 """History and receipts are deleted while their messages are redelivered and consumers are killed."""
 
-import io
 import logging
 import random
 import re
 from datetime import timedelta
 
-from django.core.management import call_command
-
 from inbox.models import InboxMessage
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect
+from tests.support.commands import output_of
 from tests.support.crash.nemesis import Nemesis
 from tests.support.crash.world import CONSUMER
 from tests.support.waiting import wait_until
@@ -33,9 +31,8 @@ def send_again(choice, number):
 
 def purge():
     """Purge the inbox; return the number of deleted receipts."""
-    out = io.StringIO()
-    call_command("exactly_once_purge", app="inbox", stdout=out)
-    return int(re.search(r"^receipts +([\d,]+)$", out.getvalue(), re.MULTILINE)[1].replace(",", ""))
+    said = output_of("exactly_once_purge", app="inbox")
+    return int(re.search(r"^receipts +([\d,]+)$", said, re.MULTILINE)[1].replace(",", ""))
 
 
 def held_back():

@@ -6,13 +6,13 @@ Money leaves one database and arrives in another: neither lost nor doubled, and 
 from functools import partial
 
 import pytest
-from django.db import connections
 
 from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.apps.bank import SAVINGS
 from tests.support.apps.effects.models import Account, Booking
 from tests.support.crash.points import COMMIT, FINISH, SEND, SETTLE
+from tests.support.sql import fetched
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", SAVINGS])
 
@@ -107,6 +107,4 @@ def test_a_checker_that_asks_too_early_gets_the_right_answer(bank):
 
 
 def a_transaction_waits_for_another():
-    with connections[SAVINGS].cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'")
-        return cursor.fetchone()[0]
+    return fetched("SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'", using=SAVINGS)

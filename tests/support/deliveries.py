@@ -101,6 +101,12 @@ def the_effect(message):
     return Effect.objects.create(name=message.biz_id, detail=str(message.attempt))
 
 
+def fails(message):
+    """A handler whose every attempt fails, after its effect."""
+    the_effect(message)
+    raise ValueError("no stock")
+
+
 def effects(name=None):
     found = Effect.objects.all() if name is None else Effect.objects.filter(name=name)
     return found.count()

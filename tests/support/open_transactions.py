@@ -2,19 +2,18 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from django.db import connection, connections, transaction
+from django.db import connections, transaction
 
 from outbox import publish
 from tests.support.relaying import SECONDS, TOPIC
+from tests.support.sql import fetched
 
 KEY = "customer-1"
 
 
 def lock_waits(which="true"):
     """How many locks sessions of the server wait for, of those that this condition on `pg_locks` selects."""
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT count(*) FROM pg_locks WHERE NOT granted AND {which}")
-        return cursor.fetchone()[0]
+    return fetched(f"SELECT count(*) FROM pg_locks WHERE NOT granted AND {which}")
 
 
 class OpenTransaction:

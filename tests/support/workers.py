@@ -188,6 +188,11 @@ class Process:
         self.until(lambda: not self.has_ended() and catches(self._process.pid, signal.SIGTERM))
         self._process.send_signal(signal.SIGTERM)
 
+    def end(self):
+        """Ask it to end; its exit status."""
+        self.terminate()
+        return self.ends()
+
     def kill(self):
         self._process.kill()
 

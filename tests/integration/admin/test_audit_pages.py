@@ -29,7 +29,7 @@ from tests.support.admin_pages import (
     staff_client,
     state_of,
 )
-from tests.support.deliveries import deliver, run_to_the_end
+from tests.support.deliveries import deliver, fails, run_to_the_end
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
@@ -120,10 +120,6 @@ class TestActions:
         act(client, "edit", dead, page=page, **given, shown=shown)
 
         assert AuditEntry.objects.get().parameters == {"payload": "24 characters"}
-
-
-def fails(message):
-    raise ValueError("no stock")
 
 
 class TestEntries:

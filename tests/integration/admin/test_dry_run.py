@@ -15,6 +15,7 @@ from tests.support.admin_pages import NASTY, Page, act, said, staff_client
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, deliver, options, the_effect, the_row
 from tests.support.inbox_rows import settle
+from tests.support.sql import executed
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
@@ -119,12 +120,10 @@ def test_handler_that_takes_too_long_is_interrupted(dead):
 
 @pytest.mark.every_database
 def test_statement_that_would_end_the_transaction_is_refused(dead):
-    from django.db import connection  # noqa: PLC0415
 
     def commit(message):
         the_effect(message)
-        with connection.cursor() as cursor:
-            cursor.execute("COMMIT")
+        executed("COMMIT")
 
     dead.does = commit
     assert "It would fail" in Page(run()).text

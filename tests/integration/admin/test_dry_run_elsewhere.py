@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import pytest
 from django.db import connections, transaction
@@ -9,6 +10,7 @@ from django.db import connections, transaction
 from tests.support.admin_pages import Page, act, staff_client
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, deliver, options, the_row
+from tests.support.sql import executed
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
@@ -24,9 +26,7 @@ DELETING = {
 }
 
 
-def execute(sql):
-    with connections["other"].cursor() as cursor:
-        cursor.execute(sql)
+execute = partial(executed, using="other")
 
 
 def with_the_driver(sql=DELETE):
@@ -216,9 +216,7 @@ def the_only_session(transactional_db):
     """A pool of one connection; the process id of its session."""
 
     def pid():
-        with connections["other"].cursor() as cursor:
-            cursor.execute("SELECT pg_backend_pid()")
-            return cursor.fetchone()
+        return executed("SELECT pg_backend_pid()", using="other")[0]
 
     other = connections["other"]
     given = other.settings_dict["OPTIONS"]

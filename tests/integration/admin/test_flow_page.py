@@ -17,6 +17,7 @@ from outbox.states import State
 from tests.support.admin_pages import NASTY, Page, a_message, staff_client
 from tests.support.inbox_rows import store_message
 from tests.support.many_rows import multiply
+from tests.support.sql import executed
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
@@ -234,9 +235,7 @@ def test_statements_of_a_chain_use_indexes_among_many_messages():
     reads = [query["sql"] for query in captured if query["sql"].startswith("SELECT") and "message" in query["sql"]]
     assert len(reads) >= 4
     for sql in reads:
-        with connection.cursor() as cursor:
-            cursor.execute(f"{prefix} {sql}")
-            lines = [str(line[-1]) for line in cursor.fetchall()]
+        lines = [str(line[-1]) for line in executed(f"{prefix} {sql}")]
         # A partition of a few pages, which another test may have left, costs next to nothing to scan.
         plan = "\n".join(line for line in lines if not re.search(r"cost=0\.00\.\.\d\.\d\d ", line))
         # The partition of open messages has few rows here.

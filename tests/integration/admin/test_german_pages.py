@@ -1,7 +1,6 @@
 """German, as the proof that the pages and commands can be translated."""
 
 import html
-import io
 import re
 import shutil
 from datetime import timedelta
@@ -10,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from django.contrib.admin import site
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
-from django.core.management import call_command, get_commands, load_command_class
+from django.core.management import get_commands, load_command_class
 from django.urls import reverse
 from django.utils import translation
 
@@ -21,7 +20,8 @@ from inbox.models import InboxMessage
 from inbox.states import State as InboxState
 from outbox.models import OutboxMessage
 from outbox.states import State
-from tests.support.deliveries import deliver
+from tests.support.commands import output_of
+from tests.support.deliveries import deliver, fails
 from tests.support.heartbeats import a_relay
 from tests.support.lower_bounds import at_least
 from tests.support.relaying import published, set_columns
@@ -151,9 +151,6 @@ def test_confirmation_and_report_in_german_have_no_english_text(action, admin_cl
 
 
 def test_page_of_an_inbox_message_in_german_has_no_english_text(admin_client, handles, german, leftovers):
-    def fails(message):
-        raise ValueError("no stock")
-
     deliver(handles(fails))
     row = InboxMessage.objects.get()
     page = admin_client.get(reverse("admin:inbox_inboxmessage_change", args=[row.pk])).content.decode()
@@ -177,11 +174,10 @@ def test_command_in_german_has_no_english_text(command, handles, german, leftove
     handles(lambda message: None)
     published("t")
     a_relay()
-    out = io.StringIO()
-    call_command(*command, stdout=out)
+    said = output_of(*command)
 
-    assert leftovers(out.getvalue()) == []
-    assert re.search("wartend|Nachricht|Alarm|Prozess|Lebenszeichen|angehalten", out.getvalue())
+    assert leftovers(said) == []
+    assert re.search("wartend|Nachricht|Alarm|Prozess|Lebenszeichen|angehalten", said)
 
 
 @pytest.mark.parametrize("command", sorted(name for name, app in get_commands().items() if app in APPS))

@@ -14,7 +14,7 @@ from inbox.operators.operations import executor
 from inbox.outgoing_webhooks import Endpoint
 from inbox.states import State
 from tests.support.admin_pages import Page, a_message, act, act_on_all, staff_client
-from tests.support.deliveries import an_envelope, deliver, drain, options
+from tests.support.deliveries import an_envelope, deliver, drain, fails, options
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
@@ -120,9 +120,6 @@ REVOCATIONS = {
 
 @pytest.mark.parametrize("revoke", [None, *REVOCATIONS])
 def test_planned_operation_of_a_user_without_the_permission_any_more_stops_and_changes_nothing(revoke, handles):
-    def fails(message):
-        raise ValueError("no stock")
-
     handler = handles(fails)
     for _ in range(3):
         deliver(handler, an_envelope(), given=options(MAX_ATTEMPTS=1))

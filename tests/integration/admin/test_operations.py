@@ -1,12 +1,10 @@
 """Bulk operations: previewed and planned in the admin, executed in batches by running processes, taken over from dead ones."""
 
-import io
 import re
 from datetime import timedelta
 from functools import partial
 
 import pytest
-from django.core.management import call_command
 from django.db import DatabaseError
 from django.test import override_settings
 from django.urls import reverse
@@ -31,6 +29,7 @@ from outbox.operators.replaying import executor as outbox_executor
 from outbox.relay.housekeeping import Housekeeper
 from outbox.states import State as OutboxState
 from tests.support.admin_pages import Page, a_message, act, act_on_all, previewed, said, staff_client
+from tests.support.commands import output_of
 from tests.support.deliveries import an_envelope, deliver, drain, make_due, options, the_effect
 from tests.support.http_api import TOKENS
 from tests.support.inbox_rows import settle, store_message
@@ -512,13 +511,10 @@ class TestRetention:
 
     def test_purge_deletes_operations_some_time_after_their_end(self, kept):
         app, expected = kept
-        said = io.StringIO()
-        call_command("exactly_once_purge", "--dry-run", app=app, stdout=said)
-        assert re.findall(r"^bulk operations +(\d+)$", said.getvalue(), re.MULTILINE) == ["1"]
-        assert Operation.objects.count() == 3
-
-        call_command("exactly_once_purge", app=app, stdout=said)
-        assert re.findall(r"^bulk operations +(\d+)$", said.getvalue(), re.MULTILINE) == ["1", "1"]
+        for arguments, left in ((["--dry-run"], 3), ([], len(expected))):
+            said = output_of("exactly_once_purge", *arguments, app=app)
+            assert re.findall(r"^bulk operations +(\d+)$", said, re.MULTILINE) == ["1"]
+            assert Operation.objects.count() == left
         assert set(Operation.objects.values_list("pk", flat=True)) == expected
 
     @pytest.mark.parametrize("kept", ["outbox"], indirect=True)

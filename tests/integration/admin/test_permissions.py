@@ -1,7 +1,6 @@
 """Every page and every action of the admin is refused without its own permission, and no row is changed but by actions."""
 
 import hashlib
-import io
 import json
 from datetime import timedelta
 from functools import partial
@@ -11,7 +10,6 @@ from urllib.parse import urlencode
 import pytest
 from django.contrib import admin
 from django.contrib.auth.models import Group, Permission, User
-from django.core.management import call_command
 from django.test import Client
 from django.urls import reverse
 
@@ -26,7 +24,8 @@ from inbox.outgoing_webhooks import Endpoint
 from outbox.models import PausedTopic, PendingCallback
 from outbox.states import State
 from tests.support.admin_pages import a_message, staff_client, superuser_client
-from tests.support.deliveries import deliver, run_to_the_end
+from tests.support.commands import output_of
+from tests.support.deliveries import deliver, fails, run_to_the_end
 from tests.support.heartbeats import a_relay
 from tests.support.inbox_rows import store_message
 from tests.support.joins import TOPICS, comes, report
@@ -120,10 +119,6 @@ def a_run():
     at = utcnow()
     row = store_message(handler="shop.report", topic="inbox.join", biz_id="r", state="dead", body=b"{}", received_at=at)
     return Run.objects.create(handler="shop.report", run_id="r", row=row, opened_at=at, deadline_at=at)
-
-
-def fails(message):
-    raise ValueError("no stock")
 
 
 @pytest.fixture
@@ -326,13 +321,8 @@ def values_of(row):
 
 
 class TestRoles:
-    def run(self, command):
-        out = io.StringIO()
-        call_command(command, stdout=out)
-        return out.getvalue()
-
     def test_viewer_may_look_and_operator_may_do_everything_but_see_payloads_unredacted(self):
-        self.run("exactly_once_roles")
+        output_of("exactly_once_roles")
         viewer, operator = (Group.objects.get(name=f"Exactly once {role}") for role in ("viewer", "operator"))
 
         every = set(Permission.objects.filter(content_type__app_label__in=APPS).values_list("codename", flat=True))
@@ -345,7 +335,7 @@ class TestRoles:
 
     @pytest.mark.long
     def test_viewer_sees_every_page_without_any_action(self, a_row):
-        self.run("exactly_once_roles")
+        output_of("exactly_once_roles")
         user = User.objects.create_user("viewer", is_staff=True)
         user.groups.set(Group.objects.filter(name__endswith=" viewer"))
         client = Client()
@@ -359,11 +349,11 @@ class TestRoles:
                 assert client.get(url_of(label, "add")).status_code == 403, label
 
     def test_command_may_be_run_again_and_removes_what_was_added_by_hand(self):
-        self.run("exactly_once_roles")
+        output_of("exactly_once_roles")
         viewer = Group.objects.get(name="Exactly once viewer")
         viewer.permissions.add(Permission.objects.get(codename="cancel_outboxmessage"))
 
-        assert "Group 'Exactly once viewer' updated" in self.run("exactly_once_roles")
+        assert "Group 'Exactly once viewer' updated" in output_of("exactly_once_roles")
         assert not viewer.permissions.filter(codename="cancel_outboxmessage").exists()
 
 

@@ -12,7 +12,7 @@ from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage
 from outbox import publish
 from tests.support.admin_pages import VIEW, Page, a_message, act, an_inbox_message, staff_client
-from tests.support.deliveries import an_envelope, deliver, options, the_effect, the_row
+from tests.support.deliveries import an_envelope, deliver, fails, options, the_effect, the_row
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
@@ -167,10 +167,7 @@ class TestCorrection:
 
     @pytest.fixture(autouse=True)
     def _dead(self, handles, redacting):
-        def fail(message):
-            raise ValueError
-
-        deliver(handles(fail), an_envelope(PAYLOAD), given=options(MAX_ATTEMPTS=1))
+        deliver(handles(fails), an_envelope(PAYLOAD), given=options(MAX_ATTEMPTS=1))
         redacting("mask")
 
     def edit(self, client):

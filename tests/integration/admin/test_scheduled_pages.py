@@ -31,6 +31,7 @@ from tests.support.admin_pages import (
     staff_client,
     state_of,
 )
+from tests.support.sql import executed
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
@@ -126,9 +127,7 @@ def test_list_query_reads_the_due_index_without_sorting(query, django_assert_num
         client.get(reverse(SCHEDULED), query)
 
     statement = next(query["sql"] for query in queries if "ORDER BY" in query["sql"])
-    with connection.cursor() as cursor:
-        cursor.execute(f"EXPLAIN {statement}")
-        plan = "\n".join(line for (line,) in cursor.fetchall())
+    plan = "\n".join(line for (line,) in executed(f"EXPLAIN {statement}"))
     assert "outbox_due" in plan
     assert "Sort" not in plan
 

@@ -19,6 +19,7 @@ from outbox.states import State
 from tests.support.admin_pages import Page, a_message, staff_client
 from tests.support.many_rows import multiply
 from tests.support.shop_day import AMOUNT, CHARGE, PLACED, RESERVE, SMS, TEXT, a_handled, failing
+from tests.support.sql import executed
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
@@ -190,8 +191,7 @@ def test_page_is_refused_without_its_permission_and_shows_no_app_whose_messages_
 def test_statements_use_indexes_among_many_messages():
     multiply(a_message(State.SCHEDULED, due_ago=-timedelta(hours=1)), 10_000)
     multiply(a_handled(TEXT, "first"), 10_000)
-    with connection.cursor() as cursor:
-        cursor.execute("ANALYZE")
+    executed("ANALYZE")
     with CaptureQueriesContext(connection) as captured:
         opened()
 
@@ -199,9 +199,7 @@ def test_statements_use_indexes_among_many_messages():
     reads = [query["sql"] for query in captured if "boxmessage" in query["sql"]]
     assert len(reads) >= 4
     for sql in reads:
-        with connection.cursor() as cursor:
-            cursor.execute(f"{prefix} {sql}")
-            plan = "\n".join(str(line[-1]) for line in cursor.fetchall())
+        plan = "\n".join(str(line[-1]) for line in executed(f"{prefix} {sql}"))
         assert "Seq Scan on outbox" not in plan, (sql, plan)
         # The partition of open messages is empty here.
         assert "Seq Scan on inbox" not in plan.replace("Seq Scan on inbox_inboxmessage_live", ""), (sql, plan)

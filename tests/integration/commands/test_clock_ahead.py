@@ -3,13 +3,12 @@
 The rows are as that clock would have written them.
 """
 
-import io
 import json
 import re
 from datetime import timedelta
+from functools import partial
 
 import pytest
-from django.core.management import call_command
 from django.db.models import F
 from django.urls import reverse
 
@@ -20,6 +19,7 @@ from inbox.models import InboxMessage
 from outbox.models import OutboxMessage, PausedTopic, PendingCallback
 from outbox.states import State
 from tests.support.admin_pages import staff_client, superuser_client
+from tests.support.commands import output_of
 from tests.support.deliveries import drain, effects, handed_over, the_effect
 from tests.support.heartbeats import a_consumer, a_relay
 from tests.support.relaying import published, set_columns
@@ -30,10 +30,7 @@ pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_databas
 HOUR = timedelta(hours=1)
 
 
-def status(**options):
-    out = io.StringIO()
-    call_command("exactly_once_status", stdout=out, **options)
-    return out.getvalue()
+status = partial(output_of, "exactly_once_status")
 
 
 def mended():

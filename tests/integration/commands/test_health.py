@@ -16,6 +16,7 @@ from tests.support.deliveries import InAThread, at_once
 from tests.support.heartbeats import a_relay
 from tests.support.open_transactions import OpenTransaction
 from tests.support.servers import FaultProxy
+from tests.support.sql import executed
 from tests.support.waiting import A_WHILE, wait_until
 from tests.support.workers import GROUP, migrate
 
@@ -236,8 +237,7 @@ def test_view_answers_503_while_a_query_waits(app, client):
 
 
 def lock(table):
-    with connection.cursor() as cursor:
-        cursor.execute(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
+    executed(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
 
 
 @override_settings(ROOT_URLCONF=__name__)

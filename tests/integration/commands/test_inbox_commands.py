@@ -1,27 +1,15 @@
 """The command of the inbox that retries dead messages."""
 
-import io
-
 import pytest
-from django.core.management import CommandError, call_command
+from django.core.management import CommandError
 
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.states import State
-from tests.support.deliveries import an_envelope, deliver, drain, effects, run_to_the_end, the_effect, the_row
+from tests.support.commands import output_of
+from tests.support.deliveries import an_envelope, deliver, drain, effects, fails, run_to_the_end, the_effect, the_row
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
-
-
-def run(command, *arguments, **options):
-    out = io.StringIO()
-    call_command(command, *arguments, stdout=out, **options)
-    return out.getvalue().strip()
-
-
-def fails(message):
-    the_effect(message)
-    raise ValueError("no stock")
 
 
 @pytest.fixture
@@ -42,12 +30,12 @@ def dead(handles):
 class TestRetry:
     def test_retry_without_a_selection_is_refused(self):
         with pytest.raises(CommandError, match="--all"):
-            run("inbox_retry")
+            output_of("inbox_retry")
 
     def test_retry_by_message_id_leaves_other_dead_messages(self, dead):
         first, _second = dead("tests.a"), dead("tests.b")
 
-        assert run("inbox_retry", first) == "1 message is due now."
+        assert output_of("inbox_retry", first) == "1 message is due now."
 
         assert the_row(message_id=first).state == State.RETRYING
         assert InboxMessage.objects.filter(state=State.DEAD).count() == 1
@@ -56,7 +44,7 @@ class TestRetry:
         first = dead("tests.a")
 
         with pytest.raises(CommandError, match="not dead: order-17"):
-            run("inbox_retry", first, "order-17")
+            output_of("inbox_retry", first, "order-17")
 
         assert the_row(message_id=first).state == State.RETRYING
 
@@ -66,23 +54,23 @@ class TestRetry:
         for name, topic in (("tests.a", "a"), ("tests.b", "b"), ("tests.c", "b")):
             dead(name, topic)
 
-        run("inbox_retry", **chosen)
+        output_of("inbox_retry", **chosen)
 
         assert InboxMessage.objects.filter(state=State.RETRYING, attempts=0).count() == count
 
     def test_retry_dry_run_only_counts(self, dead):
         dead()
 
-        assert run("inbox_retry", all=True, dry_run=True) == "1 message would be retried."
+        assert output_of("inbox_retry", all=True, dry_run=True) == "1 message would be retried."
 
         assert the_row().state == State.DEAD
 
     def test_retry_includes_retrying_messages_only_when_asked(self, handles):
         deliver(handles(fails))
 
-        assert run("inbox_retry", all=True) == "No selected message is dead."
+        assert output_of("inbox_retry", all=True) == "No selected message is dead."
         assert drain() == 0
-        assert run("inbox_retry", all=True, retrying=True) == "1 message is due now."
+        assert output_of("inbox_retry", all=True, retrying=True) == "1 message is due now."
         assert drain() == 1
 
     @pytest.mark.every_database
@@ -92,9 +80,9 @@ class TestRetry:
         registry.remove("tests.h")
         handles(the_effect, name="tests.h")
 
-        run("inbox_retry", all=True)
+        output_of("inbox_retry", all=True)
         drain()
-        run("inbox_retry", all=True, retrying=True)
+        output_of("inbox_retry", all=True, retrying=True)
         drain()
 
         assert (the_row().state, effects()) == (State.DONE, 1)

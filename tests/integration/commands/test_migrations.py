@@ -11,6 +11,7 @@ from outbox.states import State
 from outbox.store import settling
 from outbox.store.settling import Settlement
 from tests.support.relaying import published, state_of
+from tests.support.sql import executed
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
 
@@ -26,9 +27,7 @@ def tables_of(app):
 def sequences():
     if connection.vendor != "postgresql":
         return []
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT relname FROM pg_class WHERE relkind = 'S' AND relname LIKE 'outbox%'")
-        return cursor.fetchall()
+    return executed("SELECT relname FROM pg_class WHERE relkind = 'S' AND relname LIKE 'outbox%'")
 
 
 @pytest.mark.parametrize("app", NEWEST)

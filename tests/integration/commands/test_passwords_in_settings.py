@@ -143,7 +143,6 @@ def test_log_of_a_process_whose_broker_is_unavailable_shows_no_password(command,
         process.until(lambda: "The broker is" in process.said())
         with command("exactly_once_status", OUTBOX={"BROKER_URL": url}) as shown:
             assert shown.ends() == 0
-        process.terminate()
-        assert process.ends() == 0
+        assert process.end() == 0
 
     assert SECRET not in process.said()

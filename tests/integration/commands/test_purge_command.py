@@ -1,6 +1,5 @@
 """`exactly_once_purge` for each app: what is older than its retention is deleted; what is open or dead stays."""
 
-import io
 import re
 import uuid
 from datetime import timedelta
@@ -17,6 +16,7 @@ from inbox.states import State as InboxState
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
 from outbox.store import history
+from tests.support.commands import output_of
 from tests.support.inbox_rows import make_older, store_message
 from tests.support.relaying import published, set_columns
 
@@ -35,10 +35,9 @@ def handler(handles):
 
 def purged(app=None, **options):
     """The numbers that the command prints, by what they count."""
-    out = io.StringIO()
-    call_command("exactly_once_purge", app=app, stdout=out, **options)
-    assert re.findall(r"^(outbox|inbox) ", out.getvalue(), re.MULTILINE) == ([app] if app else ["outbox", "inbox"])
-    return {name: int(count) for name, count in re.findall(r"^(.*\S) +(\d+)$", out.getvalue(), re.MULTILINE)}
+    said = output_of("exactly_once_purge", app=app, **options)
+    assert re.findall(r"^(outbox|inbox) ", said, re.MULTILINE) == ([app] if app else ["outbox", "inbox"])
+    return {name: int(count) for name, count in re.findall(r"^(.*\S) +(\d+)$", said, re.MULTILINE)}
 
 
 def settled(state, age):

@@ -39,8 +39,7 @@ def test_refused_password_is_reported_once_with_the_setting_and_without_the_pass
     with running(name, url) as process:
         process.until(lambda: errors(process))
         process.until(lambda: tries(rabbitmq_server) >= before + 4)
-        process.terminate()
-        assert process.ends() == 0
+        assert process.end() == 0
 
     [line] = errors(process)
     assert 'The broker refuses OUTBOX["BROKER_URL"]' in line
@@ -73,8 +72,7 @@ def test_refused_login_is_repeated_with_its_duration_until_it_is_corrected(rabbi
         try:
             for process in (relay, consumer):
                 process.until(lambda process=process: "The broker is available again after" in process.said())
-                process.terminate()
-                assert process.ends() == 0
+                assert process.end() == 0
         finally:
             server.ctl("delete_user", user)
 
@@ -98,8 +96,7 @@ def test_missing_virtual_host_is_reported_until_it_is_created(rabbitmq_server, r
             if name == "outbox_relay":
                 with running("inbox_consume", url):
                     wait_until(lambda: state_of(message) == State.PUBLISHED)
-            process.terminate()
-            assert process.ends() == 0
+            assert process.end() == 0
         finally:
             rabbitmq_server.delete_vhost(vhost)
 
@@ -112,8 +109,7 @@ def test_missing_virtual_host_is_reported_until_it_is_created(rabbitmq_server, r
 def test_refused_password_of_redis_is_reported_with_the_setting(redis_url, running, name):
     with running(name, redis_url.replace("redis://", f"redis://user:{SECRET}@")) as process:
         process.until(lambda: errors(process))
-        process.terminate()
-        assert process.ends() == 0
+        assert process.end() == 0
 
     [line] = errors(process)
     assert 'The broker refuses OUTBOX["BROKER_URL"]' in line

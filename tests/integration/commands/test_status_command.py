@@ -1,13 +1,12 @@
 """`exactly_once_status`: what it says of each app."""
 
-import io
 import json
 import re
 from datetime import datetime, timedelta
+from functools import partial
 
 import pytest
-from django.core.management import CommandError, call_command
-from django.db import connection
+from django.core.management import CommandError
 
 from exactly_once.models import Process
 from exactly_once.process.clock import utcnow
@@ -19,9 +18,11 @@ from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.states import State as InboxState
 from outbox.states import State
-from tests.support.deliveries import an_envelope, deliver, run_to_the_end, the_effect, the_row
+from tests.support.commands import output_of
+from tests.support.deliveries import an_envelope, deliver, fails, run_to_the_end, the_effect, the_row
 from tests.support.heartbeats import a_relay
 from tests.support.relaying import published, row_of, set_columns
+from tests.support.sql import executed
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db
@@ -30,10 +31,7 @@ DAY = timedelta(days=1)
 LONG_AGO = timedelta(days=400)
 
 
-def run(**options):
-    out = io.StringIO()
-    call_command("exactly_once_status", stdout=out, **options)
-    return out.getvalue().strip()
+run = partial(output_of, "exactly_once_status")
 
 
 def status(app, **options):
@@ -43,11 +41,6 @@ def status(app, **options):
 def one_in(state, **columns):
     message = published("t")
     set_columns(message, state=state, **columns)
-
-
-def fails(message):
-    the_effect(message)
-    raise ValueError("no stock")
 
 
 class TestBoth:
@@ -177,8 +170,7 @@ class TestRelays:
         assert (second["last_pass"], second["rate"]) == (None, None)
 
     def test_status_without_the_relay_table_says_to_run_migrate(self):
-        with connection.cursor() as cursor:
-            cursor.execute(f"DROP TABLE {Process._meta.db_table}")
+        executed(f"DROP TABLE {Process._meta.db_table}")
 
         with pytest.raises(CommandError, match=r"no table exactly_once_process\. Run `python manage\.py migrate exactly_once`"):
             run(app="outbox")

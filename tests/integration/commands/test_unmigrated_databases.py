@@ -15,6 +15,7 @@ from exactly_once.models import Process as ProcessRow
 from outbox.states import State
 from outbox.store.dialect import live
 from tests.support.relaying import published, row_of, state_of
+from tests.support.sql import executed
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
 
@@ -36,11 +37,6 @@ def half_migrated(request):
     yield request.param
     executed(f"ALTER TABLE {table} RENAME COLUMN hidden TO traceparent")
     MigrationRecorder(connection).record_applied(app, migration)
-
-
-def executed(statement):
-    with connection.cursor() as cursor:
-        cursor.execute(statement)
 
 
 def refusal(process):
@@ -199,8 +195,7 @@ def test_schema_that_is_taken_from_a_running_relay_is_one_line_and_no_attempt(co
         relay.until(lambda: "is available again after" in relay.said())
         if broker == "local://":
             relay.until(lambda: state_of(message) == State.PUBLISHED)
-        relay.terminate()
-        assert relay.ends() == 0
+        assert relay.end() == 0
 
     first, *again = [line for line in relay.said().splitlines() if " ERROR " in line and LATER in line]
     assert taken in first

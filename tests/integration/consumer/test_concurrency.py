@@ -772,8 +772,7 @@ class TestProcesses:
             for process in processes:
                 process.until(lambda: all_empty(length) and effects() == 180 and none_to_be_decided())
             for process in processes:
-                process.terminate()
-                assert process.ends() == 0
+                assert process.end() == 0
 
         assert effects_by_name() == dict.fromkeys([name for its in sent.values() for name in its], 1)
         assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 1)}
@@ -855,8 +854,7 @@ class TestProcesses:
                     )
                     mortal_postgres.start()
                 process.until(lambda: all_empty(length) and effects_at(url) >= 900 and none_to_be_decided())
-                process.terminate()
-                assert process.ends() == 0
+                assert process.end() == 0
 
             assert effects_by_name() == dict.fromkeys([one for its in sent.values() for one in its], 1)
             assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}

@@ -48,8 +48,7 @@ def workers(process_environment, rabbitmq_url, tmp_path):
         ]
         yield processes
         for process in processes:
-            process.terminate()
-            assert process.ends() == 0
+            assert process.end() == 0
 
 
 def publish_many(topic, payload, count):

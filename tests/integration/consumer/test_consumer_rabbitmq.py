@@ -19,6 +19,7 @@ from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import CHAINED, JOB
 from tests.support.deliveries import A_WHILE, TOPIC, effects, the_effect, the_row
 from tests.support.servers import FaultProxy
+from tests.support.sql import executed
 from tests.support.waiting import wait_until
 from tests.support.workers import (
     OF_THE_WORKERS,
@@ -275,8 +276,7 @@ class TestConsumerProcess:
         with consumer_process(SHUTDOWN_GRACE=SHORT) as process:
             job(rabbitmq_url, "never end")
             process.until(begun)
-            process.terminate()
-            assert process.ends() == 70
+            assert process.end() == 70
 
         assert "asked to stop" in process.said()
         wait_until(lambda: length(OF_THE_WORKERS) == 1)
@@ -287,8 +287,7 @@ class TestConsumerProcess:
             """Its session ends twice: at once on the new session, too."""
             asked[message.id] += 1
             if asked[message.id] <= 2:
-                with connections["default"].cursor() as cursor:
-                    cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+                executed("SELECT pg_terminate_backend(pg_backend_pid())")
             return message.id
 
         asked = Counter()
@@ -342,8 +341,7 @@ class TestConsumerProcess:
             assert (length(OF_THE_WORKERS), state("meanwhile")) == (1, None)
             database.accept()
             process.until(lambda: state("meanwhile") == State.DONE and length(OF_THE_WORKERS) == 0)
-            process.terminate()
-            assert process.ends() == 0
+            assert process.end() == 0
 
         row = the_row(message_id="meanwhile")
         assert (row.state, row.attempts, row.duplicates, effects("meanwhile")) == (State.DONE, 1, 0, 1)

@@ -135,7 +135,6 @@ def test_crash_between_commit_and_ack_has_no_second_effect(process_environment, 
             connection.default_channel.qos.restore_visible(num=10)
         send(redis_url, JOB, {"do": "kill the process after the commit"}, message_id="job")
         process.until(lambda: InboxMessage.objects.filter(duplicates__gte=1).exists())
-        process.terminate()
-        assert process.ends() == 0
+        assert process.end() == 0
 
     assert (effects("job"), the_row().state) == (1, State.DONE)

@@ -5,6 +5,7 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from django.db import connections, transaction
@@ -24,6 +25,7 @@ from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import OPTIONS, an_envelope, deliver
 from tests.support.loads import receive_together
+from tests.support.sql import executed
 from tests.support.waiting import wait_until
 from tests.support.workers import (
     Process,
@@ -51,9 +53,7 @@ def effects_on_other():
     return Counter(Effect.objects.using("other").values_list("name", flat=True))
 
 
-def execute(sql):
-    with connections["other"].cursor() as cursor:
-        cursor.execute(sql)
+execute = partial(executed, using="other")
 
 
 def end_other_sessions():
@@ -380,9 +380,8 @@ def test_message_that_cannot_be_stored_does_not_harm_the_others_that_are_stored_
 
 def rows_of_each_transaction():
     """How many rows each transaction has inserted, the smallest first."""
-    with connections["other"].cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM inbox_inboxmessage GROUP BY xmin::text ORDER BY 1")
-        return [count for (count,) in cursor.fetchall()]
+    found = executed("SELECT count(*) FROM inbox_inboxmessage GROUP BY xmin::text ORDER BY 1", using="other")
+    return [count for (count,) in found]
 
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])

@@ -8,7 +8,7 @@ from inbox.models import InboxMessage
 from inbox.states import State
 from outbox import publish
 from outbox.models import OutboxMessage
-from tests.support.deliveries import TOPIC, drain, effects, make_due, the_effect, the_row
+from tests.support.deliveries import TOPIC, drain, effects, fails, make_due, the_effect, the_row
 from tests.support.waiting import wait_until
 from tests.support.workers import broker_options, consuming, relay, send
 
@@ -77,9 +77,6 @@ class TestEndToEnd:
 
     @pytest.mark.long
     def test_every_handler_of_a_topic_gets_its_own_copy(self, handling, broker, is_empty):
-        def fails(message):
-            raise ValueError("not mine")
-
         handlers = [handling(the_effect, name="tests.good"), handling(fails, name="tests.bad")]
         send(broker, TOPIC, {}, message_id="m")
 

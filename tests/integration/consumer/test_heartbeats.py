@@ -5,7 +5,7 @@ import threading
 from datetime import timedelta
 
 import pytest
-from django.db import connection, transaction
+from django.db import transaction
 
 from exactly_once.models import Process as ProcessRow
 from exactly_once.process import heartbeat
@@ -21,6 +21,7 @@ from tests.support.deliveries import the_effect
 from tests.support.heartbeats import a_consumer, let_consumers_fall_silent
 from tests.support.relaying import published
 from tests.support.servers.private import free_port
+from tests.support.sql import executed
 from tests.support.waiting import wait_until
 from tests.support.workers import GROUP, Process, as_environment, send
 
@@ -70,8 +71,7 @@ def test_status_shows_a_running_consumer_with_its_handlers_and_counts_until_it_e
         consumer.until(lambda: [row.facts["received"] for row in heartbeats()] == [1])
         shown = service.status_as_json()
         text = service.status()
-        consumer.terminate()
-        assert consumer.ends() == 0
+        assert consumer.end() == 0
 
     [row] = shown["consumers"]
     common = {"id", "host", "pid", "version", "started", "beat", "last_pass", "rate", "waits_for", "silent"}
@@ -137,8 +137,7 @@ def test_process_that_runs_the_handlers_of_local_is_shown_as_a_consumer(service,
         published(topic=JOB, payload={})
         process.until(lambda: sum(row.facts["ran"] for row in heartbeats()) == 1)
         shown = service.status_as_json()
-        process.terminate()
-        assert process.ends() == 0
+        assert process.end() == 0
 
     assert {tuple(row["handlers"]) for row in shown["consumers"]} == {tuple(HANDLERS)}
     assert shown["unattended"] == []
@@ -202,10 +201,8 @@ def test_locked_table_of_heartbeats_stops_neither_handling_nor_the_end_of_a_cons
             lock_the_table()
             send(rabbitmq_url, JOB, {}, message_id="m-1")
             consumer.until(Effect.objects.exists)
-            consumer.terminate()
-            assert consumer.ends() == 0
+            assert consumer.end() == 0
 
 
 def lock_the_table():
-    with connection.cursor() as cursor:
-        cursor.execute(f"LOCK TABLE {ProcessRow._meta.db_table} IN ACCESS EXCLUSIVE MODE")
+    executed(f"LOCK TABLE {ProcessRow._meta.db_table} IN ACCESS EXCLUSIVE MODE")

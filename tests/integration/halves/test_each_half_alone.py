@@ -204,8 +204,7 @@ def test_the_outbox_alone_publishes_in_a_transaction_and_relays_to_rabbitmq(outb
         project.manage("shell", "--verbosity", "0", "--command", BUY)
         [arrived] = queue.take(1)
         relay.until(lambda: project.rows("SELECT state FROM outbox_outboxmessage") == [("published",)])
-        relay.terminate()
-        assert relay.ends() == 0, relay.said()
+        assert relay.end() == 0, relay.said()
         assert queue.take_all() == [], "what was rolled back is not sent"
 
     assert json.loads(arrived.body) == {"order": "order-17"}
@@ -232,8 +231,7 @@ def test_the_inbox_alone_handles_a_foreign_producers_message_once_although_it_is
             send(rabbitmq_url, TOPIC, {"order": "order-17"}, message_id="17")
         consumer.until(lambda: project.rows("SELECT duplicates FROM inbox_inboxmessage") == [(1,)])
         wait_until(lambda: length_of(rabbitmq_server, of_the_shop, options) == 0)
-        consumer.terminate()
-        assert consumer.ends() == 0, consumer.said()
+        assert consumer.end() == 0, consumer.said()
 
     assert project.rows("SELECT name FROM shop_order") == [("order-17",)]
     assert project.rows("SELECT state, message_id, duplicates FROM inbox_inboxmessage") == [("done", "17", 1)]

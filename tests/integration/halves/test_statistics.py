@@ -41,10 +41,8 @@ def test_relay_writes_what_it_published_by_topic_and_the_latency(a_process):
         published(topic="nobody.listens", payload={})
         with a_process("outbox_relay") as relay:
             relay.until(lambda: rows("outbox", JOB))
-            relay.terminate()
-            assert relay.ends() == 0
-        consumer.terminate()
-        assert consumer.ends() == 0
+            assert relay.end() == 0
+        assert consumer.end() == 0
 
     assert summed("outbox", JOB, "published", "retried") == [3, 0]
     assert summed("outbox", ALL, "published") == [3]
@@ -64,8 +62,7 @@ def test_consumer_writes_handled_failed_and_duplicate_messages_and_latencies(a_p
         name = "testworker.work"
         consumer.until(lambda: rows("inbox", name))
         consumer.until(lambda: consumer.said().count("m-2") >= 1)
-        consumer.terminate()
-        assert consumer.ends() == 0
+        assert consumer.end() == 0
 
     assert summed("inbox", name, "handled", "failed", "resends", "dead") == [1, 1, 1, 0]
     assert timed("inbox", name, "to_effect") == 1

@@ -18,6 +18,7 @@ from tests.support.deliveries import (
     an_envelope,
     deliver,
     effects,
+    fails,
     options,
     run_to_the_end,
     running,
@@ -216,10 +217,7 @@ def test_setting_that_a_handler_changes_behind_pgbouncer_does_not_stay_on_the_se
 
 
 def test_setting_that_a_failing_handler_changes_under_a_lease_does_not_stay_on_the_server_connection(handles):
-    def fail(message):
-        raise ValueError
-
-    handler = handles(executing("SET statement_timeout = '12345ms'", then=fail), lease=Lease())
+    handler = handles(executing("SET statement_timeout = '12345ms'", then=fails), lease=Lease())
     with behind_pgbouncer() as seen_by_another:
         assert deliver(handler) is Outcome.STORED
         assert seen_by_another("statement_timeout") == "0"

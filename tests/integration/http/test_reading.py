@@ -40,6 +40,7 @@ from outbox.testing import run_relay
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, the_row
 from tests.support.http_api import AUDITOR, HTTP, PARTNER, SHOP, Api
 from tests.support.servers.private import LOOPBACK
+from tests.support.sql import fetched
 from tests.support.waiting import A_WHILE, wait_until
 
 pytestmark = pytest.mark.django_db
@@ -376,12 +377,10 @@ def test_waiting_reader_gets_a_message_that_comes_later_and_holds_no_connection_
 
 
 def others_connected():
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
-            " AND backend_type = 'client backend'"
-        )
-        return cursor.fetchone()[0]
+    return fetched(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        " AND backend_type = 'client backend'"
+    )
 
 
 @pytest.mark.every_database

@@ -42,6 +42,7 @@ from tests.support.deliveries import (
     deliver,
     drain,
     effects,
+    fails,
     handed_over,
     make_due,
     options,
@@ -329,10 +330,7 @@ class TestFailure:
         assert names_of(signals_sent) == ["message_retrying", "message_handled"]
 
     def test_message_that_always_fails_is_dead_after_max_attempts(self, leased, given):
-        def fail(message):
-            raise ValueError("always")
-
-        deliver(leased(fail), given=given)
+        deliver(leased(fails), given=given)
         run_to_the_end(given)
 
         assert (the_row().state, the_row().attempts) == (State.DEAD, 3)

@@ -119,8 +119,7 @@ class TestRunLongerThanTheConsumerTimeoutOfTheBroker:
             Unique.objects.create(name="go job")
             process.until(lambda: effects("job") and is_settled())
             assert process.said().count("consumer: receiving from") == (1 if in_database else 2)
-            process.terminate()
-            assert process.ends() == 0
+            assert process.end() == 0
 
         assert (effects("begun job"), effects("job")) == (1, 1)
         again = 0 if in_database else 1
@@ -195,8 +194,7 @@ class TestInterruptedRuns:
         hour = timedelta(hours=1)
         with consumer("a", REDELIVERY_AFTER=hour, SHUTDOWN_GRACE=SHORT) as process:
             three_running(process)
-            process.terminate()
-            assert process.ends() == 70
+            assert process.end() == 70
             process.start()
             process.until(lambda: self.have_begun(2))
             self.end_them(process, is_settled)

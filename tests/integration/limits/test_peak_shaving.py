@@ -93,8 +93,7 @@ def test_rate_limit_holds_for_two_consumers_together_and_the_backlog_drains(two_
         # Deliveries that wait for a token near the acknowledgement timeout are stored, and run by the runner.
         wait_until(lambda: effects() == A_BURST, report=what_is_stored)
         for consumer in consumers:
-            consumer.terminate()
-            assert consumer.ends() == 0
+            assert consumer.end() == 0
 
     assert effects() == A_BURST
     assert set(InboxMessage.objects.values_list("state", "duplicates")) == {(State.DONE, 0)}
@@ -132,8 +131,7 @@ def test_two_consumers_shed_only_droppable_messages_and_only_above_the_limit(two
         first.until(lambda: InboxMessage.objects.filter(state=State.SHED).exists())
         first.until(lambda: length() <= ABOVE)
         for consumer in (first, second):
-            consumer.terminate()
-            assert consumer.ends() == 0
+            assert consumer.end() == 0
 
     stored = set(InboxMessage.objects.values_list("message_id", flat=True))
     waiting = []

@@ -160,9 +160,7 @@ def test_message_of_the_calendars_first_or_last_day_is_listed_shown_exported_and
 
 def test_instant_beyond_the_calendar_is_refused_by_an_import_and_the_other_lines_are_imported(handles, tmp_path):
     deliver(handles(fail), an_envelope(), given=ONE_ATTEMPT)
-    out = io.StringIO()
-    call_command("exactly_once_export", stdout=out, stderr=io.StringIO())
-    line = json.loads(out.getvalue())
+    line = json.loads(output_of("exactly_once_export", stderr=io.StringIO()))
     delete_messages()
     file = tmp_path / "dead.jsonl"
     instants = ["9999-12-31T23:59:59-14:00", line["created_at"]]

@@ -27,7 +27,7 @@ from outbox import monitoring as outbox_tables
 from outbox.states import State
 from outbox.store import pausing
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, options, the_effect
+from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, fails, options, the_effect
 from tests.support.heartbeats import a_relay
 from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import drained, published, set_columns
@@ -114,9 +114,6 @@ class TestCounting:
         assert recorded(outbox.metrics.DEAD) == {("refused",): [1]}
 
     def test_inbox_counts_effects_failures_deferrals_and_duplicates(self, handles, recorded):
-        def fails(message):
-            raise ValueError("no stock")
-
         def defers(message):
             raise RetryLater(timedelta(hours=1))
 

@@ -15,7 +15,7 @@ from inbox.models import InboxMessage
 from inbox.receiving.reading import read
 from inbox.receiving.receive import receive
 from outbox.models import OutboxMessage
-from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain
+from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, fails
 from tests.support.relaying import drained, published, row_of
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -85,9 +85,6 @@ def test_spans_have_the_attributes_of_the_semantic_conventions(spans, handles):
 
 
 def test_failed_call_is_an_error_and_a_deferred_one_is_not(spans, handles):
-    def fails(message):
-        raise ValueError("no stock")
-
     def defers(message):
         raise RetryLater(timedelta(hours=1))
 

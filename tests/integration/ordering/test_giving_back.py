@@ -140,8 +140,7 @@ def stopping(pair):
 
 
 def terminating(pair):
-    pair.first.terminate()
-    assert pair.first.ends() == 0
+    assert pair.first.end() == 0
 
 
 def killing(pair):

@@ -38,6 +38,7 @@ from tests.integration.ordering.actors import Actor, Killed, gates, this_actor
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, options
 from tests.support.inbox_rows import delete_messages
+from tests.support.sql import fetched
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long]
@@ -109,9 +110,7 @@ class LockingActor(Actor):
     def _waits_for_a_lock(self):
         if not self._pid:
             return False
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT cardinality(pg_blocking_pids(%s)) > 0", [self._pid])
-            return cursor.fetchone()[0]
+        return fetched("SELECT cardinality(pg_blocking_pids(%s)) > 0", [self._pid])
 
     def works(self):
         with suppress(Killed):

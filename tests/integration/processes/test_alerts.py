@@ -27,7 +27,7 @@ from outbox.states import State
 from outbox.store.heartbeats import relays
 from tests.support.admin_pages import a_message, an_inbox_message
 from tests.support.commands import output_of
-from tests.support.deliveries import deliver, make_due, the_effect
+from tests.support.deliveries import deliver, fails, make_due, the_effect
 from tests.support.fakes.receiver import Receiver, Reply
 from tests.support.heartbeats import a_consumer, a_relay, fall_silent
 from tests.support.signals import listening
@@ -266,10 +266,6 @@ class TestConditions:
         assert evaluated() == set()
 
 
-def fails(message):
-    raise ValueError("no stock")
-
-
 class TestHysteresis:
     def test_alert_is_raised_after_several_evaluations_in_a_row_and_cleared_after_several(self, alerts):
         alerts(RAISE_AFTER=3, CLEAR_AFTER=2)
@@ -421,8 +417,7 @@ class TestProcesses:
             relay = stack.enter_context(service.runs("outbox_relay"))
             relay.until(lambda: Alert.objects.filter(condition="stuck_prepared", state="raised").exists())
             relay.until(lambda: relays.rows("default").filter(last_pass_at__isnull=False).exists())
-            relay.terminate()
-            assert relay.ends() == 0, relay.said()
+            assert relay.end() == 0, relay.said()
 
 
 def alerting_service(service, broker, **options):

@@ -24,16 +24,12 @@ from inbox.outcome import Outcome
 from inbox.states import State
 from inbox.store import retention
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import an_envelope, at_once, deliver, drain, the_effect
+from tests.support.deliveries import an_envelope, at_once, deliver, drain, fails, the_effect
 from tests.support.inbox_rows import delete_messages, make_older, settle
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
 WEEK, YEARS = timedelta(days=7), timedelta(days=1000)
-
-
-def fails(message):
-    raise ValueError("not yet")
 
 
 @pytest.fixture

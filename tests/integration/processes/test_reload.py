@@ -100,8 +100,7 @@ def test_process_starts_again_after_each_change_and_after_an_error_in_the_code(p
         relay.until(lambda: relay.said().count(WATCHING) == 3)
         project.has_effects_after_publishing(relay, ["first", "the-second", "the-very-third"])
 
-        relay.terminate()
-        assert relay.ends() == 0
+        assert relay.end() == 0
     assert relay.said().count("relay: stopped") == 3
 
 

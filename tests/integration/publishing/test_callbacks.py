@@ -24,6 +24,7 @@ from outbox.relay import calling
 from outbox.states import RESTORE, State
 from outbox.store import deciding, history, pending_callbacks, settling
 from tests.support.apps.effects.models import Effect, Unique
+from tests.support.commands import output_of
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import TOPIC, in_threads, published, row_of, set_columns, state_of
 
@@ -424,13 +425,8 @@ def test_status_counts_pending_failing_and_unknown_callbacks(add_callback):
     relay()
     registry.remove("tests.removed")
 
-    def status(**options):
-        out = io.StringIO()
-        call_command("exactly_once_status", stdout=out, **options)
-        return out.getvalue()
-
-    callbacks = json.loads(status(json=True))["outbox"]["callbacks"]
-    lines = [line.split() for line in status().splitlines()]
+    callbacks = json.loads(output_of("exactly_once_status", json=True))["outbox"]["callbacks"]
+    lines = [line.split() for line in output_of("exactly_once_status").splitlines()]
 
     assert callbacks == {"pending": 2, "failing": 2, "unknown": 1, "oldest": OutboxMessage.objects.get().settled_at.isoformat()}
     for line in (["pending", "2"], ["failing", "2"], ["unknown", "to", "this", "code", "1"]):

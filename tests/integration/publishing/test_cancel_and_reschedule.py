@@ -45,6 +45,7 @@ from tests.support.relaying import (
     set_columns,
     state_of,
 )
+from tests.support.sql import executed
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
@@ -172,8 +173,7 @@ def test_decision_that_is_too_late_does_not_search_history_by_position():
 def test_cancel_in_an_older_snapshot_than_the_state_of_the_message_is_a_serialization_failure():
     message = published(delay=HOUR)
     with transaction.atomic():
-        with connection.cursor() as cursor:
-            cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        executed("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         assert state_of(message) == State.SCHEDULED
         with in_threads(lambda: publish_now(message.id)):
             pass

@@ -5,7 +5,6 @@ from collections import Counter
 from datetime import timedelta
 
 import pytest
-from django.db import connection
 
 from outbox import Answer, checker, prepare
 from outbox.callbacks import checkers
@@ -15,6 +14,7 @@ from outbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.stalling import CHECKED, CHECKED_IN_VAIN, HANGING, QUICK, WAITING
 from tests.support.relaying import published, row_of, state_of
+from tests.support.sql import executed
 from tests.support.waiting import wait_until
 from tests.support.workers import Process
 
@@ -75,9 +75,8 @@ def relay(process_environment, peer, tmp_path):
 
 
 def sessions_of_the_relay(state):
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT pid FROM pg_stat_activity WHERE application_name = %s AND state = %s", [RELAY, state])
-        return [pid for (pid,) in cursor.fetchall()]
+    found = executed("SELECT pid FROM pg_stat_activity WHERE application_name = %s AND state = %s", [RELAY, state])
+    return [pid for (pid,) in found]
 
 
 def effects():
@@ -107,8 +106,7 @@ def test_checker_that_hangs_for_one_message_is_reported_with_its_stack_and_holds
         assert f"the checker of message {hanging.id} ({CHECKED_IN_VAIN}, biz-id hanging) has been running" in process.said()
         assert process.said().count("has been running") == 1
         assert "has not returned" in row_of(hanging).last_error
-        process.terminate()
-        assert process.ends() == 0
+        assert process.end() == 0
 
 
 @pytest.mark.parametrize(("threads", "taken"), [(1, 1), (2, 1), (4, 3)])
@@ -121,8 +119,7 @@ def test_checker_that_hangs_for_every_message_leaves_a_thread_to_other_topics(re
 
         assert {state_of(half) for half in in_vain} == {State.PREPARED}
         assert begun().total() == taken
-        process.terminate()
-        assert process.ends() == 0
+        assert process.end() == 0
 
 
 def test_message_whose_checker_hangs_is_checked_by_no_other_relay(relay, begun):
@@ -150,8 +147,7 @@ def test_hanging_callback_is_reported_with_its_stack_and_holds_up_no_other_callb
         assert begun().total() == 1
         settings.OUTBOX = {"STUCK_AFTER": timedelta(seconds=1)}
         process.until(lambda: [name.split(".")[-1] for name in hanging("default")] == ["calls_a_service_that_never_answers"])
-        process.terminate()
-        assert process.ends() == 0
+        assert process.end() == 0
     assert PendingCallback.objects.count() == 5
 
 
@@ -176,8 +172,7 @@ def test_database_outage_does_not_count_as_a_failed_attempt_of_a_callback(relay,
         process.until(lambda: begun()["waiting"])
         # Its passes have short transactions as well.
         [pid] = wait_until(lambda: len(sessions := sessions_of_the_relay("idle in transaction")) == 1 and sessions)
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_terminate_backend(%s)", [pid])
+        executed("SELECT pg_terminate_backend(%s)", [pid])
         gate.unlink()
         process.until(effects)
 
@@ -205,9 +200,7 @@ def test_sigterm_ends_a_relay_with_0_whose_callback_outlasts_the_shutdown_grace_
     with relay(SHUTDOWN_GRACE=1) as process:
         published(WAITING, biz_id="waiting")
         process.until(lambda: begun()["waiting"])
-        process.terminate()
-
-        assert process.ends() == 0
+        assert process.end() == 0
         assert "the process ends while the callback" in process.said()
     assert effects() == []
     assert PendingCallback.objects.count() == 1

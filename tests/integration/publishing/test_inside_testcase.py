@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 from django.core.management import call_command
-from django.db import connection, transaction
+from django.db import transaction
 from django.test import TestCase
 
 from inbox import idempotent_handler
@@ -17,6 +17,7 @@ from outbox import PublishedOutsideTransaction, publish
 from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.apps.effects.models import Effect
+from tests.support.sql import executed
 
 TOPIC = "tests.inside_a_test_case"
 
@@ -73,6 +74,5 @@ class TestPostgreSQLInsideTestCase(HandlerTestCase):
         call_command("outbox_relay", "--drain", verbosity=0)
 
         assert OutboxMessage.objects.get().state == State.PUBLISHED
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT current_setting('idle_in_transaction_session_timeout'), current_setting('lock_timeout')")
-            assert cursor.fetchone() == ("0", "0")
+        shown = executed("SELECT current_setting('idle_in_transaction_session_timeout'), current_setting('lock_timeout')")
+        assert shown == [("0", "0")]

@@ -18,6 +18,7 @@ from outbox.states import GIVEN_UP, State
 from tests.support.apps.effects.models import Effect
 from tests.support.open_transactions import lock_waits
 from tests.support.relaying import SECONDS, TOPIC, in_state, in_threads, published, row_of, state_of
+from tests.support.sql import executed
 from tests.support.waiting import wait_until
 
 # Most of these need no real commit. Those that look from another thread say so.
@@ -422,9 +423,7 @@ def test_prepared_insert_writes_the_same_row_as_a_plain_one(options):
     connection.close()
     biz_ids = [f"Zoë's \\ {number}" for number in range(9)]
     messages = [published(payload={"text": "\x00ë ☃ %s"}, biz_id=biz_id, **options) for biz_id in biz_ids]
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_prepared_statements WHERE name LIKE 'outbox_insert%%'")
-        assert cursor.fetchone() == (1,)
+    assert executed("SELECT count(*) FROM pg_prepared_statements WHERE name LIKE 'outbox_insert%%'") == [(1,)]
 
     def written(message):
         row = OutboxMessage.objects.values().get(message_id=message.id)

@@ -4,13 +4,14 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-from django.db import connection, transaction
+from django.db import transaction
 
 from outbox import cancel, publish
 from outbox.models import OutboxMessage
 from outbox.states import RESTORE, State
 from outbox.store import deciding
 from tests.support.relaying import TOPIC, in_state, in_threads, published, state_of
+from tests.support.sql import executed
 
 pytestmark = [
     pytest.mark.django_db(transaction=True),
@@ -21,8 +22,7 @@ pytestmark = [
 @contextmanager
 def a_snapshot(level):
     with transaction.atomic():
-        with connection.cursor() as cursor:
-            cursor.execute(f"SET TRANSACTION ISOLATION LEVEL {level}")
+        executed(f"SET TRANSACTION ISOLATION LEVEL {level}")
         OutboxMessage.objects.count()
         yield
 

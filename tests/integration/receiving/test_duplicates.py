@@ -18,7 +18,18 @@ from outbox.states import RESTORE
 from outbox.states import State as OutboxState
 from outbox.store import deciding
 from tests.support.admin_pages import said, staff_client
-from tests.support.deliveries import OPTIONS, TOPIC, an_envelope, deliver, drain, effects, run_to_the_end, the_effect, the_row
+from tests.support.deliveries import (
+    OPTIONS,
+    TOPIC,
+    an_envelope,
+    deliver,
+    drain,
+    effects,
+    fails,
+    run_to_the_end,
+    the_effect,
+    the_row,
+)
 from tests.support.inbox_rows import make_older
 from tests.support.joins import TOPICS, comes, report
 from tests.support.relaying import Queue, connected, one_pass, published, row_of, state_of
@@ -73,9 +84,6 @@ class TestDuplicateCause:
         assert causes() == only(**{"redelivery" if redelivered else "resend": 1})
 
     def test_duplicate_of_a_retrying_message_is_counted_by_its_cause(self, handles):
-        def fails(message):
-            raise ValueError("no stock")
-
         handler, envelope = handles(fails), an_envelope()
         deliver(handler, envelope)
 

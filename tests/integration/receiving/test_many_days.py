@@ -19,7 +19,7 @@ from inbox.states import State
 from inbox.store import receipts
 from inbox.store.duplicates import count_duplicate
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import OPTIONS, an_envelope, deliver, options, the_effect
+from tests.support.deliveries import OPTIONS, an_envelope, deliver, fails, options, the_effect
 from tests.support.inbox_rows import make_older, settle, store_message
 from tests.support.sql import fetched
 
@@ -107,11 +107,7 @@ def test_duplicate_of_a_recent_message_is_counted_by_one_statement(handler):
 @pytest.mark.usefixtures("_made")
 @pytest.mark.parametrize("is_handled", [True, False])
 def test_canary_locks_a_few_partitions(handles, is_handled):
-    def fail(message):
-        raise ValueError("broken")
-
-    handler = handles(fail)
-    deliver(handler, an_envelope(), given=options(MAX_ATTEMPTS=1))
+    deliver(handles(fails), an_envelope(), given=options(MAX_ATTEMPTS=1))
     row = InboxMessage.objects.get()
     plan = Plan(action="retry", selection="one", sources=["dead"], requested_by="ann", permission="", is_canary=True)
     operation = operations.plan("default", plan, [row.pk])

@@ -19,7 +19,7 @@ from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.commands import output_of
-from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, run_to_the_end, the_effect, the_row
+from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, fails, run_to_the_end, the_effect, the_row
 from tests.support.inbox_rows import delete_messages, rename_messages
 from tests.support.servers import binaries
 from tests.support.waiting import wait_until
@@ -137,9 +137,6 @@ class TestOverride:
         assert (the_row().duplicates, effects()) == (2, 2)
 
     def test_overridden_message_that_fails_becomes_an_ordinary_dead_letter(self, handles, quarantined_copy):
-        def fails(message):
-            raise ValueError("no stock")
-
         registry.remove("tests.handler0")
         handles(fails, name="tests.handler0")
         retry(quarantined_copy.id, override_maximum_age=True)
@@ -170,9 +167,6 @@ class TestOverride:
 
 class TestDeadLetterOnDay400:
     def test_dead_letter_is_never_purged_and_runs_once_by_a_plain_retry_on_day_400(self, handles):
-        def fails(message):
-            raise ValueError("no stock")
-
         handler, envelope = handles(fails, name="tests.h"), an_envelope()
         deliver(handler, envelope)
         run_to_the_end()
@@ -273,8 +267,7 @@ class TestConsumerWithSkewedClock:
             sent("young enough", OPTIONS.oldest_run - SKEW - HOUR)
             sent("too old", OPTIONS.RETENTION + timedelta(minutes=1))
             process.until(lambda: InboxMessage.objects.filter(state__in=[State.DONE, State.DEAD]).count() == 3)
-            process.terminate()
-            assert process.ends() == 0
+            assert process.end() == 0
 
         assert dict(InboxMessage.objects.values_list("message_id", "state")) == {
             "fresh": State.DONE,

@@ -45,6 +45,7 @@ from tests.support.deliveries import (
     deliver,
     drain,
     effects,
+    fails,
     make_due,
     options,
     run_to_the_end,
@@ -60,11 +61,6 @@ from tests.support.waiting import A_WHILE, wait_until
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
 A_MINUTE, A_DAY = timedelta(minutes=1), timedelta(days=1)
-
-
-def fails(message):
-    the_effect(message)
-    raise ValueError("no stock")
 
 
 def fails_times(count):
@@ -313,7 +309,7 @@ class TestFailedAttempt:
 
         (line,) = [record.getMessage() for record in caplog.records if "is tried again in" in record.getMessage()]
         assert "ValueError: no stock (" in line
-        assert re.search(r"test_receiving\.py:fails:\d+\)$", line)
+        assert re.search(r"deliveries\.py:fails:\d+\)$", line)
 
     def test_failed_message_is_run_again_when_due_and_not_before(self, handles):
         handler = handles(fails_times(1))

@@ -24,6 +24,7 @@ from tests.support.deliveries import (
     an_envelope,
     deliver,
     drain,
+    fails,
     make_due,
     options,
     run_to_the_end,
@@ -49,10 +50,7 @@ def trail_of(message_id):
 
 @pytest.fixture
 def failing(handles):
-    def fail(message):
-        raise ValueError("no stock")
-
-    return partial(handles, fail, name=HANDLER)
+    return partial(handles, fails, name=HANDLER)
 
 
 class TestFailedAttempts:

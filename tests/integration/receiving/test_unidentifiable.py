@@ -1,12 +1,13 @@
 """One message whose `biz_id` fails as if its database were unavailable does not stop its handler."""
 
 import pytest
-from django.db import connection, connections
+from django.db import connections
 
 from inbox.models import InboxMessage
 from inbox.states import State
 from tests.support.aliases import unresolvable
 from tests.support.deliveries import OPTIONS, TOPIC, an_envelope, deliver, effects, run_to_the_end, the_effect, the_row
+from tests.support.sql import executed, fetched
 from tests.support.waiting import wait_until
 from tests.support.workers import broker_options, consuming, declare, send
 
@@ -15,8 +16,7 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 
 def takes_too_much(message):
     if message.payload.get("large"):
-        with connection.cursor() as cursor:
-            cursor.execute("DO $$ BEGIN RAISE EXCEPTION 'too large' USING ERRCODE = '53400'; END $$")
+        executed("DO $$ BEGIN RAISE EXCEPTION 'too large' USING ERRCODE = '53400'; END $$")
     return message.id
 
 
@@ -25,9 +25,7 @@ def test_messages_wait_while_the_name_of_the_database_of_their_biz_id_does_not_r
     options = broker_options(rabbitmq_url)
 
     def reads_elsewhere(message):
-        with connections["other"].cursor() as cursor:
-            cursor.execute("SELECT %s", [message.id])
-            return cursor.fetchone()[0]
+        return fetched("SELECT %s", [message.id], using="other")
 
     handler = handles(the_effect, biz_id=reads_elsewhere, ordered=ordered)
     declare(handler, options)

@@ -54,7 +54,7 @@ from tests.support.relaying import (
     states,
     waiting,
 )
-from tests.support.sql import another_session
+from tests.support.sql import another_session, executed, fetched
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -78,8 +78,7 @@ def test_concurrent_claims_never_share_a_row():
                     rounds.append(len(taken))
                     others = sum(held.values()) > len(taken)
                 if others:  # keep the claim while the others look for rows
-                    with connection.cursor() as cursor:
-                        cursor.execute("SELECT pg_sleep(0.005)")
+                    executed("SELECT pg_sleep(0.005)")
                 settling.settle("default", Settlement(published=taken))
                 with guard:
                     held.subtract(taken)
@@ -198,9 +197,7 @@ class TestTransactionBounds:
 
 
 def shown(name):
-    with connection.cursor() as cursor:
-        cursor.execute(f"SHOW {name}")
-        return cursor.fetchone()[0]
+    return fetched(f"SHOW {name}")
 
 
 class TestCancelling:
@@ -268,8 +265,7 @@ class TestCancelling:
     def test_cancel_restores_the_lock_timeout_of_the_caller(self):
         message = published()
         with transaction.atomic():
-            with connection.cursor() as cursor:
-                cursor.execute("SET LOCAL lock_timeout = '1234ms'")
+            executed("SET LOCAL lock_timeout = '1234ms'")
             assert deciding.decide("default", CANCEL, [message.position])
 
             assert shown("lock_timeout") == "1234ms"
@@ -350,9 +346,7 @@ def explained_run(cursor, statement):
 
 
 def a_session_waits_for_a_row():
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_locks WHERE transactionid = pg_current_xact_id()::xid AND NOT granted")
-        return cursor.fetchone()[0]
+    return fetched("SELECT count(*) FROM pg_locks WHERE transactionid = pg_current_xact_id()::xid AND NOT granted")
 
 
 @pytest.mark.long
@@ -683,9 +677,8 @@ class TestPinnedVacuumHorizon:
 
 
 def test_autovacuum_is_triggered_by_a_number_of_dead_rows_not_a_share():
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT reloptions FROM pg_class WHERE relname = 'outbox_outboxmessage_live'")
-        options = dict(option.split("=") for option in cursor.fetchone()[0])
+    given = fetched("SELECT reloptions FROM pg_class WHERE relname = 'outbox_outboxmessage_live'")
+    options = dict(option.split("=") for option in given)
 
     assert float(options["autovacuum_vacuum_scale_factor"]) == 0
     assert 0 < int(options["autovacuum_vacuum_threshold"]) <= 10_000
@@ -693,8 +686,7 @@ def test_autovacuum_is_triggered_by_a_number_of_dead_rows_not_a_share():
 
 
 def analyse():
-    with connection.cursor() as cursor:
-        cursor.execute("VACUUM ANALYZE outbox_outboxmessage")
+    executed("VACUUM ANALYZE outbox_outboxmessage")
 
 
 def explained(action):
@@ -871,8 +863,7 @@ class TestFloors:
                 with transaction.atomic():
                     publish(TOPIC, {}, biz_id=f"{writer}-{n}", key=f"writer-{writer}")
                     if dice.random() < 0.3:
-                        with connection.cursor() as cursor:
-                            cursor.execute("SELECT pg_sleep(%s)", [dice.random() * 0.1])
+                        executed("SELECT pg_sleep(%s)", [dice.random() * 0.1])
 
         with relaying(peer.url, relays=3, BATCH_SIZE=20) as relays:
             with in_threads(*(partial(write, writer) for writer in range(6))):

@@ -6,7 +6,6 @@ from datetime import timedelta
 
 import pytest
 from django.core.management import call_command
-from django.db import connection
 from django.urls import reverse
 
 from outbox import cancel, on_dead, publish_now, reschedule, restore
@@ -14,7 +13,9 @@ from outbox.callbacks import registry
 from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.admin_pages import DETAIL, LIST, VIEW, staff_client
+from tests.support.commands import output_of
 from tests.support.relaying import TOPIC, Queue, a_backlog, ids, published, relaying, row_of, state_of
+from tests.support.sql import executed
 from tests.support.waiting import wait_until
 from tests.support.workers import relay
 
@@ -46,8 +47,7 @@ HARMLESS = (
 def damaged(change, message=None, **options):
     """A committed message whose row was changed by hand."""
     message = message or published(**options)
-    with connection.cursor() as cursor:
-        cursor.execute(f"UPDATE outbox_outboxmessage SET {change} WHERE id = {message.position}")
+    executed(f"UPDATE outbox_outboxmessage SET {change} WHERE id = {message.position}")
     return message
 
 
@@ -165,13 +165,11 @@ class TestPeople:
             assert client.get(reverse(page)).status_code == 200
         for position in OutboxMessage.objects.values_list("pk", flat=True):
             assert client.get(reverse(DETAIL, args=[position])).status_code == 200
-        call_command("exactly_once_trail", str(rows["created_at = 'infinity'"].id), stdout=io.StringIO())
-        out = io.StringIO()
-        call_command("exactly_once_status", stdout=out)
-        call_command("exactly_once_status", "--json", stdout=(output := io.StringIO()))
-        call_command("outbox_restore", "--all", "--dry-run", stdout=out)
-        call_command("exactly_once_purge", "--dry-run", stdout=out)
-        assert json.loads(output.getvalue())["outbox"]["states"]["ready"]
+        output_of("exactly_once_trail", str(rows["created_at = 'infinity'"].id))
+        output_of("exactly_once_status")
+        output_of("outbox_restore", "--all", "--dry-run")
+        output_of("exactly_once_purge", "--dry-run")
+        assert json.loads(output_of("exactly_once_status", "--json"))["outbox"]["states"]["ready"]
 
     def test_damaged_messages_can_be_rescheduled_cancelled_and_restored(self):
         messages = of_every_damage()

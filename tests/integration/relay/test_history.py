@@ -41,7 +41,7 @@ from tests.support.relaying import (
     set_columns,
     state_of,
 )
-from tests.support.sql import another_session
+from tests.support.sql import another_session, executed
 from tests.support.waiting import wait_until
 
 DAYS = history.HISTORY.days
@@ -65,12 +65,6 @@ def add_callback():
         registry.remove(name)
 
 
-def execute(statement, *parameters):
-    with connection.cursor() as cursor:
-        cursor.execute(statement, parameters)
-        return cursor.fetchall() if cursor.description else []
-
-
 def settled(message):
     """Settle the message as a relay does."""
     with transaction.atomic():
@@ -86,7 +80,7 @@ def settled_before(days, state=State.PUBLISHED, **options):
 
 
 def part_of(message):
-    [[name]] = execute(f"SELECT tableoid::regclass::text FROM {TABLE} WHERE message_id = %s", message.id)
+    [[name]] = executed(f"SELECT tableoid::regclass::text FROM {TABLE} WHERE message_id = %s", [message.id])
     return name
 
 
@@ -100,16 +94,16 @@ def a_history(count):
 
 def rows_read(tables):
     """The rows that all statements so far have read of the tables whose names begin so."""
-    execute("SELECT pg_stat_force_next_flush()")
+    executed("SELECT pg_stat_force_next_flush()")
     counts = "SELECT sum(seq_tup_read) + sum(idx_tup_fetch) FROM pg_stat_user_tables WHERE relname LIKE %s"
-    [[count]] = execute(counts, f"{tables}%")
+    [[count]] = executed(counts, [f"{tables}%"])
     return count
 
 
 def other_sessions_have_ended():
     """Sessions of earlier tests count what they have read when they end, which may be after their test."""
     others = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND backend_type = 'client backend'"
-    return not execute(f"{others} AND pid <> pg_backend_pid()")
+    return not executed(f"{others} AND pid <> pg_backend_pid()")
 
 
 @contextmanager
@@ -122,11 +116,11 @@ def a_session(statement="SELECT 1"):
 
 
 def a_session_waits():
-    return bool(execute("SELECT 1 FROM pg_locks WHERE NOT granted"))
+    return bool(executed("SELECT 1 FROM pg_locks WHERE NOT granted"))
 
 
 def a_session_waits_for(table):
-    return bool(execute("SELECT 1 FROM pg_locks WHERE NOT granted AND relation = %s::regclass", table))
+    return bool(executed("SELECT 1 FROM pg_locks WHERE NOT granted AND relation = %s::regclass", [table]))
 
 
 def housekeeper(**options):
@@ -147,7 +141,7 @@ def _no_days():
 def without_days():
     if connection.vendor == "postgresql":
         for day in DAYS.existing("default"):
-            execute(f"DROP TABLE {TABLE}_{date_of(day):%Y_%m_%d}")
+            executed(f"DROP TABLE {TABLE}_{date_of(day):%Y_%m_%d}")
 
 
 @pytest.fixture
@@ -228,11 +222,11 @@ class TestWhereAMessageIs:
         assert [sql for sql in named if not sql.startswith(f"WITH {TABLE} AS (DELETE FROM {LIVE_PART} ")] == []
 
     def test_history_is_read_without_the_partition_of_live_messages(self):
-        assert LIVE_PART not in str(execute(f"EXPLAIN SELECT count(*) FROM {TABLE} WHERE day >= {FIRST_DAY}"))
+        assert LIVE_PART not in str(executed(f"EXPLAIN SELECT count(*) FROM {TABLE} WHERE day >= {FIRST_DAY}"))
 
     def test_live_states_are_read_without_history(self):
         for condition in ("state = 'ready'", "state IN ('retrying', 'dead')"):
-            plan = str(execute(f"EXPLAIN SELECT count(*) FROM {TABLE} WHERE {condition}"))
+            plan = str(executed(f"EXPLAIN SELECT count(*) FROM {TABLE} WHERE {condition}"))
             assert HISTORY not in plan
 
 
@@ -246,7 +240,7 @@ def settle_as(state, message):
 
 def indexes_entered(table, message):
     """Columns and kind of the indexes of a table that the row of this message is in."""
-    found = execute(
+    found = executed(
         "SELECT substring(pg_get_indexdef(indexrelid) from '(\\([^)]*\\))'), amname, "
         "COALESCE(pg_get_expr(indpred, indrelid), 'true') FROM pg_index JOIN pg_class c ON c.oid = indexrelid "
         "JOIN pg_am a ON a.oid = c.relam WHERE indrelid = %s::regclass",
@@ -255,7 +249,7 @@ def indexes_entered(table, message):
     return [
         (columns, kind)
         for columns, kind, predicate in found
-        if execute(f"SELECT 1 FROM {table} WHERE message_id = %s AND ({predicate})", message.id)
+        if executed(f"SELECT 1 FROM {table} WHERE message_id = %s AND ({predicate})", [message.id])
     ]
 
 
@@ -349,7 +343,7 @@ class TestUnique:
         a_history(3000)
         publish_now(first["id"])
         a_history(0)
-        execute(f"ANALYZE {TABLE}")
+        executed(f"ANALYZE {TABLE}")
 
         wait_until(other_sessions_have_ended)
         before = rows_read(TABLE)
@@ -471,7 +465,7 @@ class TestUnique:
 @contextmanager
 def a_snapshot(level):
     with transaction.atomic():
-        execute(f"SET TRANSACTION ISOLATION LEVEL {level}")
+        executed(f"SET TRANSACTION ISOLATION LEVEL {level}")
         OutboxMessage.objects.count()
         yield
 
@@ -480,13 +474,13 @@ class TestHousekeeping:
     def test_cancel_that_waits_while_the_partition_of_its_day_is_made_moves_the_message_into_it(self, today):
         message, answers = published(), []
         with ExitStack() as beside, transaction.atomic():
-            execute(f"LOCK TABLE ONLY {DAYS.history} IN SHARE UPDATE EXCLUSIVE MODE")
-            execute(f"CREATE TABLE {DAYS.name(today)} (LIKE {DAYS.history} INCLUDING DEFAULTS INCLUDING CONSTRAINTS)")
-            execute(f"LOCK TABLE {DAYS.default} IN ACCESS EXCLUSIVE MODE")
+            executed(f"LOCK TABLE ONLY {DAYS.history} IN SHARE UPDATE EXCLUSIVE MODE")
+            executed(f"CREATE TABLE {DAYS.name(today)} (LIKE {DAYS.history} INCLUDING DEFAULTS INCLUDING CONSTRAINTS)")
+            executed(f"LOCK TABLE {DAYS.default} IN ACCESS EXCLUSIVE MODE")
             beside.enter_context(in_threads(lambda: answers.append(cancel(message.id))))
-            wait_until(lambda: execute("SELECT 1 FROM pg_locks WHERE NOT granted AND relation = %s::regclass", DAYS.default))
+            wait_until(lambda: executed("SELECT 1 FROM pg_locks WHERE NOT granted AND relation = %s::regclass", [DAYS.default]))
             bounds = f"FROM ({today}) TO ({today + 1})"
-            execute(f"ALTER TABLE {DAYS.history} ATTACH PARTITION {DAYS.name(today)} FOR VALUES {bounds}")
+            executed(f"ALTER TABLE {DAYS.history} ATTACH PARTITION {DAYS.name(today)} FOR VALUES {bounds}")
 
         assert (answers[0].outcome, part_of(message)) == (Outcome.CANCELLED, DAYS.name(today))
 
@@ -529,22 +523,22 @@ class TestHousekeeping:
         detached, purge = DAYS.name(today - 8), history.HISTORY.purge("default", 7 * DAY)
         assert next(purge) == 1
 
-        execute(f"ALTER TABLE {DAYS.history} DETACH PARTITION {detached}")
+        executed(f"ALTER TABLE {DAYS.history} DETACH PARTITION {detached}")
         assert list(purge) == []
 
-        assert execute("SELECT to_regclass(%s) IS NOT NULL", detached) == [(True,)]
-        execute(f"DROP TABLE {detached}")
+        assert executed("SELECT to_regclass(%s) IS NOT NULL", [detached]) == [(True,)]
+        executed(f"DROP TABLE {detached}")
 
     def test_table_of_a_detached_day_is_not_taken_for_its_partition(self, today, caplog):
         DAYS.make("default", today + 1)
         detached, keeping = DAYS.name(today + 1), housekeeper()
-        execute(f"ALTER TABLE {DAYS.history} DETACH PARTITION {detached}")
+        executed(f"ALTER TABLE {DAYS.history} DETACH PARTITION {detached}")
         try:
             for _ in range(2):
                 keeping.drain(StopRequest())
             assert DAYS.existing("default") == [today, today + 2, today + 3]
         finally:
-            execute(f"DROP TABLE {detached}")
+            executed(f"DROP TABLE {detached}")
         [report] = [record.getMessage() for record in caplog.records if record.levelname in {"WARNING", "ERROR"}]
         assert f"the table {detached} exists, and is not a partition of the history of the outbox" in report
 
@@ -557,12 +551,12 @@ class TestHousekeeping:
         monkeypatch.setattr("exactly_once.sql.partitions.LONGEST_WAIT", timedelta(seconds=60))
         DAYS.make("default", today - 9)
         settled_before(9)
-        execute("SET statement_timeout = '2s'")
+        executed("SET statement_timeout = '2s'")
         try:
             with a_session(f"SELECT count(*) FROM {TABLE}"):
                 assert list(history.HISTORY.purge("default", 7 * DAY)) == [1]
         finally:
-            execute("RESET statement_timeout")
+            executed("RESET statement_timeout")
 
         assert today - 9 in DAYS.existing("default")
         assert not OutboxMessage.objects.exists()
@@ -657,7 +651,7 @@ class TestHousekeeping:
     def test_user_without_the_right_to_make_partitions_does_not_read_all_history_in_every_round(self):
         """The default partition has no index of days, and has all history of such a user."""
         a_history(3000)
-        execute(f"ANALYZE {TABLE}")
+        executed(f"ANALYZE {TABLE}")
         with as_a_user_who_owns_nothing():
             keeping = housekeeper(KEEP_HISTORY=7 * DAY)
             keeping.drain(StopRequest())
@@ -688,9 +682,9 @@ class TestHousekeeping:
 
     def test_dropping_a_day_leaves_no_dead_rows(self, today):
         def dead_rows():
-            execute("SELECT pg_stat_force_next_flush()")
+            executed("SELECT pg_stat_force_next_flush()")
             others = "relname LIKE %s AND relname <> %s"
-            ((count,),) = execute(f"SELECT sum(n_dead_tup) FROM pg_stat_user_tables WHERE {others}", f"{TABLE}%", LIVE_PART)
+            ((count,),) = executed(f"SELECT sum(n_dead_tup) FROM pg_stat_user_tables WHERE {others}", [f"{TABLE}%", LIVE_PART])
             return count
 
         before = dead_rows()  # those of earlier tests
@@ -710,16 +704,16 @@ class TestInATransactionOfATest:
 
 @contextmanager
 def as_a_user_who_owns_nothing():
-    execute("CREATE ROLE only_a_user")
-    execute("GRANT ALL ON ALL TABLES IN SCHEMA public TO only_a_user")
-    execute("GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO only_a_user")
-    execute("SET ROLE only_a_user")
+    executed("CREATE ROLE only_a_user")
+    executed("GRANT ALL ON ALL TABLES IN SCHEMA public TO only_a_user")
+    executed("GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO only_a_user")
+    executed("SET ROLE only_a_user")
     try:
         yield
     finally:
-        execute("RESET ROLE")
-        execute("DROP OWNED BY only_a_user")
-        execute("DROP ROLE only_a_user")
+        executed("RESET ROLE")
+        executed("DROP OWNED BY only_a_user")
+        executed("DROP ROLE only_a_user")
 
 
 class TestKeepNothing:
@@ -774,7 +768,7 @@ class TestFigures:
     def test_large_history_is_estimated_and_live_messages_are_counted(self, monkeypatch):
         a_history(500)
         published()
-        execute(f"ANALYZE {TABLE}")
+        executed(f"ANALYZE {TABLE}")
         monkeypatch.setattr("outbox.operators.counts.COUNTED_EXACTLY_BYTES", 0)
 
         counts = count_states("default")

@@ -15,7 +15,7 @@ from outbox.models import OutboxMessage
 from outbox.states import State as OutboxState
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.worker import JOB
-from tests.support.deliveries import TOPIC, effects, run_to_the_end, the_effect
+from tests.support.deliveries import TOPIC, effects, fails, run_to_the_end, the_effect
 from tests.support.relaying import connected, one_pass
 from tests.support.waiting import wait_until
 from tests.support.workers import Process, worker_environment
@@ -166,10 +166,6 @@ class TestHandingOver:
 
 class TestFailing:
     def test_handlers_of_one_topic_fail_independently(self, handles):
-        def fails(message):
-            the_effect(message)
-            raise ValueError("no")
-
         handles(the_effect, name="tests.good")
         handles(fails, name="tests.bad")
         publish_committed(biz_id="order-1")
@@ -228,8 +224,7 @@ class TestProcesses:
             process.until(lambda: effects("chained job") == 1)
             job("work", "second")
             process.until(lambda: effects("second") == 1)
-            process.terminate()
-            assert process.ends() == 0
+            assert process.end() == 0
 
         assert (effects("job"), effects("chained job")) == (1, 1)
 
@@ -242,8 +237,7 @@ class TestProcesses:
                 relay.ends()
                 relay.start()
             runner.until(lambda: state() == State.DONE)
-            runner.terminate()
-            assert runner.ends() == 0
+            assert runner.end() == 0
 
         assert effects("job") == 1
 
@@ -279,7 +273,6 @@ class TestProcesses:
                 job("work", f"job {number}")
             wait_until(lambda: InboxMessage.objects.filter(state=State.DONE).count() == 20)
             for process in (first, second):
-                process.terminate()
-                assert process.ends() == 0
+                assert process.end() == 0
 
         assert effects() == Effect.objects.values("name").distinct().count() == 20

@@ -37,7 +37,7 @@ from tests.support.relaying import (
     states,
 )
 from tests.support.servers import FaultProxy
-from tests.support.sql import another_session
+from tests.support.sql import another_session, fetched
 from tests.support.waiting import wait_until
 from tests.support.workers import Process, worker_environment
 
@@ -70,9 +70,7 @@ def transactions_per_second(seconds=MEASURED_SECONDS):
     """Transactions of this database, measured for this many seconds."""
 
     def count():
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = current_database()")
-            return cursor.fetchone()[0]
+        return fetched("SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = current_database()")
 
     begun_at, begun_with = monotonic(), count()
     wait_until(lambda: monotonic() > begun_at + seconds)
@@ -245,9 +243,7 @@ def test_relay_frozen_while_it_hands_over_the_past_keeps_no_shard_from_the_other
 
 
 def waiting_for_their_client():
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'ClientWrite' AND state = 'active'")
-        return cursor.fetchone()[0]
+    return fetched("SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'ClientWrite' AND state = 'active'")
 
 
 class TestHeldShard:

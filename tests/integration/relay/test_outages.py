@@ -35,6 +35,7 @@ from tests.support.relaying import (
 )
 from tests.support.servers import FaultProxy
 from tests.support.servers.private import free_port
+from tests.support.sql import executed
 from tests.support.waiting import wait_until, wait_until_reached
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -350,17 +351,14 @@ class TestDatabaseOutage:
 
 def end_other_sessions():
     """End every other session on this database, as an operator or a failover does; return their number."""
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-            "WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
-        )
-        return cursor.fetchall().count((True,))
+    return executed(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
+    ).count((True,))
 
 
 def rename(table, other):
-    with connection.cursor() as cursor:
-        cursor.execute(f"ALTER TABLE {table} RENAME TO {other}")
+    executed(f"ALTER TABLE {table} RENAME TO {other}")
 
 
 @pytest.mark.every_database

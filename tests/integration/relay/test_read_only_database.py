@@ -59,8 +59,7 @@ def test_relay_on_a_standby_sends_nothing_and_names_the_remedy_and_goes_on_when_
             standby.promote()
             process.until(lambda: states(promoted) == {"published"})
             assert sorted(ids(queue.take_all())) == sorted(ids(messages))
-            process.terminate()
-            assert process.ends() == 0
+            assert process.end() == 0
 
 
 def test_relay_on_a_database_that_was_made_read_only_sends_nothing_until_it_is_writable_again(

@@ -26,6 +26,7 @@ from tests.support.relaying import (
     state_of,
     states,
 )
+from tests.support.sql import executed
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -343,8 +344,7 @@ class TestCostOfWaiting:
             OutboxMessage.objects.update(state=State.DEAD, settled_at=DatabaseTime())
             published_many(messages, key=lambda n: f"key-{n % 20}")
             OutboxMessage.objects.filter(state=State.READY).update(state=State.WAITING)
-            with connection.cursor() as cursor:
-                cursor.execute("VACUUM ANALYZE outbox_outboxmessage")
+            executed("VACUUM ANALYZE outbox_outboxmessage")
             return rows_read(release)
 
         few, many = cost(400), cost(8000)

@@ -21,7 +21,7 @@ from tests.support.aliases import an_alias, the_default_at
 from tests.support.apps.effects.models import Effect
 from tests.support.relaying import SECONDS, in_threads
 from tests.support.servers import FaultProxy
-from tests.support.sql import another_session
+from tests.support.sql import another_session, executed
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -258,9 +258,7 @@ def test_foreign_notify_in_a_long_commit_does_not_delay_publishers(mortal_postgr
 
         assert caplog.text.count("was not rung") == 1, "one tries, and the others do not wait too"
         assert "lock timeout" in caplog.text
-        with connection.cursor() as cursor:
-            cursor.execute("SHOW lock_timeout")
-            assert cursor.fetchone() == ("0",), "nothing is left on the connection"
+        assert executed("SHOW lock_timeout") == [("0",)], "nothing is left on the connection"
 
 
 class TestInThisProcess:

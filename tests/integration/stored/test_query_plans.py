@@ -55,8 +55,7 @@ def handler(request, handles):
         if request.param == "analysed":
             cursor.execute("ANALYZE inbox_inboxmessage")
     yield handler
-    with connection.cursor() as cursor:
-        cursor.execute("ALTER TABLE inbox_inboxmessage_live RESET (autovacuum_enabled)")
+    executed("ALTER TABLE inbox_inboxmessage_live RESET (autovacuum_enabled)")
 
 
 def store_beside_a_vacuum(handler):

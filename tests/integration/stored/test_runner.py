@@ -25,6 +25,7 @@ from tests.support.deliveries import (
     deliver,
     drain,
     effects,
+    fails,
     handed_over,
     make_due,
     options,
@@ -39,11 +40,6 @@ from tests.support.signals import recorded_signals
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
-
-
-def fails(message):
-    the_effect(message)
-    raise ValueError("no stock")
 
 
 def test_due_messages_are_run_oldest_first(handles):

@@ -11,6 +11,7 @@ from inbox.testing import make_message
 from inbox.testing.observing import HandlerFailed
 from outbox import publish
 from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import fails
 
 TOPIC = "tests.deliver"
 
@@ -78,10 +79,7 @@ class TestDeliver:
         assert [letter.last_error for letter in inbox_dead(TOPIC)] == (["rejected: no"] if error is Reject else [])
 
     def test_error_of_one_handler_keeps_no_other_from_running(self, handles, inbox_deliver, inbox_assert_handled):
-        def fail(message):
-            raise ValueError("no")
-
-        handles(fail, topic=TOPIC)
+        handles(fails, topic=TOPIC)
         other = handles(the_effect, topic=TOPIC)
 
         inbox_deliver(a_message(), raise_errors=False)

@@ -24,6 +24,7 @@ from outbox import publish
 from outbox.testing import published
 from tests.support import ROOT
 from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import fails
 from tests.support.signals import listening
 
 TOPIC = "tests.effect_once"
@@ -157,15 +158,12 @@ class TestAWrongHandler:
         assert set(by_step(str(raised.value)).values()) == {0}
 
     def test_handler_that_fails_without_being_killed_reaches_the_test(self, handles):
-        def fail(message):
-            raise ValueError("no")
+        handles(fails, topic=TOPIC)
 
-        handles(fail, topic=TOPIC)
+        with pytest.raises(ValueError, match="no stock") as raised:
+            assert_effect_once(fails, a_message(), effect=count)
 
-        with pytest.raises(ValueError, match="no") as raised:
-            assert_effect_once(fail, a_message(), effect=count)
-
-        assert raised.traceback[-1].name == "fail"
+        assert raised.traceback[-1].name == "fails"
 
     def test_handler_that_fails_before_its_step_is_reported_with_its_error(self, handles):
         parent = os.getpid()

@@ -15,6 +15,7 @@ from inbox.testing import make_message, run_handler
 from outbox import publish
 from outbox.testing import assert_nothing_published, assert_published
 from tests.support.apps.effects.models import Effect, Unique
+from tests.support.sql import executed
 
 TOPIC = "tests.run_handler"
 
@@ -143,8 +144,7 @@ class TestRunHandler:
     def test_handler_that_ends_the_transaction_fails_as_in_production(self, handler):
         def commit(message):
             Effect.objects.create(name="half")
-            with connection.cursor() as cursor:
-                cursor.execute("COMMIT")
+            executed("COMMIT")
 
         with pytest.raises(TransactionControl, match="remove the statement"):
             run_handler(handler(commit), a_message())

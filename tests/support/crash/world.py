@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import kombu
-from django.db import connection, transaction
+from django.db import transaction
 from django.db.models import Max
 
 from inbox.models import InboxMessage
@@ -34,6 +34,7 @@ from tests.support.crash.operations import commit_operation, next_number, write
 from tests.support.crash.oracle import Verdict, rows_due, verdict
 from tests.support.processes import Forked, start
 from tests.support.servers.private import LOOPBACK, free_port
+from tests.support.sql import executed
 from tests.support.workers import catches
 
 PATIENCE_SECONDS = 60.0
@@ -280,8 +281,7 @@ class World:
     def snapshot(self) -> tuple[Counter[str], int]:
         """The outbox by state, and how many rows there must be, as one transaction sees both."""
         with transaction.atomic():
-            with connection.cursor() as cursor:
-                cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            executed("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
             return self.outbox(), rows_due().total()
 
     def inbox(self) -> Counter[str]:

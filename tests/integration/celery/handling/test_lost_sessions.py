@@ -2,9 +2,9 @@
 
 import pytest
 from celery import states
-from django.db import connection
 
 from tests.integration.celery.handling.tracing import deliver
+from tests.support.sql import executed
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 
@@ -15,8 +15,7 @@ def test_task_that_ends_its_own_session_runs_once_per_retry_and_once_more(a_task
 
     def end_own_session(order_id):
         runs.append(order_id)
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+        executed("SELECT pg_terminate_backend(pg_backend_pid())")
 
     task = a_task(end_own_session)
     for retries in range(3):

@@ -18,7 +18,7 @@ from inbox.states import State
 from inbox.store import claims, due
 from tests.integration.celery.handling.tracing import deliver
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import OPTIONS, an_envelope, effects, the_effect, the_row
+from tests.support.deliveries import OPTIONS, an_envelope, effects, fails, the_effect, the_row
 from tests.support.deliveries import deliver as deliver_message
 from tests.support.inbox_rows import store_message
 
@@ -268,10 +268,7 @@ def test_resent_task_that_celery_retries_stays_retrying(a_task, by_autoretry):
 
 
 def test_retry_of_a_message_of_a_handler_sends_no_task(handles, sent):
-    def fail(message):
-        raise ValueError("no")
-
-    deliver_message(handles(fail), an_envelope())
+    deliver_message(handles(fails), an_envelope())
 
     assert decisions.retry("default", the_row().pk)
     assert sent() == []
