@@ -335,8 +335,7 @@ class TestFailure:
 
 class TestSteps:
     def test_steps_are_passed_to_the_next_owner(self, leases, lease_handler):
-        request = a_delivery(lease_handler())
-        lease = acquired(leases, request)
+        lease = acquired(leases, a_delivery(lease_handler()))
         assert leases.remember(lease, "lock", '{"lock": 7}')
         assert leases.remember(lease, "nothing", "null")
         assert leases.remember(lease, "begun", None)
@@ -353,8 +352,7 @@ class TestSteps:
         assert acquired(leases, claimed(request)).steps == {"lock": "7"}
 
     def test_result_of_a_begun_step_is_stored(self, leases, lease_handler):
-        request = a_delivery(lease_handler())
-        lease = acquired(leases, request)
+        lease = acquired(leases, a_delivery(lease_handler()))
         leases.remember(lease, "charge", None)
         leases.remember(lease, "charge", '"paid"')
 
@@ -374,8 +372,7 @@ class TestSteps:
         assert acquired(leases, claimed(request)).steps == {"lock": "7"}
 
     def test_forget_by_a_previous_owner_deletes_no_step(self, leases, lease_handler):
-        request = a_delivery(lease_handler())
-        stalled = acquired(leases, request)
+        stalled = acquired(leases, a_delivery(lease_handler()))
         successor = taken_over(leases, stalled)
         leases.remember(successor, "charge", None)
 

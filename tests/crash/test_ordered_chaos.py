@@ -272,8 +272,7 @@ def test_relays_and_consumers_killed_again_and_again_have_every_effect_once_and_
 
     with circumstance(world):
         fleet = [world.listening(), world.listening(), *(world.relay(outbox={"MAX_ATTEMPTS": 1000}) for _ in range(2))]
-        published = kill_under_load(world, fleet, publish_some)
-        assert_every_effect_once_and_in_order(published, keys)
+        assert_every_effect_once_and_in_order(kill_under_load(world, fleet, publish_some), keys)
 
 
 @pytest.mark.parametrize("broker", ["world", "local_world"])

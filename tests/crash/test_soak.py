@@ -87,8 +87,7 @@ def assert_every_ending_occurred(world):
 
 def test_every_message_is_accounted_for_at_every_moment(world):
     """In one snapshot under load, published, waiting, dead, cancelled and expired messages are all that were ever committed."""
-    fleet = [world.relay(), world.consumer()]
-    nemesis = Nemesis(world, fleet)
+    nemesis = Nemesis(world, [world.relay(), world.consumer()])
 
     with world.load(producers=2, kinds=TIMED), nemesis.at_work():
         for _ in range(10):

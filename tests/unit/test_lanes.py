@@ -29,8 +29,7 @@ def a_delivery(handler, number, *, at=0.0, acks=None):
 
 
 def a_lane(count=0, *, at=0.0, **options):
-    handler = a_handler(**options)
-    lane = Lane(handler)
+    lane = Lane(a_handler(**options))
     put(lane, *range(count), at=at)
     return lane
 

@@ -40,8 +40,7 @@ def without_rich(monkeypatch):
 
 def shown(*tables, on):
     """What a command prints on a stream."""
-    command = TranslatedCommand(stdout=on)
-    show(tables, command.stdout)
+    show(tables, TranslatedCommand(stdout=on).stdout)
     return on.getvalue()
 
 

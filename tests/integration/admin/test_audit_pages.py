@@ -93,8 +93,7 @@ class TestActions:
         assert AuditEntry.objects.get(action="restore").parameters["topic"] == "shop.restored"
 
     def test_retrying_and_correcting_by_command_is_recorded(self, handles, tmp_path):
-        handler = handles(fails, name="tests.h")
-        deliver(handler)
+        deliver(handles(fails, name="tests.h"))
         run_to_the_end()
         dead = InboxMessage.objects.get(state=InboxState.DEAD)
         corrected = tmp_path / "payload.json"

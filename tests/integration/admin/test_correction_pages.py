@@ -109,8 +109,7 @@ def test_confirmed_correction_is_stored_with_the_user_logged_and_run(dead):
 def test_text_changed_after_its_changes_were_shown_is_shown_again(dead):
     row = dead()
     client = staff_client(VIEW, EDIT)
-    page = Page(edit(client, row, confirmed="yes", payload=GOOD))
-    shown = hidden(page, "shown")
+    shown = hidden(Page(edit(client, row, confirmed="yes", payload=GOOD)), "shown")
 
     again = Page(edit(client, row, confirmed="yes", payload=GOOD.replace("5", "6"), shown=shown))
 

@@ -141,8 +141,7 @@ class TestFailureOfAMessage:
         failed(handles, refuse_the_card)
         make_due()
         drain()
-        response = staff_client(VIEW).get(reverse(DETAIL, args=[the_row().pk]))
-        page = Page(response)
+        page = Page(staff_client(VIEW).get(reverse(DETAIL, args=[the_row().pk])))
         attempts = page.all("details", **{"class": "message-attempt"})
         assert [set(attempt) >= {"open"} for attempt in attempts] == [True, False]
         assert page.text.index("Attempt 2") < page.text.index("Attempt 1")

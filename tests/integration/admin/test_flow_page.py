@@ -248,8 +248,7 @@ def many():
     first, open_one = a_publication("shop.order.placed"), a_publication("shop.order.placed", state=State.READY)
     for row in (first, open_one):
         multiply(row, 10_000, correlation_id="gen_random_uuid()::text")
-    received = an_effect(first, "shop.handle")
-    multiply(received, 20_000, correlation_id="n::text")
+    multiply(an_effect(first, "shop.handle"), 20_000, correlation_id="n::text")
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE outbox_outboxmessage")
         cursor.execute("ANALYZE inbox_inboxmessage")

@@ -49,8 +49,7 @@ def test_figures_that_sqlite_does_not_have_are_unknown():
 @pytest.mark.django_db
 class TestOnPostgreSQL:
     def test_tables_indexes_and_partitions_are_listed(self):
-        page = the_page()
-        text = "".join(page.text.split())
+        text = "".join(the_page().text.split())
 
         for expected in ("outbox_outboxmessage_live", "outbox_outboxmessage_history_default", "outbox_trailentry", "never"):
             assert expected in text

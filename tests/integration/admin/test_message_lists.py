@@ -361,8 +361,7 @@ class TestFilters:
 
     def test_host_filter_of_the_inbox_does_not_take_an_attempt_of_another_handler(self):
         app = Inbox()
-        row = app.message(app.retrying)
-        app.attempted(row, "worker-1", handler="another")
+        app.attempted(app.message(app.retrying), "worker-1", handler="another")
 
         assert found(app, host="worker-1") == set()
 

@@ -102,8 +102,7 @@ class TestPlanning:
     def test_preview_that_applies_to_no_message_disables_the_button(self):
         dead_rows(3, state=State.DONE, settled_at=DatabaseTime())
         client = staff_client(VIEW, RETRY)
-        row = InboxMessage.objects.first()
-        preview = Page(act(client, "retry", row, page=LIST, select_across="1"))
+        preview = Page(act(client, "retry", InboxMessage.objects.first(), page=LIST, select_across="1"))
         assert "It applies to 0 of 3 messages." in preview.text
         (button,) = preview.all("input", type="submit")
         assert "disabled" in button
@@ -126,8 +125,7 @@ class TestPlanning:
 
     def test_skip_demands_a_reason(self):
         dead_rows(1)
-        client = staff_client(VIEW, SKIP)
-        page = Page(act_on_all(client, "skip", page=LIST, reason=""))
+        page = Page(act_on_all(staff_client(VIEW, SKIP), "skip", page=LIST, reason=""))
         assert "This field is required" in page.text
         assert not planned_ones()
         assert Operation.objects.count() == 1  # the preview that is shown now

@@ -188,8 +188,7 @@ class TestRequests:
     def test_confirmed_request_is_in_the_row_in_the_log_and_in_the_audit_log(self, request_):
         relay = a_relay()
         client = staff_client(VIEW, f"{request_}_process")
-        asked = Page(act(client, request_, Row(relay), page=PROCESSES))
-        assert "relay-1:4711" in asked.text
+        assert "relay-1:4711" in Page(act(client, request_, Row(relay), page=PROCESSES)).text
         assert relays.pending("default", relay.id) is None
 
         response = act(client, request_, Row(relay), page=PROCESSES, confirmed="yes")

@@ -82,8 +82,7 @@ def test_messages_that_were_handed_over_ahead_of_the_clock_are_named_and_mended(
 
 
 def test_retries_and_probes_that_were_computed_ahead_of_the_clock_are_named_and_mended(handles):
-    handler = handles(the_effect)
-    handed_over(handler)
+    handed_over(handles(the_effect))
     soon = DatabaseTime(HOUR + timedelta(seconds=10))
     InboxMessage.objects.update(state="retrying", failed_at=DatabaseTime(HOUR), next_attempt_at=soon)
     message = published("t")
@@ -107,11 +106,9 @@ def test_retries_and_probes_that_were_computed_ahead_of_the_clock_are_named_and_
 
 
 def test_messages_that_wait_by_the_present_clock_are_not_named(handles):
-    handler = handles(the_effect)
-    handed_over(handler)
+    handed_over(handles(the_effect))
     InboxMessage.objects.update(state="retrying", failed_at=DatabaseTime(), next_attempt_at=DatabaseTime(HOUR))
-    message = published("t", delay=HOUR)
-    set_columns(message, failed_at=None)
+    set_columns(published("t", delay=HOUR), failed_at=None)
 
     assert mended() == 0
 

@@ -39,8 +39,7 @@ def status(app, **options):
 
 
 def one_in(state, **columns):
-    message = published("t")
-    set_columns(message, state=state, **columns)
+    set_columns(published("t"), state=state, **columns)
 
 
 class TestBoth:

@@ -83,8 +83,7 @@ class TestLifeOfAMessage:
 
     def test_life_of_a_foreign_message_begins_where_it_was_received(self, handles):
         handler = handles(the_effect, name=HANDLER)
-        envelope = an_envelope(id="not-a-uuid", biz_id="order-9")
-        deliver(handler, envelope)
+        deliver(handler, an_envelope(id="not-a-uuid", biz_id="order-9"))
 
         life = history_of("not-a-uuid")
 
@@ -119,8 +118,7 @@ class TestLifeOfAMessage:
         message = published()
         cancel(message.id)
 
-        entry = TrailEntry.objects.get()
-        entry.save(using="other")
+        TrailEntry.objects.get().save(using="other")
 
         assert [one.became for one in history_of(str(message.id)).moments] == ["ready", "cancelled"]
 

@@ -61,8 +61,7 @@ def test_a_batch_enters_the_context_of_each_message_once_around_its_only_call(ha
 @pytest.mark.parametrize("name", ["failing", "failing_at_its_end"])
 def test_an_exception_of_a_context_counts_as_one_of_the_handler(handles, name):
     with around(name):
-        handler = handles(the_effect, retry=Retry(max_attempts=2))
-        assert deliver(handler) is Outcome.STORED
+        assert deliver(handles(the_effect, retry=Retry(max_attempts=2))) is Outcome.STORED
         assert (the_row().state, effects()) == (State.RETRYING, 0)
         assert the_row().last_error.startswith("LookupError: ")
 

@@ -54,8 +54,7 @@ def test_handler_with_a_stale_version_is_deferred_without_counting_an_attempt(ha
     def change_it():
         Effect.objects.filter(pk=counter.pk).update(detail="41")
 
-    handler = handles(increase)
-    assert deliver(handler, an_envelope(biz_id="late")) is Outcome.STORED
+    assert deliver(handles(increase), an_envelope(biz_id="late")) is Outcome.STORED
     row = the_row(biz_id="late")
     assert (row.state, row.attempts) == (State.RETRYING, 0)
     assert "another transaction was faster" in row.last_error

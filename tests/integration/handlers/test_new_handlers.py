@@ -189,10 +189,8 @@ class TestLocally:
 
     def test_unpublished_messages_are_not_handed_to_a_new_handler_as_history(self, handles):
         handles(the_effect, topic=TOPIC, name="other")
-        cancelled = published()
-        set_columns(cancelled, state=State.CANCELLED, settled_at=DatabaseTime())
-        dead = published()
-        set_columns(dead, state=State.DEAD)
+        set_columns(published(), state=State.CANCELLED, settled_at=DatabaseTime())
+        set_columns(published(), state=State.DEAD)
 
         handler = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
         relay_all()

@@ -237,8 +237,7 @@ def test_reported_error_is_stored_redacted(orders):
 
 
 def test_failed_attempt_waits_as_the_subscription_says(subscribed):
-    handler = subscribed(retry=Retry(max_attempts=2))
-    arrive(handler)
+    arrive(subscribed(retry=Retry(max_attempts=2)))
     settle("release", read()[0], error="later")
 
     assert read() == []
@@ -344,8 +343,7 @@ def test_messages_of_a_key_are_read_one_at_a_time_in_order(subscribed):
 
 
 def test_dead_letter_blocks_its_key_until_an_operator_skips_it(subscribed):
-    handler = subscribed(ordered=True, retry=Retry(max_attempts=1))
-    arrive(handler, 2, key="a")
+    arrive(subscribed(ordered=True, retry=Retry(max_attempts=1)), 2, key="a")
     [head] = read(max_messages=10)
     settle("release", head, error="broken")
 

@@ -284,8 +284,7 @@ class TestFailingHead:
         assert in_the_order_of_their_effects() == ["a1", "a2", "a3"]
 
     def test_dead_head_that_an_operator_skips_is_left_out(self, handles):
-        handler = handles(Failing("a1"), ordered=True, name="ordered")
-        named(handler, "a1", "a2", "a3")
+        named(handles(Failing("a1"), ordered=True, name="ordered"), "a1", "a2", "a3")
         failed_out()
 
         assert decisions.skip("default", the_row(biz_id="a1").pk, "wrong customer")
@@ -310,8 +309,7 @@ class TestFailingHead:
             the_effect(message)
             connection.connection.commit()
 
-        handler = handles(commits, ordered=True, name="ordered")
-        named(handler, "a1", "a2")
+        named(handles(commits, ordered=True, name="ordered"), "a1", "a2")
 
         drain()
 
@@ -323,8 +321,7 @@ class TestOnDeadSkip:
     """Ordered(on_dead="skip"): a key continues after a dead letter."""
 
     def test_on_dead_skip_continues_the_key_after_a_dead_letter(self, handles):
-        handler = handles(Failing("a1"), ordered=Ordered(on_dead="skip"), name="ordered")
-        named(handler, "a1", "a2", "a3")
+        named(handles(Failing("a1"), ordered=Ordered(on_dead="skip"), name="ordered"), "a1", "a2", "a3")
 
         drain()
         assert states("a1", "a2", "a3") == ["retrying", "waiting", "waiting"]
@@ -371,8 +368,7 @@ class TestOnDeadSkip:
             if message.biz_id == "a1":
                 connection.connection.commit()
 
-        handler = handles(commits, ordered=Ordered(on_dead="skip"), name="ordered")
-        named(handler, "a1", "a2")
+        named(handles(commits, ordered=Ordered(on_dead="skip"), name="ordered"), "a1", "a2")
         drain()
 
         drain()  # another runner, which sweeps at once
@@ -418,8 +414,7 @@ class TestRefusedDelivery:
 @everywhere
 class TestOperators:
     def test_operator_may_skip_a_waiting_message(self, handles):
-        handler = handles(Failing("a1"), ordered=True, name="ordered")
-        named(handler, "a1", "a2", "a3")
+        named(handles(Failing("a1"), ordered=True, name="ordered"), "a1", "a2", "a3")
         drain()
 
         assert decisions.skip("default", the_row(biz_id="a2").pk, "not wanted")
@@ -430,8 +425,7 @@ class TestOperators:
         assert in_the_order_of_their_effects() == ["a3"]
 
     def test_operator_cannot_retry_a_waiting_message(self, handles):
-        handler = handles(Failing("a1"), ordered=True, name="ordered")
-        named(handler, "a1", "a2")
+        named(handles(Failing("a1"), ordered=True, name="ordered"), "a1", "a2")
 
         assert not decisions.retry("default", the_row(biz_id="a2").pk)
 
@@ -445,8 +439,7 @@ class TestOperators:
             return message.payload["name"]
 
         handler = handles(the_effect, ordered=True, biz_id=biz_id, name="ordered")
-        nameless = a_message("a1")
-        arrive(handler, nameless, a_message("x"))
+        arrive(handler, a_message("a1"), a_message("x"))
         assert set(states_of_all()) == {"dead"}
         readable.append(True)
         arrive(handler, a_message("a1", key="elsewhere"))
@@ -645,8 +638,7 @@ class TestConcurrency:
         assert in_the_order_of_their_effects() == ["a2", "a1"]
 
     def test_message_that_is_being_skipped_does_not_block_its_successor(self, handles):
-        handler = handles(the_effect, ordered=True)
-        named(handler, "a1", "a2", "a3")
+        named(handles(the_effect, ordered=True), "a1", "a2", "a3")
         row = the_row(biz_id="a2").pk
         skipped, go = threading.Event(), threading.Event()
 

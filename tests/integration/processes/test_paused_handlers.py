@@ -59,8 +59,7 @@ class TestStored:
         assert (the_row(handler="tests.paused").state, effects()) == (State.DONE, 2)
 
     def test_pause_that_is_rolled_back_pauses_nothing(self, handles):
-        handler = handles(fails_once, name="tests.paused")
-        deliver(handler)
+        deliver(handles(fails_once, name="tests.paused"))
         make_due()
         with transaction.atomic():
             pause_handler("tests.paused")

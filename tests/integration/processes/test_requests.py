@@ -42,8 +42,7 @@ def test_process_that_was_asked_to_stop_and_was_killed_has_stopped_and_is_forgot
     (row,) = consumers.known("default")
     assert (row.has_stopped, row.silent) == (True, False)
     assert not consumers.rows("default")
-    said = output_of("exactly_once_processes")
-    assert "killed 0:02:00 ago, because it did not end in time" in said
+    assert "killed 0:02:00 ago, because it did not end in time" in output_of("exactly_once_processes")
     page = Page(superuser_client().get(reverse("admin:exactly_once_process_changelist")))
     assert "Stopped" in page.text
     assert "Silent" not in page.text
@@ -183,8 +182,7 @@ class TestTable:
         assert relays.pending("default", relay.id) is Request.STOP
 
     def test_heartbeat_does_not_overwrite_a_request(self):
-        consumer = a_consumer()
-        consumers.request("default", consumer.id, Request.PAUSE, "ada")
+        consumers.request("default", a_consumer().id, Request.PAUSE, "ada")
 
         row = consumers.rows("default").get()
         assert (row.requested, row.requested_by, row.acknowledged_at) == ("pause", "ada", None)
@@ -193,8 +191,7 @@ class TestTable:
 class TestCommands:
     def test_list_shows_state_memory_and_round_trips_of_every_process(self):
         a_relay(host="one", memory_bytes=64 * 2**20, database_ms=1.25, broker_ms=2.5)
-        stopped = a_relay(host="two")
-        relays.mark_stopped("default", stopped.id)
+        relays.mark_stopped("default", a_relay(host="two").id)
 
         listed = output_of("exactly_once_processes")
 

@@ -146,8 +146,7 @@ def test_what_stays_is_read_before_history_is_locked():
 
 
 def test_message_is_found_by_its_name_and_receipt_without_locking_all_days(handler):
-    message = an_envelope()
-    deliver(handler, message)
+    deliver(handler, an_envelope())
     make_older(InboxMessage.objects.all(), timedelta(days=40))
     row = InboxMessage.objects.get()
 

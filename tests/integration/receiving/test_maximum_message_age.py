@@ -103,8 +103,7 @@ class TestPlainRetry:
         assert (the_row().state, the_row().quarantined, effects()) == (State.DEAD, True, 1)
 
     def test_plain_retry_of_all_makes_ordinary_dead_letters_due(self, handles, quarantined_copy):
-        handler = handles(lambda message: 1 / 0, name="tests.fails")
-        deliver(handler)
+        deliver(handles(lambda message: 1 / 0, name="tests.fails"))
         run_to_the_end()
 
         said = retry(all=True)

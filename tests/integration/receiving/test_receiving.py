@@ -312,8 +312,7 @@ class TestFailedAttempt:
         assert re.search(r"deliveries\.py:fails:\d+\)$", line)
 
     def test_failed_message_is_run_again_when_due_and_not_before(self, handles):
-        handler = handles(fails_times(1))
-        deliver(handler)
+        deliver(handles(fails_times(1)))
 
         assert drain() == 0
         assert effects() == 0
@@ -371,8 +370,7 @@ class TestFailedAttempt:
             the_effect(message)
             raise RetryLater(timedelta(hours=5), "the shop is closed")
 
-        handler = handles(handle)
-        assert deliver(handler) is Outcome.STORED
+        assert deliver(handles(handle)) is Outcome.STORED
 
         row = the_row()
         assert (row.state, row.attempts, effects()) == (State.RETRYING, 0, 0)

@@ -57,8 +57,7 @@ def test_others_are_handled_while_one_message_cannot_be_identified(handles, rabb
 
 
 def test_stored_message_that_cannot_be_identified_runs_out_of_attempts(handles):
-    handler = handles(the_effect, biz_id=takes_too_much)
-    deliver(handler, an_envelope({"large": True}), redelivered=True)
+    deliver(handles(the_effect, biz_id=takes_too_much), an_envelope({"large": True}), redelivered=True)
     run_to_the_end()
     row = the_row()
     assert (row.state, row.attempts) == (State.DEAD, OPTIONS.MAX_ATTEMPTS)

@@ -832,8 +832,7 @@ class TestFloors:
     def test_message_with_an_unknown_outcome_is_sent_again_in_spite_of_the_floor(self, peer, never_from_the_start, monkeypatch):
         monkeypatch.setattr(amqp, "_LATEST_SECONDS", 0.5)
         with relaying(peer.url, BATCH_DEADLINE=timedelta(milliseconds=200)) as relays:
-            first = published()
-            self.passed_by_publishing(relays, first)
+            self.passed_by_publishing(relays, published())
             peer.hold()
             unknown = published()
             wait_until(lambda: str(unknown.id) in ids(list(peer.published)))

@@ -111,8 +111,7 @@ class TestRow:
         assert not Process.objects.exists()
 
     def test_delete_old_deletes_a_stopped_row_after_an_hour(self):
-        relay = write_beat()
-        relays.mark_stopped("default", relay.id)
+        relays.mark_stopped("default", write_beat().id)
         assert relays.delete_old("default", timedelta(days=1)) == 0
 
         Process.objects.update(stopped_at=DatabaseTime(-STOPPED_SHOWN_FOR - A_MOMENT))
@@ -128,8 +127,7 @@ class TestRow:
         assert [row.id for row in relays.known("default")] == [running.id, ended.id]
 
     def test_stopped_relay_is_not_silent(self):
-        relay = write_beat()
-        relays.mark_stopped("default", relay.id)
+        relays.mark_stopped("default", write_beat().id)
         fall_silent(2 * SILENT_AFTER)
 
         assert [row.silent for row in relays.known("default")] == [False]

@@ -74,8 +74,7 @@ def settled(message):
 
 def settled_before(days, state=State.PUBLISHED, **options):
     message = in_state(state, **options)
-    ago = DatabaseTime(-days * DAY)
-    set_columns(message, state=state, day=day_of("default") - days, settled_at=ago)
+    set_columns(message, state=state, day=day_of("default") - days, settled_at=DatabaseTime(-days * DAY))
     return message
 
 
@@ -226,8 +225,7 @@ class TestWhereAMessageIs:
 
     def test_live_states_are_read_without_history(self):
         for condition in ("state = 'ready'", "state IN ('retrying', 'dead')"):
-            plan = str(executed(f"EXPLAIN SELECT count(*) FROM {TABLE} WHERE {condition}"))
-            assert HISTORY not in plan
+            assert HISTORY not in str(executed(f"EXPLAIN SELECT count(*) FROM {TABLE} WHERE {condition}"))
 
 
 def settle_as(state, message):
@@ -244,7 +242,7 @@ def indexes_entered(table, message):
         "SELECT substring(pg_get_indexdef(indexrelid) from '(\\([^)]*\\))'), amname, "
         "COALESCE(pg_get_expr(indpred, indrelid), 'true') FROM pg_index JOIN pg_class c ON c.oid = indexrelid "
         "JOIN pg_am a ON a.oid = c.relam WHERE indrelid = %s::regclass",
-        table,
+        [table],
     )
     return [
         (columns, kind)
@@ -574,8 +572,7 @@ class TestHousekeeping:
 
     @every_database
     def test_old_trail_is_deleted(self):
-        message = in_state(State.SCHEDULED)
-        cancel(message.id)
+        cancel(in_state(State.SCHEDULED).id)
         TrailEntry.objects.update(at=DatabaseTime(-31 * DAY))
         other = in_state(State.SCHEDULED)
         cancel(other.id)

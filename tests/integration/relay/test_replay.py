@@ -92,8 +92,7 @@ class TestSelection:
         sent(2)
         sent(1, "shop.paid")
         set_columns(published(), state=State.CANCELLED, settled_at=DatabaseTime())
-        expired = sent(1, "shop.old")[0]
-        set_columns(expired, expires_at=DatabaseTime(timedelta(hours=-1)))
+        set_columns(sent(1, "shop.old")[0], expires_at=DatabaseTime(timedelta(hours=-1)))
 
         shown = replayed(dry_run=True)
 

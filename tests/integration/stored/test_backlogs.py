@@ -175,8 +175,7 @@ def test_backlog_of_one_handler_does_not_delay_the_messages_of_another(handles):
 
 
 def test_claim_that_collides_with_another_transaction_is_repeated_and_not_taken_for_nothing_due(handles):
-    handler = handles(the_effect)
-    insert("due", handler.name, "received", "-1 hour", 1)
+    insert("due", handles(the_effect).name, "received", "-1 hour", 1)
 
     def clear_after(execute, *statement):
         try:

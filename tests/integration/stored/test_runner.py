@@ -116,8 +116,7 @@ def test_runner_runs_each_handler_on_its_own_database(handles):
 def test_abandoned_message_without_a_due_time_is_dead_lettered_on_every_database(handles, alias):
     """Such a row has no due time: without the sweep it would stay unnoticed for ever."""
     for using in ("default", "other"):
-        handler = handles(the_effect, using=using, name=f"tests.{using}")
-        stored_due(handler)
+        stored_due(handles(the_effect, using=using, name=f"tests.{using}"))
     InboxMessage.objects.using(alias).update(next_attempt_at=None)
     InboxMessage.objects.using("other" if alias == "default" else "default").all().delete()
     with recorded_signals("message_dead") as announced:
@@ -142,8 +141,7 @@ def default_database_unavailable(monkeypatch):
 
 
 def test_unavailable_database_does_not_starve_the_other(handles, monkeypatch):
-    handler = handles(lambda message: Effect.objects.using("other").create(name="there"), using="other")
-    stored_due(handler)
+    stored_due(handles(lambda message: Effect.objects.using("other").create(name="there"), using="other"))
     handles(the_effect, topic="here")
     with default_database_unavailable(monkeypatch), running():
         wait_until(lambda: Effect.objects.using("other").count() == 1)
@@ -193,8 +191,7 @@ def test_purge_deletes_only_old_settled_messages(handles):
 
 
 def test_an_operators_retry_gives_a_full_set_of_attempts(handles):
-    handler = handles(fails)
-    deliver(handler)
+    deliver(handles(fails))
     run_to_the_end()
     assert the_row().state == State.DEAD
 

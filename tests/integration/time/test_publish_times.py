@@ -133,8 +133,7 @@ class TestExpiry:
 
 class TestDatabaseClock:
     def test_database_clock_can_be_compared_with_stored_instants(self):
-        message = published()
-        set_columns(message, settled_at=DatabaseTime(), available_at=DatabaseTime(HOUR))
+        set_columns(published(), settled_at=DatabaseTime(), available_at=DatabaseTime(HOUR))
 
         found = OutboxMessage.objects.filter(settled_at__lte=DatabaseTime(), available_at__gt=F("settled_at"))
         assert found.filter(available_at__lte=DatabaseTime(HOUR)).exists()

@@ -76,8 +76,7 @@ def worker(broker, results, process_environment, tmp_path):
 
 @pytest.fixture
 def migrated_mortal_database(mortal_database, process_environment, tmp_path):
-    environment = {**process_environment, "DATABASE_URL": mortal_database}
-    migrate(environment, tmp_path / "migrate.log")
+    migrate({**process_environment, "DATABASE_URL": mortal_database}, tmp_path / "migrate.log")
     return mortal_database
 
 

@@ -375,8 +375,7 @@ class TestFailures:
             with suppress(DatabaseError):
                 Unique.objects.create(name="x")
 
-        task = a_task(swallow, biz_id="order_id")
-        state, error = deliver(task, "o-1", redelivered=redelivered)
+        state, error = deliver(a_task(swallow, biz_id="order_id"), "o-1", redelivered=redelivered)
 
         assert (state, type(error)) == (states.FAILURE, TransactionBroken)
         assert (effects(), InboxMessage.objects.count()) == (0, 0)

@@ -189,8 +189,7 @@ def test_chord_completes_with_a_killed_pool_process_and_duplicate_members(tasks,
     work = tasks["shop.work"]
     with worker():
         header = [work.s("o-1", "die after the commit"), work.s("o-2"), work.s("o-2")]
-        result = chord(header)(tasks["shop.follow"].s("all"))
-        result.get(**WAIT)
+        chord(header)(tasks["shop.follow"].s("all")).get(**WAIT)
 
     assert [effects(name) for name in ("o-1", "o-2", "followed all")] == [1, 1, 1]
     assert Effect.objects.get(name="followed all").detail == "['done o-1', 'done o-2', 'done o-2']"

@@ -52,8 +52,7 @@ def work_queue(url, exchange=TASKS, routing_key="work"):
 class TestEveryBroker:
     def test_messages_and_events_are_confirmed_in_one_batch(self, broker):
         with work_queue(broker) as work, Queue(broker) as queue, connected(broker) as transport:
-            messages = [an_event(1), a_task(2), an_event(3), a_task(4, exchange="tasks")]
-            sent = transport.send(messages, soon())
+            sent = transport.send([an_event(1), a_task(2), an_event(3), a_task(4, exchange="tasks")], soon())
             queue.take(2)
             work.take(2)
 

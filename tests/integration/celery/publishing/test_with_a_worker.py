@@ -132,8 +132,7 @@ class TestCall:
 @pytest.mark.usefixtures("running")
 class TestBothHalves:
     def test_task_that_the_relay_sends_twice_has_one_effect(self, tasks):
-        result = called(lambda: tasks["tests.charge"].delay("o-1"))
-        assert result.get(timeout=SECONDS) == "o-1"
+        assert called(lambda: tasks["tests.charge"].delay("o-1")).get(timeout=SECONDS) == "o-1"
         published()
 
         OutboxMessage.objects.update(state=State.READY, day=0)  # as if the relay had died before it stored the confirm
