@@ -57,12 +57,7 @@ def _into_the_inbox():
         assert len(rows) == count
         return [
             Envelope(
-                id=row.message_id,
-                topic=row.topic,
-                key=row.key,
-                biz_id=row.biz_id,
-                body=bytes(row.body),
-                headers=row.headers,
+                id=row.message_id, topic=row.topic, key=row.key, biz_id=row.biz_id, body=bytes(row.body), headers=row.headers
             )
             for row in rows
         ]
@@ -213,9 +208,5 @@ def test_message_on_the_wire_equals_the_frozen_vector(broker, name, request):
 
     assert message.headers == vector["headers"]
     assert (message.body if isinstance(message.body, bytes) else message.body.encode()) == vector["body"].encode()
-    properties = {
-        **message.properties,
-        "content_type": message.content_type,
-        "content_encoding": message.content_encoding,
-    }
+    properties = {**message.properties, "content_type": message.content_type, "content_encoding": message.content_encoding}
     assert {name: properties[name] for name in vector["properties"]} == vector["properties"]

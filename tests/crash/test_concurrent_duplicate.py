@@ -33,11 +33,7 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 
 @pytest.mark.parametrize(
     ("ending", "duplicate_timeout"),
-    [
-        ("commit", timedelta(seconds=0.25)),
-        ("rollback", timedelta(seconds=0.25)),
-        ("commit", InboxOptions().DUPLICATE_TIMEOUT),
-    ],
+    [("commit", timedelta(seconds=0.25)), ("rollback", timedelta(seconds=0.25)), ("commit", InboxOptions().DUPLICATE_TIMEOUT)],
 )
 def test_a_concurrent_duplicate_blocks_no_other_message_and_waits_for_the_first_transaction(
     process_environment, rabbitmq_server, rabbitmq_url, tmp_path, ending, duplicate_timeout

@@ -38,10 +38,7 @@ COPIES = PROCESSES * IN_HAND
 STARTING_SECONDS = 180.0
 """Twenty interpreters on two cores."""
 
-pytestmark = [
-    pytest.mark.django_db(transaction=True, databases=["default", "other"]),
-    pytest.mark.timeout(400),
-]
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(400)]
 
 OF_THE_LEASED = Handler(
     name="testleased.work", topics=(LEASED_JOB,), function=print, biz_id=None, using="default", lease=Lease()

@@ -215,10 +215,7 @@ def test_audit_fails_on_each_other_fault_and_reports_it(fault, complaint):
             {"transfers": replace(BOTH_BOOKS, given_up=0)},
             "no transfer was given up by the checker, so a late withdrawal had no chance",
         ),
-        (
-            {"transfers": Transfers(given_up=1)},
-            "no money was transferred, so losing it had no chance",
-        ),
+        ({"transfers": Transfers(given_up=1)}, "no money was transferred, so losing it had no chance"),
         ({"injected": 0}, "no duplicate was injected, so doubled effects had no chance"),
         ({"copied": 0}, "no message was copied on the broker, so redelivery had no chance"),
         ({"kills": 0}, "0 of 2 kills fired"),

@@ -23,10 +23,7 @@ def digest(token):
 
 
 TOKENS = {
-    "shop": {
-        "DIGESTS": [digest(SHOP), digest(NEXT_SHOP)],
-        "SCOPES": ["publish:shop.*", "manage:shop.*", "read:shop.*"],
-    },
+    "shop": {"DIGESTS": [digest(SHOP), digest(NEXT_SHOP)], "SCOPES": ["publish:shop.*", "manage:shop.*", "read:shop.*"]},
     "partner": {"DIGESTS": [digest(PARTNER)], "SCOPES": ["publish:partner.news", "manage:partner.news", "read:partner.*"]},
     "auditor": {"DIGESTS": [digest(AUDITOR)], "SCOPES": ["publish:*", "manage:*", "read:*"]},
 }
@@ -103,10 +100,7 @@ class NodeClient:
 def documents():
     """The committed OpenAPI documents, by the module of their API."""
     reference = Path(ROOT, "docs", "reference")
-    return {
-        "outbox.http.api": reference / "outbox-openapi.json",
-        "inbox.http.api": reference / "inbox-openapi.json",
-    }
+    return {"outbox.http.api": reference / "outbox-openapi.json", "inbox.http.api": reference / "inbox-openapi.json"}
 
 
 def rendered(api):

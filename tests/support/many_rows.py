@@ -13,10 +13,7 @@ if TYPE_CHECKING:
     from outbox.models import OutboxMessage
 
 _RANDOM_ID = {"postgresql": "gen_random_uuid()", "sqlite": "lower(hex(randomblob(16)))"}
-_RECEIPT_ID = {
-    "postgresql": "nextval('inbox_receipt_id_seq')",
-    "sqlite": "(SELECT max(id) FROM inbox_receipt) + n",
-}
+_RECEIPT_ID = {"postgresql": "nextval('inbox_receipt_id_seq')", "sqlite": "(SELECT max(id) FROM inbox_receipt) + n"}
 
 
 def multiply(row: OutboxMessage | InboxMessage, count: int, **changed: str) -> None:

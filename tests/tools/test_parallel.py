@@ -71,11 +71,7 @@ def test_marked_test_runs_on_both_databases_and_another_on_postgresql_only(tmp_p
     done = run_in_workers(tmp_path, text, "--db", "both")
 
     failed = sorted(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
-    assert [line.partition("::")[2].split(" - ")[0] for line in failed] == [
-        "test_both (sqlite)",
-        "test_both",
-        "test_one",
-    ]
+    assert [line.partition("::")[2].split(" - ")[0] for line in failed] == ["test_both (sqlite)", "test_both", "test_one"]
     assert ["'postgresql'" in line for line in failed] == [False, True, True]
 
 

@@ -136,11 +136,7 @@ class TestOwnership:
             finally:
                 servers.kill()
 
-        assert [line.split("=")[0] for line in lines] == [
-            "export DATABASE_URL",
-            "export BROKER_URL",
-            "export REDIS_URL",
-        ]
+        assert [line.split("=")[0] for line in lines] == ["export DATABASE_URL", "export BROKER_URL", "export REDIS_URL"]
 
 
 class TestProxy:

@@ -170,8 +170,7 @@ def test_an_id_too_long_to_store_is_replaced_by_its_digest():
 
 
 @pytest.mark.parametrize(
-    "value",
-    ["yesterday", "", None, [], float("inf"), float("nan"), 10**30, "2026-13-01T00:00:00Z", b"2026"],
+    "value", ["yesterday", "", None, [], float("inf"), float("nan"), 10**30, "2026-13-01T00:00:00Z", b"2026"]
 )
 def test_an_unreadable_time_is_ignored(value):
     assert a_delivery(headers={"cloudEvents:time": value}).created_at is None

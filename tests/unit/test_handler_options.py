@@ -6,17 +6,7 @@ from datetime import timedelta
 import pytest
 
 from exactly_once.wire.retry import RetryPolicy
-from inbox import (
-    Backoff,
-    Batch,
-    Lease,
-    Ordered,
-    Retry,
-    Shed,
-    batch_handler,
-    idempotent_handler,
-    leased_handler,
-)
+from inbox import Backoff, Batch, Lease, Ordered, Retry, Shed, batch_handler, idempotent_handler, leased_handler
 from inbox.errors import Reject, RetryLater, StepInterrupted, TransactionEnded
 from inbox.handlers.registry import registry
 from inbox.http import subscribe

@@ -9,13 +9,7 @@ from inbox.consumer import lanes
 
 
 @pytest.mark.parametrize(
-    ("sizes", "parts"),
-    [
-        ([], []),
-        ([4, 4], [[0, 1]]),
-        ([4, 4, 4], [[0, 1], [2]]),
-        ([20, 1, 20], [[0], [1], [2]]),
-    ],
+    ("sizes", "parts"), [([], []), ([4, 4], [[0, 1]]), ([4, 4, 4], [[0, 1], [2]]), ([20, 1, 20], [[0], [1], [2]])]
 )
 def test_parts_keep_the_order_and_are_bounded_by_bytes(sizes, parts, monkeypatch):
     monkeypatch.setattr(lanes, "LOAD_BYTES", 10)

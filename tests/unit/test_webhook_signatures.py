@@ -127,8 +127,7 @@ def test_signed_timestamp_that_is_not_a_number_is_refused(timestamp, at):
 
     with pytest.raises(InvalidSignature, match="the timestamp is not a number of seconds"):
         StandardWebhooks(STANDARD_SECRET)(
-            STANDARD_BODY,
-            headers({**STANDARD, "webhook-timestamp": timestamp, "webhook-signature": f"v1,{signature}"}),
+            STANDARD_BODY, headers({**STANDARD, "webhook-timestamp": timestamp, "webhook-signature": f"v1,{signature}"})
         )
 
 

@@ -19,16 +19,7 @@ from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
 from inbox.states import State as InboxState
 from outbox.states import State
-from tests.support.admin_pages import (
-    CANCEL,
-    VIEW,
-    Page,
-    a_message,
-    act,
-    listed,
-    staff_client,
-    state_of,
-)
+from tests.support.admin_pages import CANCEL, VIEW, Page, a_message, act, listed, staff_client, state_of
 from tests.support.deliveries import deliver, fails, run_to_the_end
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])

@@ -87,12 +87,7 @@ def test_chain_is_drawn_from_its_publish_to_every_effect_and_what_they_published
     text = words(flow(placed.message_id))
 
     steps = (
-        *(
-            "shop.order.placed",
-            "confirmed 12 ms later",
-            "stock.reserve",
-            "received 100 ms after it was published",
-        ),
+        *("shop.order.placed", "confirmed 12 ms later", "stock.reserve", "received 100 ms after it was published"),
         *("effect 30 ms later", "payments.charge", "3 attempts", "GatewayTimeout: no answer"),
         *("stock.reserved", "200 ms after its cause", "shipments.pack"),
     )

@@ -141,10 +141,7 @@ class TestMessageList:
 class TestDetailPage:
     def test_detail_page_shows_payload_headers_error_and_traceback(self):
         row = an_inbox_message(
-            payload={"total": "9.90"},
-            headers={"tenant": "acme"},
-            last_error="no stock",
-            traceback="Traceback\n  line 1",
+            payload={"total": "9.90"}, headers={"tenant": "acme"}, last_error="no stock", traceback="Traceback\n  line 1"
         )
 
         text = html(staff_client(VIEW).get(reverse(DETAIL, args=[row.pk])))

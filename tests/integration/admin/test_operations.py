@@ -353,10 +353,7 @@ class TestCanary:
         wait_until(partial(has_ended, operation, executor))
         assert (operation.state, operation.done, operation.succeeded, operation.failed_again) == ("finished", 20, 19, 1)
         assert states() == ["dead"] + ["done"] * 19
-        assert [entry.action for entry in AuditEntry.objects.filter(kind="operation").order_by("pk")] == [
-            "retry",
-            "continue",
-        ]
+        assert [entry.action for entry in AuditEntry.objects.filter(kind="operation").order_by("pk")] == ["retry", "continue"]
         assert not OperationPart.objects.exists()
 
     @pytest.mark.long

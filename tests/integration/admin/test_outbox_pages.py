@@ -280,10 +280,7 @@ class TestRestore:
 
         assert said(response) == [
             ("success", f"Message {dead.message_id} (shop.order.placed order-0): restored"),
-            (
-                "warning",
-                f"Message {published.message_id} (shop.order.placed order-1): not restored: it is published now",
-            ),
+            ("warning", f"Message {published.message_id} (shop.order.placed order-1): not restored: it is published now"),
         ]
         assert (state_of(dead), state_of(published)) == (State.READY, State.PUBLISHED)
         entry = LogEntry.objects.get()

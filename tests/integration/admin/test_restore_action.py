@@ -8,16 +8,7 @@ from django.contrib.auth.models import User
 from exactly_once.process.clock import utcnow
 from outbox.models import TrailEntry
 from outbox.states import State
-from tests.support.admin_pages import (
-    RESTORE,
-    VIEW,
-    Page,
-    a_message,
-    act,
-    said,
-    staff_client,
-    state_of,
-)
+from tests.support.admin_pages import RESTORE, VIEW, Page, a_message, act, said, staff_client, state_of
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
 

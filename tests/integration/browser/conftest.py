@@ -12,8 +12,7 @@ from tests.support.workers import GROUP, Process, as_environment
 def environment(process_environment, rabbitmq_url):
     """That of a relay, and of a consumer which gives every message one attempt."""
     given = as_environment(
-        OUTBOX={"BROKER_URL": rabbitmq_url},
-        INBOX={"GROUP": GROUP, "MAX_ATTEMPTS": 1, "POLL_INTERVAL": timedelta(seconds=0.1)},
+        OUTBOX={"BROKER_URL": rabbitmq_url}, INBOX={"GROUP": GROUP, "MAX_ATTEMPTS": 1, "POLL_INTERVAL": timedelta(seconds=0.1)}
     )
     return {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings", **given}
 

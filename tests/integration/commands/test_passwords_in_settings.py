@@ -32,11 +32,7 @@ MISTYPED = [
     "ampq://user:{secret}@host",
 ]
 """What people write instead of a URL."""
-ODD = [
-    "redis://host?password={secret}",
-    "redis://{secret}@host",
-    "redis://:12/{secret}@host",
-]
+ODD = ["redis://host?password={secret}", "redis://{secret}@host", "redis://:12/{secret}@host"]
 """URLs that can be read, if not as they are meant."""
 
 

@@ -71,12 +71,7 @@ class TestOutbox:
 
         assert lines[0] == ["outbox", "default"]
         last = 1 + len(State)
-        assert dict(lines[1:last]) == {
-            **{state.value: "0" for state in State},
-            "dead": "2",
-            "published": "1",
-            "ready": "1",
-        }
+        assert dict(lines[1:last]) == {**{state.value: "0" for state in State}, "dead": "2", "published": "1", "ready": "1"}
         assert lines[last][:2] == ["oldest", "waiting"]
 
     def test_status_as_json_has_the_counts_and_the_oldest_due_time(self):

@@ -122,9 +122,7 @@ class TestForeignProducers:
         ],
     )
     def test_unusual_message_is_handled_and_delays_no_other(self, stored_beside_another, rabbitmq_url, properties, headers):
-        row = stored_beside_another(
-            lambda: send(rabbitmq_url, TOPIC, None, body=b"{}", message_id="odd", **properties),
-        )
+        row = stored_beside_another(lambda: send(rabbitmq_url, TOPIC, None, body=b"{}", message_id="odd", **properties))
 
         assert (row.state, bytes(row.body), row.headers, row.last_error) == (State.DONE, b"{}", headers, "")
         assert effects("odd") == 1

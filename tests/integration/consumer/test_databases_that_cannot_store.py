@@ -27,14 +27,7 @@ from tests.support.deliveries import OPTIONS, an_envelope, deliver
 from tests.support.loads import receive_together
 from tests.support.sql import executed
 from tests.support.waiting import wait_until
-from tests.support.workers import (
-    Process,
-    as_environment,
-    broker_options,
-    consumers_of,
-    consuming,
-    send_all,
-)
+from tests.support.workers import Process, as_environment, broker_options, consumers_of, consuming, send_all
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.long]
 

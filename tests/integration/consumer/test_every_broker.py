@@ -143,9 +143,7 @@ class TestForeignProducers:
     ):
         given = body if "content_encoding" in properties else body.decode()
 
-        row = stored_beside_another(
-            lambda: send(broker, TOPIC, None, body=given, **{"message_id": "odd", **properties}),
-        )
+        row = stored_beside_another(lambda: send(broker, TOPIC, None, body=given, **{"message_id": "odd", **properties}))
 
         assert (row.state, bytes(row.body), row.attempts) == (State.DEAD, body, 0)
         assert reason in row.last_error

@@ -578,7 +578,7 @@ def test_any_loads_account_for_every_delivery_and_have_every_effect_once(handles
                     redelivered=how == "redelivered",
                 )
                 for number, how in load
-            ],
+            ]
         )
         deliveries += len(load)
         handled += became.count(HANDLED)

@@ -578,11 +578,7 @@ class TestSteps:
 
     @pytest.mark.parametrize(
         ("error", "becomes"),
-        [
-            (OSError("no answer"), State.DEAD),
-            (RetryLater(timedelta(hours=1)), State.RETRYING),
-            (Reject("closed"), State.DEAD),
-        ],
+        [(OSError("no answer"), State.DEAD), (RetryLater(timedelta(hours=1)), State.RETRYING), (Reject("closed"), State.DEAD)],
         ids=["error", "RetryLater", "Reject"],
     )
     def test_failed_unrepeatable_step_is_taken_again_when_an_operator_retries(self, leased, given, error, becomes):

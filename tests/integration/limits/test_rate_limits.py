@@ -364,11 +364,7 @@ def takers(count, environment):
 @every_database
 @pytest.mark.parametrize(
     ("rate", "seconds"),
-    [
-        pytest.param(2000.0, 2.0, marks=pytest.mark.long),
-        (50.0, 2.0),
-        pytest.param(4.0, 3.0, marks=pytest.mark.long),
-    ],
+    [pytest.param(2000.0, 2.0, marks=pytest.mark.long), (50.0, 2.0), pytest.param(4.0, 3.0, marks=pytest.mark.long)],
 )
 def test_three_processes_together_get_the_rate_and_never_more(process_environment, rate, seconds):
     got = []

@@ -109,10 +109,7 @@ def test_prometheus_scrapes_a_relay_and_an_alert_fires_and_ends(a_process):
     message = published(topic="nowhere", payload={})
     set_columns(message, state=State.DEAD)
     rules = [folder / "alerts.yml" for folder in FOLDERS]
-    with (
-        a_process("outbox_relay", *options) as relay,
-        PrometheusServer([f"127.0.0.1:{port}"], rules) as prometheus,
-    ):
+    with a_process("outbox_relay", *options) as relay, PrometheusServer([f"127.0.0.1:{port}"], rules) as prometheus:
         relay.until(lambda: prometheus.query('outbox_relays{state="working"} == 1'))
         wait_until(lambda: "OutboxDeadMessages" in prometheus.firing(), within=60)
         set_columns(message, state=State.CANCELLED)

@@ -412,10 +412,7 @@ MUTATIONS = {
             change(patch, sentinel, "FOLLOW", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
         ),
     ),
-    "out of order runs concurrently": (
-        SKIP,
-        lambda patch: patch.setattr(claims, "run_lock", do_nothing),
-    ),
+    "out of order runs concurrently": (SKIP, lambda patch: patch.setattr(claims, "run_lock", do_nothing)),
 }
 
 

@@ -228,11 +228,7 @@ class TestStoring:
         arrive(handler, first)
         drain()
 
-        assert arrive(handler, first, a_message("a2"), a_message("a3")) == [
-            Outcome.DUPLICATE,
-            Outcome.STORED,
-            Outcome.STORED,
-        ]
+        assert arrive(handler, first, a_message("a2"), a_message("a3")) == [Outcome.DUPLICATE, Outcome.STORED, Outcome.STORED]
 
         assert states("a2", "a3") == [State.RECEIVED, State.WAITING]
         drain()
@@ -570,10 +566,7 @@ class TestConcurrency:
     def test_message_that_is_being_stored_while_the_head_commits_is_promoted(self, handles, monkeypatch):
         handler = handles(the_effect, ordered=True)
         named(handler, "a1")
-        with (
-            paused(monkeypatch, admitting, "_headless") as (storing, go),
-            InAThread(lambda: named(handler, "a2")),
-        ):
+        with paused(monkeypatch, admitting, "_headless") as (storing, go), InAThread(lambda: named(handler, "a2")):
             assert storing.wait(A_WHILE)
             with InAThread(drain):
                 wait_until(lambda: lock_waits("locktype = 'advisory'"))

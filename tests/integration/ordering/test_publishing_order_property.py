@@ -301,13 +301,7 @@ class Machine:
         return f"seed {self.seed}, step {self.step}"
 
     def new_relay(self):
-        relay = relay_for(
-            self.peer.url,
-            StopRequest(),
-            RETRY_BASE=HOUR,
-            RETRY_CAP=HOUR,
-            MAX_ATTEMPTS=2,
-        )
+        relay = relay_for(self.peer.url, StopRequest(), RETRY_BASE=HOUR, RETRY_CAP=HOUR, MAX_ATTEMPTS=2)
         relay._floors._clock = self.time
         return relay
 
@@ -459,11 +453,7 @@ class Machine:
         position = self.chance.choice(found)
         owner = OpenTransaction()
         transition, options, change = self.chance.choice(
-            [
-                (CANCEL, {}, {"cancelled": True}),
-                (RESCHEDULE, {"due": HOUR}, {"delayed": True}),
-                (PUBLISH_NOW, {}, {}),
-            ]
+            [(CANCEL, {}, {"cancelled": True}), (RESCHEDULE, {"due": HOUR}, {"delayed": True}), (PUBLISH_NOW, {}, {})]
         )
         if owner.does(partial(deciding.decide, "default", transition, [position], **options)).result(SECONDS):
             self._undecided[owner] = position, change
@@ -629,9 +619,7 @@ MUTATIONS = {
     "unread messages are ignored": lambda patch: patch.setattr(claiming, "_without_overtakers", lambda rows, each: rows),
     "floors do not wait for writers": lambda patch: patch.setattr(claiming, "writers", lambda alias: frozenset()),
     "the claim begins where the look did": lambda patch: patch.setattr(
-        claiming,
-        "look",
-        mutated(claiming.look, "min(floors.get(shard, 0), position - 1)", "position - 1"),
+        claiming, "look", mutated(claiming.look, "min(floors.get(shard, 0), position - 1)", "position - 1")
     ),
     "messages of a key are sent together": lambda patch: patch.setattr(passes, "waves", lambda batch: [list(batch)]),
     "failure does not block its key": lambda patch: patch.setattr(
@@ -659,7 +647,7 @@ OF_PAUSED_TOPICS = {
 OF_DECISIONS = {
     "messages overtake locked ones": lambda patch: patch.setattr(
         claiming, "in_order", lambda rows, free: [row for row in rows if row.position in free]
-    ),
+    )
 }
 MUTATIONS |= OF_PAUSED_TOPICS | OF_DECISIONS
 

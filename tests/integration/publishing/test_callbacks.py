@@ -226,8 +226,7 @@ class TestCallbackEffect:
         assert [record.levelname for record in caplog.records if record.name == "outbox.relay.calling"] == ["ERROR"]
         assert pending().attempts == attempts + 1
         deferred = PendingCallback.objects.filter(
-            available_at__gt=DatabaseTime(timedelta(seconds=4)),
-            available_at__lte=DatabaseTime(outbox_options().RETRY_CAP),
+            available_at__gt=DatabaseTime(timedelta(seconds=4)), available_at__lte=DatabaseTime(outbox_options().RETRY_CAP)
         )
         assert deferred.exists()
 

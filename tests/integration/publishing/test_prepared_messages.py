@@ -34,17 +34,7 @@ from outbox.states import COMMIT, RESUME_CHECKS, ROLL_BACK, State
 from outbox.store import deciding, preparing
 from tests.support.deliveries import at_once
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
-from tests.support.relaying import (
-    drained,
-    ids,
-    in_hand,
-    in_threads,
-    published,
-    row_of,
-    set_columns,
-    state_of,
-    states,
-)
+from tests.support.relaying import drained, ids, in_hand, in_threads, published, row_of, set_columns, state_of, states
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]

@@ -99,10 +99,7 @@ class TestPublishOutsideTransaction:
         assert not OutboxMessage.objects.exists()
 
     def test_publish_is_refused_inside_a_transaction_of_another_database(self):
-        with (
-            transaction.atomic(),
-            pytest.raises(PublishedOutsideTransaction, match=r"'other'.*atomic\(using='other'\)"),
-        ):
+        with transaction.atomic(), pytest.raises(PublishedOutsideTransaction, match=r"'other'.*atomic\(using='other'\)"):
             publish(TOPIC, {}, using="other")
 
         assert not OutboxMessage.objects.using("other").exists()

@@ -218,10 +218,7 @@ def test_restore_leaves_all_unchanged_if_another_transaction_has_locked_one(monk
         with in_threads(lambda: answers.extend([restore(topic=TOPIC, biz_id="b"), run("--all")])):
             pass
 
-    assert answers == [
-        Decision(Outcome.TOO_LATE, State.CANCELLED),
-        "1 message restored: 1 ready. 1 left: 1 locked.\n",
-    ]
+    assert answers == [Decision(Outcome.TOO_LATE, State.CANCELLED), "1 message restored: 1 ready. 1 left: 1 locked.\n"]
     assert answers[0].why == "another transaction has locked it"
     assert (state_of(locked), state_of(free)) == (State.CANCELLED, State.READY)
 

@@ -13,10 +13,7 @@ from outbox.store import deciding
 from tests.support.relaying import TOPIC, in_state, in_threads, published, state_of
 from tests.support.sql import executed
 
-pytestmark = [
-    pytest.mark.django_db(transaction=True),
-    pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"]),
-]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])]
 
 
 @contextmanager

@@ -92,12 +92,7 @@ class TestFreshDelivery:
         row = the_row()
         assert effects(envelope.biz_id) == 1
         assert (row.state, row.attempts, row.last_error, row.next_attempt_at) == (State.DONE, 1, "", None)
-        assert (row.handler, row.topic, row.biz_id, row.message_id) == (
-            handler.name,
-            TOPIC,
-            envelope.biz_id,
-            envelope.id,
-        )
+        assert (row.handler, row.topic, row.biz_id, row.message_id) == (handler.name, TOPIC, envelope.biz_id, envelope.id)
         assert (row.key, row.headers, row.correlation_id) == ("customer-1", {"tenant": "acme"}, "c")
         assert bytes(row.body) == envelope.body
         assert row.settled_at >= row.received_at
@@ -123,11 +118,7 @@ class TestFreshDelivery:
 
         (message,) = got
         assert (message.id, message.topic, message.key, message.biz_id) == (envelope.id, TOPIC, "k", envelope.biz_id)
-        assert (message.payload, message.headers, message.created_at) == (
-            {"total": "9.90"},
-            {"n": 1},
-            envelope.created_at,
-        )
+        assert (message.payload, message.headers, message.created_at) == ({"total": "9.90"}, {"n": 1}, envelope.created_at)
         assert (message.attempt, message.redelivered) == (1, False)
         assert (message.correlation_id, message.causation_id) == ("c", "d")
 
@@ -431,10 +422,7 @@ class TestFailedAttempt:
         assert deliver(good, envelope) is Outcome.HANDLED
         run_to_the_end()
 
-        assert dict(InboxMessage.objects.values_list("handler", "state")) == {
-            "tests.good": State.DONE,
-            "tests.bad": State.DEAD,
-        }
+        assert dict(InboxMessage.objects.values_list("handler", "state")) == {"tests.good": State.DONE, "tests.bad": State.DEAD}
         assert effects() == 1
 
 

@@ -62,11 +62,7 @@ class TestFailedAttempts:
         run_to_the_end()
 
         first = (State.RECEIVED if redelivered else "", State.RETRYING, BOOM)
-        assert trail_of(envelope.id) == [
-            first,
-            (State.RETRYING, State.RETRYING, BOOM),
-            (State.RETRYING, State.DEAD, BOOM),
-        ]
+        assert trail_of(envelope.id) == [first, (State.RETRYING, State.RETRYING, BOOM), (State.RETRYING, State.DEAD, BOOM)]
 
     @pytest.mark.parametrize("store", ["database", "redis"])
     def test_each_failed_attempt_under_a_lease_is_recorded(self, failing, store, request):

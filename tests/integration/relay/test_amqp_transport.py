@@ -31,8 +31,7 @@ NACKED, REFUSED = PublishOutcome.NACKED, PublishOutcome.REFUSED
 def messages(count, *, first=1, **attributes):
     return [
         OutgoingMessage(
-            position=position,
-            envelope=Envelope(**{"id": f"m{position}", "topic": TOPIC, "body": b"{}", **attributes}),
+            position=position, envelope=Envelope(**{"id": f"m{position}", "topic": TOPIC, "body": b"{}", **attributes})
         )
         for position in range(first, first + count)
     ]
@@ -455,10 +454,7 @@ class TestFullQueue:
             assert ids(open_queue.take(2)) == ["m4", "m5"]
 
 
-answers = st.lists(
-    st.tuples(st.sampled_from(["ack", "nack", "return"]), st.integers(0, 7), st.booleans()),
-    max_size=12,
-)
+answers = st.lists(st.tuples(st.sampled_from(["ack", "nack", "return"]), st.integers(0, 7), st.booleans()), max_size=12)
 
 
 @pytest.mark.long

@@ -260,10 +260,7 @@ class TestWhoWaits:
 
     def test_publisher_does_not_wait_while_making_a_day_waits_for_a_reader_of_history(self, today, monkeypatch):
         monkeypatch.setattr("exactly_once.sql.partitions.LONGEST_WAIT", timedelta(seconds=60))
-        with (
-            a_session(f"SELECT count(*) FROM {TABLE}") as reader,
-            in_threads(lambda: DAYS.make("default", today)),
-        ):
+        with a_session(f"SELECT count(*) FROM {TABLE}") as reader, in_threads(lambda: DAYS.make("default", today)):
             wait_until(lambda: a_session_waits_for(f"{HISTORY}_default"))
             published()
             published_many(20)
@@ -274,10 +271,7 @@ class TestWhoWaits:
     @pytest.mark.parametrize("step", ["make", "drop"])
     def test_making_and_dropping_a_day_wait_for_a_reader_of_history_for_a_moment_only(self, today, step):
         DAYS.make("default", today)
-        changes = {
-            "make": lambda: DAYS.make("default", today + 1),
-            "drop": lambda: history.HISTORY.drop_day("default", today),
-        }
+        changes = {"make": lambda: DAYS.make("default", today + 1), "drop": lambda: history.HISTORY.drop_day("default", today)}
         with a_session(f"SELECT count(*) FROM {TABLE}"), pytest.raises(OperationalError, match="lock timeout"):
             changes[step]()
         changes[step]()

@@ -40,10 +40,7 @@ def test_relay_of_a_backlog_of_large_messages_needs_little_memory(process_enviro
     for _ in range(MESSAGES // 10):
         of_sizes(*[A_MEGABYTE] * 10)
     environment = worker_environment(process_environment, OUTBOX={"BROKER_URL": rabbitmq_url, "EXCHANGE": EXCHANGE})
-    with (
-        Queue(rabbitmq_url, **{"x-max-length": 1}),
-        Process(environment, tmp_path / "relay.log", "outbox_relay") as relay,
-    ):
+    with Queue(rabbitmq_url, **{"x-max-length": 1}), Process(environment, tmp_path / "relay.log", "outbox_relay") as relay:
         relay.until(lambda: count(State.PUBLISHED) == MESSAGES)
         assert relay.peak_megabytes() < 180
 

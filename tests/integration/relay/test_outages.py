@@ -102,10 +102,7 @@ class TestBrokerOutage:
         assert (said(caplog, AWAY), said(caplog, BACK)) == (1, 1)
 
     def test_frozen_connection_is_an_outage_at_the_batch_deadline(self, rabbitmq_url, proxy, caplog):
-        with (
-            Queue(rabbitmq_url) as queue,
-            relaying(proxy.through(rabbitmq_url), BATCH_DEADLINE=timedelta(milliseconds=300)),
-        ):
+        with Queue(rabbitmq_url) as queue, relaying(proxy.through(rabbitmq_url), BATCH_DEADLINE=timedelta(milliseconds=300)):
             first = published()
             wait_until(lambda: state_of(first) == State.PUBLISHED)
             proxy.freeze()

@@ -24,18 +24,7 @@ from outbox.states import State
 from outbox.store import history
 from tests.support.aliases import an_alias, the_default_at
 from tests.support.deliveries import an_envelope, at_once, deliver, effects, make_due, run_to_the_end, the_effect
-from tests.support.relaying import (
-    SECONDS,
-    a_backlog,
-    connected,
-    drained,
-    ids,
-    in_hand,
-    one_pass,
-    published,
-    relaying,
-    states,
-)
+from tests.support.relaying import SECONDS, a_backlog, connected, drained, ids, in_hand, one_pass, published, relaying, states
 from tests.support.relaying import waiting as anything_waits
 from tests.support.servers import PgBouncer
 from tests.support.sql import another_session
@@ -211,11 +200,7 @@ def test_session_state_left_on_a_server_connection_is_detected(pgbouncer):
         client.execute("LISTEN something")
         client.execute("SELECT pg_advisory_lock(4321)")
         try:
-            assert left_behind(pgbouncer) == {
-                ("statement_timeout", "4321"),
-                "pg_listening_channels()",
-                "advisory locks",
-            }
+            assert left_behind(pgbouncer) == {("statement_timeout", "4321"), "pg_listening_channels()", "advisory locks"}
         finally:
             with every_server_connection(pgbouncer) as clients:
                 for each in clients:

@@ -13,18 +13,7 @@ from outbox.relay.passes import Pass
 from outbox.states import State
 from outbox.store import claiming, pausing
 from outbox.testing import run_relay
-from tests.support.relaying import (
-    connected,
-    drained,
-    ids,
-    published,
-    published_many,
-    quick,
-    relaying,
-    row_of,
-    state_of,
-    states,
-)
+from tests.support.relaying import connected, drained, ids, published, published_many, quick, relaying, row_of, state_of, states
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)

@@ -44,11 +44,7 @@ class TestRouting:
                 assert ids(queue.take(1)) == ["m1"]
 
     def test_every_queue_of_a_topic_gets_a_copy(self, redis_url):
-        with (
-            Queue(redis_url, name="one") as one,
-            Queue(redis_url, name="other") as other,
-            connected(redis_url) as transport,
-        ):
+        with Queue(redis_url, name="one") as one, Queue(redis_url, name="other") as other, connected(redis_url) as transport:
             transport.send([a_message()], soon())
 
             assert ids(one.take(1)) == ids(other.take(1)) == ["m1"]

@@ -15,18 +15,7 @@ from outbox.states import CANCEL, State
 from outbox.store import claiming, deciding, settling
 from outbox.store.lease import RELAYING, LeaseLost, RelayLease, in_hand
 from outbox.store.settling import Settlement
-from tests.support.relaying import (
-    connected,
-    drained,
-    ids,
-    in_threads,
-    published,
-    quick,
-    relaying,
-    state_of,
-    states,
-    waiting,
-)
+from tests.support.relaying import connected, drained, ids, in_threads, published, quick, relaying, state_of, states, waiting
 from tests.support.waiting import wait_until
 
 # The lease itself is plain SQL and is tested on every database. Relays use it on SQLite only.

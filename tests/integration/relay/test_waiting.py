@@ -50,9 +50,7 @@ def arrived(peer):
 
 
 def answering(peer, **by_biz_id):
-    peer.script = lambda message: [
-        partial(getattr(peer, by_biz_id.get(message.headers["cloudEvents:bizid"], "ack")), message),
-    ]
+    peer.script = lambda message: [partial(getattr(peer, by_biz_id.get(message.headers["cloudEvents:bizid"], "ack")), message)]
 
 
 def behind_a_failed_head(peer, transport, *names, key="k"):

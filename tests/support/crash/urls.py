@@ -7,5 +7,5 @@ from outbox.incoming_webhooks import StandardWebhooks, WebhookView, header
 SECRET = "whsec_c2VjcmV0IG9mIHRoZSBwcm92aWRlcg=="
 
 urlpatterns = [
-    path("hook/", WebhookView.as_view(topic="crash.done", verify=StandardWebhooks(SECRET), biz_id=header("webhook-id"))),
+    path("hook/", WebhookView.as_view(topic="crash.done", verify=StandardWebhooks(SECRET), biz_id=header("webhook-id")))
 ]

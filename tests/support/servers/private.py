@@ -334,10 +334,7 @@ def _tell_watcher(**order: object) -> None:
         raise ServerFailed("a forked child does not own its parent's servers")
     if _watcher is None:
         _watcher = subprocess.Popen(
-            [sys.executable, "-I", "-S", watcher.__file__, str(_owner)],
-            cwd="/",
-            stdin=subprocess.PIPE,
-            start_new_session=True,
+            [sys.executable, "-I", "-S", watcher.__file__, str(_owner)], cwd="/", stdin=subprocess.PIPE, start_new_session=True
         )
         atexit.register(_end_everything)
     assert _watcher.stdin is not None

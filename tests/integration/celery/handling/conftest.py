@@ -57,11 +57,7 @@ def worker(broker, results, process_environment, tmp_path):
         count += 1
         if takes_over:
             settings |= takeover_settings(broker)
-        given = {
-            "CELERY_BROKER": broker,
-            "CELERY_RESULTS": results,
-            "CELERY_SETTINGS": json.dumps(settings),
-        }
+        given = {"CELERY_BROKER": broker, "CELERY_RESULTS": results, "CELERY_SETTINGS": json.dumps(settings)}
         environment = {
             **process_environment,
             "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",

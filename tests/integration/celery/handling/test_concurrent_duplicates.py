@@ -26,11 +26,7 @@ def test_duplicate_of_a_running_task_is_sent_again_for_later(a_task, sent):
         go.append("go")
 
     assert first.answer[0] == states.SUCCESS
-    assert (state, again, str(reason)) == (
-        states.IGNORED,
-        states.IGNORED,
-        "another delivery of its business id is being run",
-    )
+    assert (state, again, str(reason)) == (states.IGNORED, states.IGNORED, "another delivery of its business id is being run")
     copies = sent()
     headers = copies[0].headers
     assert [copy.headers["id"] for copy in copies] == ["t-2", "t-1"]

@@ -71,8 +71,7 @@ class TestEveryBroker:
         with work_queue(broker, topics, "shop.#") as work, connected(broker) as transport:
             of_topics = {"exchange": "topics", "exchange_type": "topic"}
             sent = transport.send(
-                [a_task(1, routing_key="shop.order.work", **of_topics), a_task(2, routing_key="bank.work", **of_topics)],
-                soon(),
+                [a_task(1, routing_key="shop.order.work", **of_topics), a_task(2, routing_key="bank.work", **of_topics)], soon()
             )
             work.take(1)
 
