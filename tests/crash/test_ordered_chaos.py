@@ -17,9 +17,7 @@ import kombu
 import pytest
 from django.db import OperationalError, connection, transaction
 
-from inbox import Ordered
 from inbox.consumer.topology import queue_of
-from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
 from inbox.states import State
 from outbox import publish
@@ -32,7 +30,7 @@ from tests.support.deliveries import InAThread
 from tests.support.servers import PgBouncer
 from tests.support.sql import executed
 from tests.support.waiting import wait_until
-from tests.support.workers import EXCHANGE, Process, broker_options
+from tests.support.workers import EXCHANGE, STEP_OF_THE_WORKERS, Process, broker_options
 
 MESSAGES = int(os.environ.get("ORDERED_CHAOS_MESSAGES", "600"))
 KEYS = int(os.environ.get("ORDERED_CHAOS_KEYS", "50"))
@@ -59,9 +57,6 @@ pytestmark = [
     pytest.mark.timeout(LONGEST_SECONDS + 100),
 ]
 
-HANDLER = Handler(name="testordered.step", topics=(STEP,), function=print, biz_id=None, using="default", ordered=Ordered())
-"""Declares the queue only; the function is in the processes."""
-
 
 @pytest.fixture
 def consumer(process_environment, rabbitmq_url, tmp_path):
@@ -79,7 +74,7 @@ def send_all(url):
     """In one stream, so that the order of the numbers is the order of the queue."""
     with kombu.Connection(url) as connection:
         channel = connection.channel()
-        queue_of(HANDLER, broker_options(url))(channel).declare()
+        queue_of(STEP_OF_THE_WORKERS, broker_options(url))(channel).declare()
         producer = kombu.Producer(channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
         for number in range(MESSAGES):
             producer.publish(
@@ -294,6 +289,6 @@ def test_an_object_is_never_cancelled_before_it_is_created_although_these_are_tw
 
     assert_every_effect_once_and_in_order(published, objects)
     assert {*InboxMessage.objects.values_list("handler", "topic")} == {
-        ("testordered.change", CREATED),
-        ("testordered.change", CANCELLED),
+        ("ordered.change", CREATED),
+        ("ordered.change", CANCELLED),
     }

@@ -8,8 +8,6 @@ import kombu
 import pytest
 from django.db import connections, transaction
 
-from inbox import Lease
-from inbox.handlers.handler import Handler
 from inbox.leases.stores import lease_store
 from inbox.models import InboxMessage
 from inbox.operators import accounting
@@ -24,6 +22,7 @@ from tests.support.waiting import wait_until
 from tests.support.workers import (
     CONFIRMED,
     EXCHANGE,
+    LEASED_OF_THE_WORKERS,
     OF_THE_WORKERS,
     Process,
     as_environment,
@@ -39,11 +38,6 @@ STARTING_SECONDS = 180.0
 """Twenty interpreters on two cores."""
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(400)]
-
-OF_THE_LEASED = Handler(
-    name="testleased.work", topics=(LEASED_JOB,), function=print, biz_id=None, using="default", lease=Lease()
-)
-"""Declares the queue only; the function is in the processes."""
 
 
 @pytest.fixture
@@ -123,22 +117,22 @@ def test_duplicates_in_twenty_processes_that_wait_for_the_same_row_have_one_effe
 def test_duplicates_in_twenty_processes_under_a_lease_have_one_run(request, processes, rabbitmq_server, rabbitmq_url, leases):
     """One process runs the message until all others have found its lease."""
     options = broker_options(rabbitmq_url)
-    declare(OF_THE_LEASED, options)
+    declare(LEASED_OF_THE_WORKERS, options)
     with ExitStack() as stack:
         kept_in = leases if leases == "database" else request.getfixturevalue("redis_url")
         consumers = processes(stack, "tests.support.apps.leased.settings", LEASE_STORE=kept_in)
         wait_until(lambda: all("consumer: receiving from" in consumer.said() for consumer in consumers), STARTING_SECONDS)
         send_copies(rabbitmq_url, LEASED_JOB, {"do": "wait for the word"})
         # What the owner has fetched waits for its only worker.
-        wait_until(lambda: length_of(rabbitmq_server, OF_THE_LEASED, options) <= IN_HAND)
+        wait_until(lambda: length_of(rabbitmq_server, LEASED_OF_THE_WORKERS, options) <= IN_HAND)
         Unique.objects.create(name="go one")
-        wait_until(lambda: length_of(rabbitmq_server, OF_THE_LEASED, options) == 0)
+        wait_until(lambda: length_of(rabbitmq_server, LEASED_OF_THE_WORKERS, options) == 0)
         wait_until(lambda: [*InboxMessage.objects.values_list("state", flat=True)] == [State.DONE])
         all_end(consumers)
 
     assert list(Effect.objects.order_by("id").values_list("name", "detail")) == [("begun one", "1"), ("one", "1")]
     counted = lease_store(broker_options(rabbitmq_url, LEASE_STORE=kept_in)).counts()
-    assert_accounted_for(the_row(), counted_elsewhere=counted.get(OF_THE_LEASED.name, {}))
+    assert_accounted_for(the_row(), counted_elsewhere=counted.get(LEASED_OF_THE_WORKERS.name, {}))
 
 
 def assert_accounted_for(row, counted_elsewhere):

@@ -23,6 +23,7 @@ from inbox.consumer.consumer import Consumer
 from inbox.consumer.topology import queue_name, queue_of
 from inbox.handlers.handler import Handler
 from tests.support import processes
+from tests.support.apps.leased import LEASED_JOB
 from tests.support.apps.named import NAMED_AND_LEASED, NAMED_AND_ORDERED
 from tests.support.apps.ordered import STEP
 from tests.support.apps.worker import JOB, NAMED
@@ -38,13 +39,14 @@ def handler_of_the_workers(name, topic, **given):
     return Handler(name=name, topics=(topic,), function=print, biz_id=None, using="default", **given)
 
 
-OF_THE_WORKERS = handler_of_the_workers("testworker.work", JOB)
+OF_THE_WORKERS = handler_of_the_workers("worker.work", JOB)
 NAMED_OF_THE_WORKERS = [
-    handler_of_the_workers("testworker.named", NAMED),
-    handler_of_the_workers("testnamed.named_and_ordered", NAMED_AND_ORDERED, ordered=Ordered()),
-    handler_of_the_workers("testnamed.named_and_leased", NAMED_AND_LEASED, lease=Lease()),
+    handler_of_the_workers("worker.named", NAMED),
+    handler_of_the_workers("named.named_and_ordered", NAMED_AND_ORDERED, ordered=Ordered()),
+    handler_of_the_workers("named.named_and_leased", NAMED_AND_LEASED, lease=Lease()),
 ]
-STEP_OF_THE_WORKERS = handler_of_the_workers("testordered.step", STEP, ordered=Ordered())
+LEASED_OF_THE_WORKERS = handler_of_the_workers("leased.work", LEASED_JOB, lease=Lease())
+STEP_OF_THE_WORKERS = handler_of_the_workers("ordered.step", STEP, ordered=Ordered())
 
 
 def broker_options(url, **changes):

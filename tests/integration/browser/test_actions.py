@@ -266,7 +266,7 @@ def until_state(operator, kind, state):
 def test_running_processes_execute_an_operation_and_follow_requests(operator, environment, tmp_path):
     for number in range(12):
         body = b'{"do": "what it cannot"}' if number == 0 else b'{"do": "work"}'
-        failing("testworker.work", f"order-{number}", ("ValueError", AMOUNT[1], "no"), dead=True, topic=JOB, body=body)
+        failing("worker.work", f"order-{number}", ("ValueError", AMOUNT[1], "no"), dead=True, topic=JOB, body=body)
     page = operator.visit("admin:exactly_once_failurenote_changelist")
     page.locator(".message-group a").click()
     page.get_by_role("button", name="Retry").click()

@@ -45,7 +45,6 @@ from tests.support.apps.workshop import (
     GROUPED,
     SINGLE,
     TOPICS,
-    name_of,
 )
 from tests.support.deliveries import (
     A_WHILE,
@@ -737,7 +736,7 @@ def a_process(environment, url, log, *arguments, database=None, **given):
 
 
 def handler_of(topic):
-    return handler_of_the_workers(name_of(topic), topic)
+    return handler_of_the_workers(topic, topic)  # each is named as its topic
 
 
 def all_empty(length):

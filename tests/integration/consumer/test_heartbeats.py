@@ -27,7 +27,7 @@ from tests.support.workers import GROUP, Process, as_environment, send
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
-HANDLERS = ["testworker.chained", "testworker.named", "testworker.work"]
+HANDLERS = ["worker.chained", "worker.named", "worker.work"]
 
 
 class Service:
@@ -88,16 +88,16 @@ def test_messages_that_wait_at_the_broker_are_shown_also_those_of_a_paused_handl
     service = service(rabbitmq_url)
     with service.runs("inbox_consume", "--drain") as declaring:
         assert declaring.ends() == 0  # the queues exist now
-    PausedHandler.objects.create(handler="testworker.work", paused_by="ada", paused_at=utcnow())
+    PausedHandler.objects.create(handler="worker.work", paused_by="ada", paused_at=utcnow())
     for number in range(3):
         send(rabbitmq_url, JOB, {}, message_id=f"m-{number}")
     with service.runs("inbox_consume") as consumer:
-        consumer.until(lambda: queued("default") == {**dict.fromkeys(HANDLERS, 0), "testworker.work": 3})
+        consumer.until(lambda: queued("default") == {**dict.fromkeys(HANDLERS, 0), "worker.work": 3})
 
         text, shown = service.status(), service.status_as_json()
 
-    assert "at the broker: testworker.work" in text
-    assert shown["queued"]["testworker.work"] == 3
+    assert "at the broker: worker.work" in text
+    assert shown["queued"]["worker.work"] == 3
 
 
 @pytest.mark.every_database
@@ -113,7 +113,7 @@ def test_killed_consumer_is_shown_as_silent_and_its_handlers_as_unattended(servi
 
     assert [row["silent"] for row in shown["consumers"]] == [True]
     assert shown["unattended"] == HANDLERS
-    assert "silent: testworker.chained" in service.status()
+    assert "silent: worker.chained" in service.status()
 
 
 def test_consumer_without_a_broker_is_shown_with_what_it_waits_for(service):

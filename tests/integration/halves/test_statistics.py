@@ -59,7 +59,7 @@ def test_consumer_writes_handled_failed_and_duplicate_messages_and_latencies(a_p
         send(rabbitmq_url, JOB, {}, headers=headers)
         send(rabbitmq_url, JOB, {}, headers=headers)
         send(rabbitmq_url, JOB, {"do": "fail"}, message_id="m-2")
-        name = "testworker.work"
+        name = "worker.work"
         consumer.until(lambda: rows("inbox", name))
         consumer.until(lambda: consumer.said().count("m-2") >= 1)
         assert consumer.end() == 0
@@ -75,7 +75,7 @@ def test_messages_that_are_handed_over_are_counted_by_both_halves(a_process):
         assert relay.ends() == 0
 
     assert summed("outbox", JOB, "published") == [1]
-    assert summed("inbox", "testworker.work", "handled") == [1]
+    assert summed("inbox", "worker.work", "handled") == [1]
 
 
 def test_rows_are_written_once_a_minute_and_first_an_empty_one():

@@ -16,13 +16,12 @@ from django.db import DatabaseError
 
 from inbox.errors import HandlerTimeout
 from inbox.handlers import timeouts
-from inbox.handlers.handler import Handler
 from inbox.handlers.timeouts import bounded
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.states import State
 from tests.support.apps.effects.models import Effect
-from tests.support.apps.workshop import BOUNDED, name_of
+from tests.support.apps.workshop import BOUNDED
 from tests.support.deliveries import (
     A_WHILE,
     InAThread,
@@ -38,7 +37,7 @@ from tests.support.deliveries import (
 )
 from tests.support.loads import receive_together
 from tests.support.sql import executed, fetched
-from tests.support.workers import broker_options, declare, length_of, send
+from tests.support.workers import broker_options, declare, handler_of_the_workers, length_of, send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -343,7 +342,7 @@ class TestTimeoutAtTheEndOfARun:
 
 
 def test_handler_that_cannot_be_interrupted_ends_its_process_and_its_attempts_count(a_process, rabbitmq_url, rabbitmq_server):
-    handler = Handler(name=name_of(BOUNDED), topics=(BOUNDED,), function=print, biz_id=None, using="default")
+    handler = handler_of_the_workers(BOUNDED, BOUNDED)
     # One thread: a second one would claim the row again if the first stalled between claiming and locking it.
     given = {"MAX_ATTEMPTS": 1, "REDELIVERY_AFTER": SHORT, "CONCURRENCY": 1}
     declare(handler, broker_options(rabbitmq_url))

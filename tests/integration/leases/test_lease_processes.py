@@ -9,7 +9,6 @@ from django.db import connection
 
 from exactly_once.process.clock import monotonic, utcnow
 from inbox import Lease
-from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.states import State
@@ -32,13 +31,10 @@ from tests.support.deliveries import (
 from tests.support.lost_answers import losing_the_answer
 from tests.support.servers import FaultProxy
 from tests.support.waiting import wait_until
-from tests.support.workers import broker_options, declare, length_of, send
+from tests.support.workers import LEASED_OF_THE_WORKERS, broker_options, declare, length_of, send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
-OF_THE_LEASED = Handler(
-    name="testleased.work", topics=(LEASED_JOB,), function=print, biz_id=None, using="default", lease=Lease()
-)
 SHORT = timedelta(milliseconds=200)
 LEASE = timedelta(seconds=4.5)
 """Extended every third of it, so that a stall of two seconds costs none."""
@@ -56,7 +52,7 @@ def consumer(a_process, rabbitmq_url, lease_store):
 
     def start(name, **options):
         given = {"RETRY_BASE": SHORT, "RETRY_CAP": SHORT, "MAX_ATTEMPTS": 3, "LEASE_STORE": lease_store, **options}
-        declare(OF_THE_LEASED, broker_options(rabbitmq_url))
+        declare(LEASED_OF_THE_WORKERS, broker_options(rabbitmq_url))
         return a_process("inbox_consume", app="leased", log=name, **given)
 
     return start
@@ -69,7 +65,7 @@ def job(rabbitmq_url):
 
 @pytest.fixture
 def length(rabbitmq_server, rabbitmq_url):
-    return lambda: length_of(rabbitmq_server, OF_THE_LEASED, broker_options(rabbitmq_url))
+    return lambda: length_of(rabbitmq_server, LEASED_OF_THE_WORKERS, broker_options(rabbitmq_url))
 
 
 @pytest.fixture

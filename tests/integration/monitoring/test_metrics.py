@@ -314,9 +314,9 @@ def test_relay_and_consumer_serve_what_they_have_counted(scraping, rabbitmq_url)
         for _ in range(3):
             published(topic="worker.job", payload={})
         relay.until(lambda: scrape_relay().get(("outbox_published_total", "worker.job")) == 3)
-        consumer.until(lambda: scrape_consumer().get(("inbox_handled_total", "testworker.work")) == 3)
+        consumer.until(lambda: scrape_consumer().get(("inbox_handled_total", "worker.work")) == 3)
 
-        assert scrape_consumer()["inbox_handler_seconds_count", "testworker.work"] == 3
+        assert scrape_consumer()["inbox_handler_seconds_count", "worker.work"] == 3
 
 
 def test_outage_is_counted_while_it_lasts(scraping):

@@ -401,9 +401,9 @@ class TestProcesses:
     def test_relay_notices_that_no_consumer_is_running_and_the_alert_is_cleared_by_one(self, service, rabbitmq_url):
         with ExitStack() as stack:
             service = alerting_service(service, rabbitmq_url)
-            a_consumer(handlers=["testworker.work"], silent_for=2 * SILENT_AFTER)
+            a_consumer(handlers=["worker.work"], silent_for=2 * SILENT_AFTER)
             relay = stack.enter_context(service.runs("outbox_relay"))
-            raised = Alert.objects.filter(condition="no_consumer", object="testworker.work")
+            raised = Alert.objects.filter(condition="no_consumer", object="worker.work")
             relay.until(raised.filter(state="raised").exists)
 
             stack.enter_context(service.runs("inbox_consume"))

@@ -18,7 +18,7 @@ from tests.support.workers import NAMED_OF_THE_WORKERS, OF_THE_WORKERS, broker_o
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
-WORK, NAMED_WORK = "testworker.work", "testworker.named"
+WORK, NAMED_WORK = "worker.work", "worker.named"
 
 
 def store(handler, biz_id):

@@ -26,7 +26,7 @@ from tests.support.workers import OF_THE_WORKERS, broker_options, consuming, dec
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
-WORK = "testworker.work"
+WORK = "worker.work"
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ class TestConsuming:
 
         assert service.waiting(OF_THE_WORKERS) == 1
         assert not Effect.objects.exists()
-        assert consumer_rows.only.facts["handlers"] == ["testworker.chained", "testworker.named", WORK]
+        assert consumer_rows.only.facts["handlers"] == ["worker.chained", "worker.named", WORK]
 
     def test_killed_consumer_of_a_paused_handler_loses_nothing(self, service, running, consumer_rows, rabbitmq_url):
         service = service(rabbitmq_url)

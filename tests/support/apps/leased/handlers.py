@@ -12,7 +12,7 @@ from tests.support.waiting import wait_until
 LEASE = timedelta(seconds=float(os.environ.get("LEASE_SECONDS", "3")))
 
 
-@leased_handler(LEASED_JOB, name="testleased.work", lease=Lease(duration=LEASE, limit=timedelta(minutes=5)))
+@leased_handler(LEASED_JOB, name="leased.work", lease=Lease(duration=LEASE, limit=timedelta(minutes=5)))
 def work(message):
     Effect.objects.create(name=f"begun {message.biz_id}", detail=str(message.attempt))
     WAYS[message.payload["do"]](message)

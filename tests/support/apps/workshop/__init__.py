@@ -11,7 +11,3 @@ EXIT = 13
 EXITS_BEFORE = "exits before its commit"
 EXITS_AFTER = "exits after its commit"
 EXITS_ALWAYS = "exits whenever it is run"
-
-
-def name_of(topic):
-    return f"test{topic}"

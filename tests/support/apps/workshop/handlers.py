@@ -17,12 +17,11 @@ from tests.support.apps.workshop import (
     LIMIT_SECONDS,
     SINGLE,
     SIZE,
-    name_of,
 )
 from tests.support.waiting import wait_until
 
 
-@idempotent_handler(BOUNDED, name=name_of(BOUNDED), timeout=timedelta(seconds=LIMIT_SECONDS))
+@idempotent_handler(BOUNDED, timeout=timedelta(seconds=LIMIT_SECONDS))
 def bounded(message):
     Effect.objects.create(name=message.biz_id)
     if message.payload.get("do") == "hear nothing":
@@ -32,17 +31,17 @@ def bounded(message):
                     pass
 
 
-@idempotent_handler(SINGLE, name=name_of(SINGLE))
+@idempotent_handler(SINGLE)
 def single(message):
     _work(message)
 
 
-@idempotent_handler(GROUPED, name=name_of(GROUPED), group_commit=SIZE)
+@idempotent_handler(GROUPED, group_commit=SIZE)
 def grouped(message):
     _work(message)
 
 
-@batch_handler(BATCHED, name=name_of(BATCHED), size=SIZE, wait=timedelta(seconds=0.05))
+@batch_handler(BATCHED, size=SIZE, wait=timedelta(seconds=0.05))
 def batched(messages):
     for message in messages:
         _work(message)

@@ -1,6 +1,0 @@
-from django.apps import AppConfig
-
-
-class LimitedConfig(AppConfig):
-    name = "tests.support.apps.limited"
-    label = "testlimited"

@@ -1,6 +1,0 @@
-from django.apps import AppConfig
-
-
-class SubscribedConfig(AppConfig):
-    name = "tests.support.apps.subscribed"
-    label = "testsubscribed"
