@@ -19,11 +19,11 @@ from tests.support.workers import (
     EXCHANGE,
     OF_THE_WORKERS,
     Process,
+    as_environment,
     broker_options,
     declare,
     length_of,
     send,
-    worker_environment,
 )
 
 OTHERS = 50
@@ -43,7 +43,8 @@ def test_a_concurrent_duplicate_blocks_no_other_message_and_waits_for_the_first_
     declare(OF_THE_WORKERS, options)
     row = read(OF_THE_WORKERS, an_envelope(topic=JOB, biz_id="copy"), OPTIONS).row
     inbox = {"BROKER_URL": rabbitmq_url, "EXCHANGE": EXCHANGE, "GROUP": "tests", "CONCURRENCY": 2}
-    environment = worker_environment(process_environment, INBOX={**inbox, "DUPLICATE_TIMEOUT": duplicate_timeout})
+    given = as_environment(INBOX={**inbox, "DUPLICATE_TIMEOUT": duplicate_timeout})
+    environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings", **given}
     with Process(environment, tmp_path / "log", "inbox_consume") as process:
         with transaction.atomic():
             guard = arrivals.begin_fresh("default", [row], OPTIONS.DUPLICATE_TIMEOUT)

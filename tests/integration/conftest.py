@@ -28,29 +28,32 @@ def transport(peer):
 
 @pytest.fixture
 def command(process_environment, tmp_path):
-    """A command in a process with handlers, settings and databases: `command("outbox_relay", "--drain", OUTBOX={…})`."""
+    """A command in a process with the apps of `tests.support.apps.<app>`: `command("outbox_relay", "--drain", OUTBOX={…})`.
 
-    def start(name, *arguments, **settings):
-        environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings"}
-        return Process({**environment, **as_environment(**settings)}, tmp_path / name, name, *arguments)
+    Its settings are those by keyword; `variables` are added to its environment.
+    """
+
+    def start(name, *arguments, app="worker", log="", variables=None, **settings):
+        module = f"tests.support.apps.{app}.settings"
+        environment = {
+            **process_environment,
+            **as_environment(**settings),
+            "DJANGO_SETTINGS_MODULE": module,
+            **(variables or {}),
+        }
+        return Process(environment, tmp_path / f"{log or name}.log", name, *arguments)
 
     return start
 
 
 @pytest.fixture
-def a_process(process_environment, rabbitmq_url, tmp_path):
-    """A command as a process with the apps of `tests.support.apps.<app>` and this broker: `a_process("inbox_consume", …)`.
+def a_process(command, broker):
+    """`command` with this broker: `a_process("inbox_consume", …)`. Options by keyword are those of the inbox."""
 
-    Options by keyword are those of the inbox.
-    """
-
-    def start(command, *arguments, app="worker", log="", outbox=None, **inbox):
-        given = as_environment(
-            INBOX={"BROKER_URL": rabbitmq_url, "EXCHANGE": EXCHANGE, "GROUP": GROUP, **inbox},
-            OUTBOX={"BROKER_URL": rabbitmq_url, "EXCHANGE": EXCHANGE, **(outbox or {})},
-        )
-        environment = {**process_environment, **given, "DJANGO_SETTINGS_MODULE": f"tests.support.apps.{app}.settings"}
-        return Process(environment, tmp_path / f"{log or command}.log", command, *arguments)
+    def start(name, *arguments, app="worker", log="", variables=None, outbox=None, **inbox):
+        inbox = {"BROKER_URL": broker, "EXCHANGE": EXCHANGE, "GROUP": GROUP, **inbox}
+        outbox = {"BROKER_URL": broker, "EXCHANGE": EXCHANGE, **(outbox or {})}
+        return command(name, *arguments, app=app, log=log, variables=variables, INBOX=inbox, OUTBOX=outbox)
 
     return start
 

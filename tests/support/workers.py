@@ -297,11 +297,6 @@ def catches(pid, number):
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-def worker_environment(environment, **given):
-    """The environment of a process with the handlers of `tests.support.apps.worker` and these options."""
-    return {**environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings", **as_environment(**given)}
-
-
 def as_environment(**given):
     """Options for `tests.support.apps.worker.settings`."""
     return {

@@ -25,7 +25,6 @@ from tests.support.layout import faults
 from tests.support.relaying import published
 from tests.support.shop_day import AMOUNT, CHARGE, PLACED, TEXT, failing
 from tests.support.waiting import wait_until
-from tests.support.workers import Process
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
@@ -263,7 +262,7 @@ def until_state(operator, kind, state):
     wait_until(shown)
 
 
-def test_running_processes_execute_an_operation_and_follow_requests(operator, environment, tmp_path):
+def test_running_processes_execute_an_operation_and_follow_requests(operator, both):
     for number in range(12):
         body = b'{"do": "what it cannot"}' if number == 0 else b'{"do": "work"}'
         failing("worker.work", f"order-{number}", ("ValueError", AMOUNT[1], "no"), dead=True, topic=JOB, body=body)
@@ -274,8 +273,7 @@ def test_running_processes_execute_an_operation_and_follow_requests(operator, en
     page.locator("form input[type=submit]").click()
     page.get_by_text("The operation is planned.").wait_for()
 
-    consumer = Process(environment, tmp_path / "consumer.log", "inbox_consume")
-    relay = Process(environment, tmp_path / "relay.log", "outbox_relay")
+    consumer, relay = both
     with consumer, relay:
         # The page refreshes itself.
         page.locator(".message-state-done", has_text="Finished").wait_for()

@@ -9,6 +9,7 @@ from collections import Counter
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import kombu
@@ -64,9 +65,6 @@ from tests.support.loads import a_delivery
 from tests.support.servers.private import free_port
 from tests.support.waiting import wait_until
 from tests.support.workers import (
-    EXCHANGE,
-    Process,
-    as_environment,
     broker_options,
     consuming,
     declare,
@@ -196,8 +194,8 @@ class TestConcurrency:
             gate.open()
             wait_until(lambda: effects() == 25)
 
-    def test_concurrency_option_of_inbox_consume_overrides_the_setting(self, process_environment, rabbitmq_url, tmp_path):
-        with a_process(process_environment, rabbitmq_url, tmp_path / "log", "--concurrency", "3", CONCURRENCY=9) as process:
+    def test_concurrency_option_of_inbox_consume_overrides_the_setting(self, workshop, rabbitmq_url):
+        with workshop("--concurrency", "3", CONCURRENCY=9) as process:
             # One of the three threads is left to the other handlers.
             send_all(rabbitmq_url, SINGLE, [(name, {"do": "wait for the word"}) for name in names(3)])
             process.until(lambda: Effect.objects.using("other").filter(name__startswith="begun").count() == 2)
@@ -719,20 +717,12 @@ class TestCrashQuarantine:
         assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 2)}
 
 
-@contextmanager
-def a_process(environment, url, log, *arguments, database=None, **given):
-    """`inbox_consume` with the handlers of `tests.support.apps.workshop`."""
-    options = {"EXCHANGE": EXCHANGE, "GROUP": "tests", "RETRY_BASE": SHORT, "RETRY_CAP": SHORT}
-    environment = {
-        **environment,
-        **as_environment(INBOX={"BROKER_URL": url, **options, **given}, OUTBOX={"BROKER_URL": url}),
-        "DJANGO_SETTINGS_MODULE": "tests.support.apps.workshop.settings",
-        **({"DATABASE_URL": database} if database else {}),
-    }
+@pytest.fixture
+def workshop(a_process, rabbitmq_url):
+    """Start `inbox_consume` with the handlers of `tests.support.apps.workshop`."""
     for topic in TOPICS:
-        declare(handler_of(topic), broker_options(url))
-    with Process(environment, log, "inbox_consume", *arguments) as process:
-        yield process
+        declare(handler_of(topic), broker_options(rabbitmq_url))
+    return partial(a_process, "inbox_consume", app="workshop", RETRY_BASE=SHORT, RETRY_CAP=SHORT)
 
 
 def handler_of(topic):
@@ -753,17 +743,10 @@ def begun():
 
 
 class TestProcesses:
-    def test_three_processes_on_the_same_queues_have_each_effect_once(
-        self, process_environment, rabbitmq_url, tmp_path, length
-    ):
+    def test_three_processes_on_the_same_queues_have_each_effect_once(self, workshop, rabbitmq_url, length):
         sent = {topic: names(60, f"{topic} ") for topic in (SINGLE, GROUPED, BATCHED)}
         with ExitStack() as stack:
-            processes = [
-                stack.enter_context(
-                    a_process(process_environment, rabbitmq_url, tmp_path / f"{n}.log", CONCURRENCY=3, PREFETCH=10)
-                )
-                for n in range(3)
-            ]
+            processes = [stack.enter_context(workshop(log=f"{n}", CONCURRENCY=3, PREFETCH=10)) for n in range(3)]
             for topic, its in sent.items():
                 twice = [*its, *its]
                 random.Random(topic).shuffle(twice)
@@ -776,10 +759,8 @@ class TestProcesses:
         assert effects_by_name() == dict.fromkeys([name for its in sent.values() for name in its], 1)
         assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 1)}
 
-    def test_sigterm_finishes_running_handlers_and_returns_the_rest_to_the_queues(
-        self, process_environment, rabbitmq_url, tmp_path, length
-    ):
-        with a_process(process_environment, rabbitmq_url, tmp_path / "log", CONCURRENCY=4, PREFETCH=10) as process:
+    def test_sigterm_finishes_running_handlers_and_returns_the_rest_to_the_queues(self, workshop, rabbitmq_url, length):
+        with workshop(CONCURRENCY=4, PREFETCH=10) as process:
             waits = {"do": "wait for the word"}
             send_all(rabbitmq_url, SINGLE, [("s0", waits), ("s1", waits)])
             process.until(lambda: begun() == 2)
@@ -804,9 +785,7 @@ class TestProcesses:
         assert effects_by_name() == dict.fromkeys(["s0", "s1", "g0", "b0", *later], 1)
 
     @pytest.mark.parametrize("topic", [SINGLE, GROUPED, BATCHED])
-    def test_message_that_kills_its_process_costs_no_other_message_its_effect(
-        self, process_environment, rabbitmq_url, tmp_path, length, topic
-    ):
+    def test_message_that_kills_its_process_costs_no_other_message_its_effect(self, workshop, rabbitmq_url, length, topic):
         sent = {
             **{name: {} for name in names(15)},
             "before": {"do": EXITS_BEFORE},
@@ -814,9 +793,7 @@ class TestProcesses:
             "always": {"do": EXITS_ALWAYS},
             **{name: {} for name in names(15, "n")},
         }
-        with a_process(
-            process_environment, rabbitmq_url, tmp_path / "log", CONCURRENCY=3, MAX_ATTEMPTS=4, REDELIVERY_AFTER=SHORT
-        ) as process:
+        with workshop(CONCURRENCY=3, MAX_ATTEMPTS=4, REDELIVERY_AFTER=SHORT) as process:
             send_all(rabbitmq_url, topic, sent.items())
             process.restarted_until(lambda: InboxMessage.objects.filter(state=State.DEAD).exists() and all_empty(length))
             process.restarted_until(lambda: InboxMessage.objects.filter(state=State.DONE).count() == len(sent) - 1)
@@ -829,7 +806,7 @@ class TestProcesses:
         assert (dead.state, dead.attempts, "died" in dead.last_error) == (State.DEAD, 4, True)
 
     def test_database_restarted_under_load_costs_no_effect_and_no_attempt(
-        self, process_environment, rabbitmq_url, tmp_path, length, mortal_postgres
+        self, workshop, rabbitmq_url, length, mortal_postgres
     ):
         name = f"mortal_{uuid.uuid4().hex[:8]}"
         mortal_postgres.create_database(name)
@@ -839,11 +816,8 @@ class TestProcesses:
             call_command("migrate", verbosity=0)
             connections.close_all()
             for topic, its in sent.items():
-                declare(handler_of(topic), broker_options(rabbitmq_url))
                 send_all(rabbitmq_url, topic, [(one, {}) for one in its])
-            with a_process(
-                process_environment, rabbitmq_url, tmp_path / "log", database=url, CONCURRENCY=3, PREFETCH=20
-            ) as process:
+            with workshop(variables={"DATABASE_URL": url}, CONCURRENCY=3, PREFETCH=20) as process:
                 for _ in range(2):
                     seen, outages = effects_at(url), process.said().count("The database 'default' is unavailable")
                     process.until(lambda seen=seen: effects_at(url) >= min(seen + 50, 900))
@@ -859,8 +833,8 @@ class TestProcesses:
             assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}
             connections.close_all()
 
-    def test_drain_does_not_wait_for_batches_to_fill(self, process_environment, rabbitmq_url, tmp_path, length):
-        with a_process(process_environment, rabbitmq_url, tmp_path / "log", "--drain") as process:
+    def test_drain_does_not_wait_for_batches_to_fill(self, workshop, rabbitmq_url, length):
+        with workshop("--drain") as process:
             assert process.ends() == 0
             for topic in (SINGLE, GROUPED, BATCHED):
                 send_all(rabbitmq_url, topic, [(f"{topic} {n}", {}) for n in range(7)])

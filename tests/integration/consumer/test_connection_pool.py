@@ -17,7 +17,6 @@ from tests.support.apps.leased import LEASED_JOB
 from tests.support.apps.limited import TOPIC as LIMITED_JOB
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import A_WHILE, at_once
-from tests.support.workers import Process, as_environment
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -30,22 +29,13 @@ MANY = 30
 
 
 @pytest.fixture
-def workers(process_environment, rabbitmq_url, tmp_path):
+def workers(a_process):
     """`outbox_relay` and `inbox_consume` of a project whose databases have a pool."""
-    environment = {
-        **process_environment,
-        **as_environment(
-            OUTBOX={"BROKER_URL": rabbitmq_url, "RETRY_BASE": SHORT, "RETRY_CAP": SHORT, "POLL_INTERVAL": SHORT},
-            INBOX={"BROKER_URL": rabbitmq_url, "CONCURRENCY": THREADS + 1},
-        ),
-        "DJANGO_SETTINGS_MODULE": "tests.support.apps.pooled.settings",
-        "LEASE_SECONDS": str(LEASE.total_seconds()),
-    }
+    given = {"app": "pooled", "variables": {"LEASE_SECONDS": str(LEASE.total_seconds())}, "CONCURRENCY": THREADS + 1}
+    outbox = {"RETRY_BASE": SHORT, "RETRY_CAP": SHORT, "POLL_INTERVAL": SHORT}
     with ExitStack() as stack:
-        processes = [
-            stack.enter_context(Process(environment, tmp_path / f"{command}.log", command))
-            for command in ("inbox_consume", "outbox_relay")
-        ]
+        names = ("inbox_consume", "outbox_relay")
+        processes = [stack.enter_context(a_process(name, outbox=outbox, **given)) for name in names]
         yield processes
         for process in processes:
             assert process.end() == 0

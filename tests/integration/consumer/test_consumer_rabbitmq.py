@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from contextlib import closing
 from datetime import timedelta
+from functools import partial
 
 import amqp
 import kombu
@@ -23,8 +24,6 @@ from tests.support.sql import executed
 from tests.support.waiting import wait_until
 from tests.support.workers import (
     OF_THE_WORKERS,
-    Process,
-    as_environment,
     broker_options,
     consumers_of,
     consuming,
@@ -39,21 +38,10 @@ SHORT = timedelta(milliseconds=200)
 
 
 @pytest.fixture
-def consumer_process(process_environment, rabbitmq_url, tmp_path):
+def consumer_process(a_process, rabbitmq_url):
     """Start `inbox_consume` with these options: `with consumer_process(MAX_ATTEMPTS=2) as process`."""
-
-    def start(*arguments, database=None, **options):
-        given = {"EXCHANGE": "outbox", "GROUP": "tests", "RETRY_BASE": SHORT, "RETRY_CAP": SHORT}
-        environment = {
-            **process_environment,
-            **as_environment(INBOX={"BROKER_URL": rabbitmq_url, **given, **options}, OUTBOX={"BROKER_URL": rabbitmq_url}),
-            "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
-            **({"DATABASE_URL": database} if database else {}),
-        }
-        declare(OF_THE_WORKERS, broker_options(rabbitmq_url))
-        return Process(environment, tmp_path / "consumer.log", "inbox_consume", *arguments)
-
-    return start
+    declare(OF_THE_WORKERS, broker_options(rabbitmq_url))
+    return partial(a_process, "inbox_consume", RETRY_BASE=SHORT, RETRY_CAP=SHORT)
 
 
 def job(url, what, name="job"):
@@ -327,7 +315,7 @@ class TestConsumerProcess:
         settings = connections["default"].settings_dict
         with (
             FaultProxy(settings["HOST"], int(settings["PORT"])) as database,
-            consumer_process(database=database.through(process_environment["DATABASE_URL"])) as process,
+            consumer_process(variables={"DATABASE_URL": database.through(process_environment["DATABASE_URL"])}) as process,
         ):
             job(rabbitmq_url, "work", "before")
             process.until(lambda: state("before") == State.DONE and length(OF_THE_WORKERS) == 0)

@@ -14,7 +14,7 @@ from inbox.states import State
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import A_WHILE, TOPIC, effects, the_effect, the_row
 from tests.support.waiting import wait_until
-from tests.support.workers import OF_THE_WORKERS, Process, as_environment, broker_options, consuming, declare, send, send_all
+from tests.support.workers import OF_THE_WORKERS, broker_options, consuming, declare, send, send_all
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -117,17 +117,10 @@ def test_stopping_finishes_the_running_handler_and_returns_the_rest_to_redis(han
     assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
 
 
-def test_crash_between_commit_and_ack_has_no_second_effect(process_environment, redis_url, tmp_path):
+def test_crash_between_commit_and_ack_has_no_second_effect(a_process, redis_url):
     """Redis returns the message only after its visibility timeout; until then a resend must have no second effect."""
-    environment = {
-        **process_environment,
-        **as_environment(
-            INBOX={"BROKER_URL": redis_url, "GROUP": "tests", "EXCHANGE": "outbox"}, OUTBOX={"BROKER_URL": redis_url}
-        ),
-        "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
-    }
     declare(OF_THE_WORKERS, broker_options(redis_url))
-    with Process(environment, tmp_path / "consumer.log", "inbox_consume") as process:
+    with a_process("inbox_consume") as process:
         send(redis_url, JOB, {"do": "kill the process after the commit"}, message_id="job")
         assert process.ends() == 13
         process.start()

@@ -27,7 +27,7 @@ from tests.support.deliveries import OPTIONS, an_envelope, deliver
 from tests.support.loads import receive_together
 from tests.support.sql import executed
 from tests.support.waiting import wait_until
-from tests.support.workers import Process, as_environment, broker_options, consumers_of, consuming, send_all
+from tests.support.workers import broker_options, consumers_of, consuming, send_all
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.long]
 
@@ -455,14 +455,10 @@ class TestSessions:
 
         assert "The database 'other' is available again" in caplog.text
 
-    def test_relay_on_local_continues_when_a_read_only_database_is_writable_again(self, handler, process_environment, tmp_path):
-        environment = {
-            **process_environment,
-            **as_environment(INBOX={"POLL_INTERVAL": timedelta(seconds=0.1)}, OUTBOX={"BROKER_URL": "local://"}),
-            "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
-            "DATABASE_URL": process_environment["OTHER_DATABASE_URL"],
-        }
-        with read_only(), Process(environment, tmp_path / "relay.log", "outbox_relay") as relay:
+    def test_relay_on_local_continues_when_a_read_only_database_is_writable_again(self, handler, process_environment, command):
+        process_environment["DATABASE_URL"] = process_environment["OTHER_DATABASE_URL"]
+        given = {"INBOX": {"POLL_INTERVAL": timedelta(seconds=0.1)}, "OUTBOX": {"BROKER_URL": "local://"}}
+        with read_only(), command("outbox_relay", **given) as relay:
             relay.until(lambda: "is unavailable" in relay.said())
             for name in names(20):
                 with transaction.atomic(using="other"):

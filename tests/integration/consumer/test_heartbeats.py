@@ -3,6 +3,7 @@
 import json
 import threading
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from django.db import transaction
@@ -23,7 +24,7 @@ from tests.support.relaying import published
 from tests.support.servers.private import free_port
 from tests.support.sql import executed
 from tests.support.waiting import wait_until
-from tests.support.workers import GROUP, Process, as_environment, send
+from tests.support.workers import GROUP, send
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
@@ -33,19 +34,14 @@ HANDLERS = ["worker.chained", "worker.named", "worker.work"]
 class Service:
     """A project with the handlers `HANDLERS`."""
 
-    def __init__(self, environment, directory, broker):
-        given = as_environment(OUTBOX={"BROKER_URL": broker}, INBOX={"GROUP": GROUP})
-        self._environment = {**environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings", **given}
-        self._directory = directory
-
-    def runs(self, name, *options):
-        return Process(self._environment, self._directory / f"{name}.log", name, *options)
+    def __init__(self, command, broker):
+        self.runs = partial(command, OUTBOX={"BROKER_URL": broker}, INBOX={"GROUP": GROUP})
 
     def status(self, *options):
         """What `exactly_once_status` prints."""
-        log = self._directory / "exactly_once_status.log"
-        log.unlink(missing_ok=True)
-        with Process(self._environment, log, "exactly_once_status", *options) as process:
+        process = self.runs("exactly_once_status", *options)
+        process.log.unlink(missing_ok=True)
+        with process:
             assert process.ends() == 0, process.said()
         return process.said()
 
@@ -54,8 +50,8 @@ class Service:
 
 
 @pytest.fixture
-def service(process_environment, tmp_path):
-    return lambda broker: Service(process_environment, tmp_path, broker)
+def service(command):
+    return partial(Service, command)
 
 
 def heartbeats():

@@ -33,7 +33,7 @@ from tests.support.inbox_rows import rename_messages, store_message
 from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import EXCHANGE, SECONDS, TOPIC, in_threads, published, set_columns
 from tests.support.waiting import wait_until
-from tests.support.workers import Process, as_environment, broker_options, consuming, declare
+from tests.support.workers import broker_options, consuming, declare
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
@@ -383,21 +383,17 @@ class TestFromABroker:
         assert "No relay has begun" not in status()
 
 
-def test_a_relay_killed_in_the_middle_is_continued_by_another_which_hands_over_nothing_twice(process_environment, tmp_path):
+def test_a_relay_killed_in_the_middle_is_continued_by_another_which_hands_over_nothing_twice(command):
     with override_settings(OUTBOX={"BROKER_URL": "local://"}, INBOX={}):
         published_many(450, topic=newcomer.TOPIC)
     OutboxMessage.objects.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=day_of("default"))
-    environment = {
-        **process_environment,
-        **as_environment(INBOX={}, OUTBOX={"BROKER_URL": "local://"}),
-        "DJANGO_SETTINGS_MODULE": "tests.support.apps.newcomer.settings",
-    }
+    relay = partial(command, "outbox_relay", app="newcomer", OUTBOX={"BROKER_URL": "local://"})
     row = {"handler": newcomer.NAME, "topic": newcomer.TOPIC, "biz_id": "order-300", "message_id": "another", "body": b""}
     # Another transaction has message 300 in hand, so the second batch cannot be stored until it ends.
     other = OpenTransaction()
     try:
         other.does(store_message, received_at=DatabaseTime(), **row).result(SECONDS)
-        with Process(environment, tmp_path / "first.log", "outbox_relay") as first:
+        with relay() as first:
             first.until(lambda: HandlerStart.objects.filter(handed_over=200).exists())
             first.kill()
         assert not HandlerStart.objects.get().complete_at
@@ -405,7 +401,7 @@ def test_a_relay_killed_in_the_middle_is_continued_by_another_which_hands_over_n
         other.rolls_back()
         other.ends()
 
-    with Process(environment, tmp_path / "second.log", "outbox_relay") as second:
+    with relay() as second:
         second.until(lambda: effects() == 450)
 
     assert handled() == of_each_key(450)

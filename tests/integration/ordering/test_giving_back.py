@@ -1,6 +1,5 @@
 """A consumer gives the queue of an ordered handler back while messages arrive: the next consumer continues in the order."""
 
-import json
 import logging
 import socket
 import threading
@@ -19,7 +18,7 @@ from tests.support.deliveries import the_effect
 from tests.support.servers import FaultProxy
 from tests.support.waiting import A_WHILE, wait_until
 from tests.support.workers import STEP_OF_THE_WORKERS as HANDLER
-from tests.support.workers import Process, broker_options, consuming, declare, producing, send
+from tests.support.workers import broker_options, consuming, declare, producing, send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(240)]
 
@@ -60,18 +59,13 @@ def some_more_effects():
 class Pair:
     """Two consumers of the ordered handler. The first one's connections to database and broker can be broken."""
 
-    def __init__(self, environment, directory, broker_url):
-        self._environment = {
-            **environment,
-            "DJANGO_SETTINGS_MODULE": "tests.support.apps.ordered.settings",
-            "BROKER_URL": broker_url,
-            "INBOX": json.dumps({"GROUP": "tests", "ACK_TIMEOUT": ACK_TIMEOUT_SECONDS}),
-        }
-        self._directory = directory
+    def __init__(self, command, **urls):
+        self._command = command
+        self._urls = urls
         self._stack = ExitStack()
 
     def __enter__(self):
-        broker, database = (urlsplit(self._environment[name]) for name in ("BROKER_URL", "DATABASE_URL"))
+        broker, database = (urlsplit(self._urls[name]) for name in ("BROKER_URL", "DATABASE_URL"))
         self.to_broker = self._stack.enter_context(FaultProxy(broker.hostname, broker.port))
         self.to_database = self._stack.enter_context(FaultProxy(database.hostname, database.port))
         self.first = self._started(
@@ -85,9 +79,9 @@ class Pair:
     def __exit__(self, *exc_info):
         self._stack.close()
 
-    def _started(self, name, **environment):
-        environment = {**self._environment, **environment}
-        process = Process(environment, self._directory / f"{name}.log", "inbox_consume", "--handlers", HANDLER.name)
+    def _started(self, name, **urls):
+        given = {"variables": {**self._urls, **urls}, "INBOX": {"GROUP": "tests", "ACK_TIMEOUT": ACK_TIMEOUT_SECONDS}}
+        process = self._command("inbox_consume", "--handlers", HANDLER.name, app="ordered", log=name, **given)
         self._stack.enter_context(process)
         process.until(lambda: "receiving from 1 queue at" in process.said())
         return process
@@ -156,8 +150,8 @@ SLOW = [pausing_one_process_after_the_other, pausing_the_handler, losing_the_bro
     [losing_the_database, *(pytest.param(way, marks=pytest.mark.long) for way in SLOW)],
     ids=lambda way: way.__name__.replace("_", " "),
 )
-def test_consumer_that_gives_an_ordered_queue_back_under_load_keeps_the_order(process_environment, rabbitmq_url, tmp_path, way):
-    with Pair(process_environment, tmp_path, rabbitmq_url) as pair:
+def test_consumer_that_gives_an_ordered_queue_back_under_load_keeps_the_order(process_environment, command, rabbitmq_url, way):
+    with Pair(command, BROKER_URL=rabbitmq_url, DATABASE_URL=process_environment["DATABASE_URL"]) as pair:
         with sending(rabbitmq_url) as sent:
             some_more_effects()
             way(pair)

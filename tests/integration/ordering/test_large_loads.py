@@ -9,7 +9,7 @@ from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.ordered import STEP
 from tests.support.waiting import A_WHILE, wait_until_reached
-from tests.support.workers import STEP_OF_THE_WORKERS, Process, broker_options, declare, producing
+from tests.support.workers import STEP_OF_THE_WORKERS, broker_options, declare, producing
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -32,17 +32,10 @@ def send_large(url, count, megabytes):
         pytest.param(50, 6, 600, id="50 bodies of 6 MB", marks=pytest.mark.long),
     ],
 )
-def test_ordered_queue_with_large_bodies_is_handled_in_bounded_memory(
-    process_environment, rabbitmq_url, tmp_path, count, megabytes, most
-):
-    environment = {
-        **process_environment,
-        "DJANGO_SETTINGS_MODULE": "tests.support.apps.ordered.settings",
-        "BROKER_URL": rabbitmq_url,
-        # The default of such processes is less than a large body may take on a busy machine; then its attempt counts as lost.
-        "INBOX": json.dumps({"GROUP": "tests", "REDELIVERY_AFTER": A_WHILE}),
-    }
-    consumer = Process(environment, tmp_path / "consumer.log", "inbox_consume", "--concurrency", "2")
+def test_ordered_queue_with_large_bodies_is_handled_in_bounded_memory(command, rabbitmq_url, count, megabytes, most):
+    # The default of such processes is less than a large body may take on a busy machine; then its attempt counts as lost.
+    given = {"variables": {"BROKER_URL": rabbitmq_url}, "INBOX": {"GROUP": "tests", "REDELIVERY_AFTER": A_WHILE}}
+    consumer = command("inbox_consume", "--concurrency", "2", app="ordered", **given)
     with consumer as process:
         process.until(lambda: "receiving from" in process.said())
         idle = process.peak_megabytes()

@@ -1,29 +1,30 @@
 """Relays and consumers as processes of their own, which operators pause, resume, drain and stop through the database."""
 
+from functools import partial
+
 import kombu
 import pytest
 
 from inbox.consumer.topology import queue_name
 from inbox.operators.processes import consumers
 from outbox.store.heartbeats import relays
-from tests.support.workers import EXCHANGE, GROUP, Process, as_environment, broker_options
+from tests.support.workers import EXCHANGE, GROUP, broker_options
 
 
 class Service:
     """A project with the handlers of `tests.support.apps.worker`."""
 
-    def __init__(self, environment, directory, broker, **inbox):
-        given = as_environment(OUTBOX={"BROKER_URL": broker, "EXCHANGE": EXCHANGE}, INBOX={"GROUP": GROUP, **inbox})
-        self._environment = {**environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings", **given}
-        self._directory = directory
+    def __init__(self, command, broker, **inbox):
+        self._command = command
+        self._inbox = {"GROUP": GROUP, **inbox}
         self.broker = broker
+        self.set_outbox()
 
     def set_outbox(self, **options):
-        given = as_environment(OUTBOX={"BROKER_URL": self.broker, "EXCHANGE": EXCHANGE, **options})
-        self._environment = {**self._environment, **given}
+        self._outbox = {"BROKER_URL": self.broker, "EXCHANGE": EXCHANGE, **options}
 
-    def runs(self, command, *options, log=None):
-        return Process(self._environment, self._directory / f"{log or command}.log", command, *options)
+    def runs(self, name, *options, log=""):
+        return self._command(name, *options, log=log, OUTBOX=self._outbox, INBOX=self._inbox)
 
     def waiting(self, handler):
         """How many messages the broker holds for a handler that are delivered to no consumer."""
@@ -33,8 +34,8 @@ class Service:
 
 
 @pytest.fixture
-def service(process_environment, tmp_path):
-    return lambda broker, **inbox: Service(process_environment, tmp_path, broker, **inbox)
+def service(command):
+    return partial(Service, command)
 
 
 class Heartbeats:

@@ -1,6 +1,5 @@
 """Checkers and callbacks that hang: each is reported once and delays only its own messages or calls."""
 
-import json
 from collections import Counter
 from datetime import timedelta
 
@@ -16,7 +15,6 @@ from tests.support.apps.stalling import CHECKED, CHECKED_IN_VAIN, HANGING, QUICK
 from tests.support.relaying import published, row_of, state_of
 from tests.support.sql import executed
 from tests.support.waiting import wait_until
-from tests.support.workers import Process
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -57,21 +55,11 @@ def begun(tmp_path):
 
 
 @pytest.fixture
-def relay(process_environment, peer, tmp_path):
+def relay(command, peer, tmp_path):
     """Start `outbox_relay` with these options; durations are in seconds."""
-    environment = {
-        **process_environment,
-        "DJANGO_SETTINGS_MODULE": "tests.support.apps.stalling.settings",
-        "BROKER_URL": peer.url,
-        "PGAPPNAME": RELAY,
-        "RUNS": str(tmp_path / "runs"),
-        "GATE": str(tmp_path / "gate"),
-    }
-
-    def start(name="relay", **options):
-        return Process({**environment, "OUTBOX": json.dumps(options)}, tmp_path / f"{name}.log", RELAY)
-
-    return start
+    places = {name: str(tmp_path / name.lower()) for name in ("RUNS", "GATE")}
+    variables = {"BROKER_URL": peer.url, "PGAPPNAME": RELAY, **places}
+    return lambda log="", **options: command(RELAY, app="stalling", log=log, variables=variables, OUTBOX=options)
 
 
 def sessions_of_the_relay(state):

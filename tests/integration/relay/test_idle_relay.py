@@ -8,7 +8,7 @@ import pytest
 from tests.support import mortal
 from tests.support.relaying import Queue, ids, published
 from tests.support.waiting import wait_until
-from tests.support.workers import Process, migrate, worker_environment
+from tests.support.workers import migrate
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(200)]
 
@@ -19,12 +19,11 @@ MOST_A_SECOND = 2
 
 
 def test_idle_relay_executes_at_most_two_statements_a_second_while_the_doorbell_reaches_it(
-    mortal_postgres, mortal_database, process_environment, rabbitmq_url, tmp_path
+    mortal_postgres, mortal_database, process_environment, command, rabbitmq_url, tmp_path
 ):
-    environment = {**process_environment, "DATABASE_URL": mortal_database}
-    migrate(environment, tmp_path / "migrate.log")
-    environment["PGOPTIONS"] = "-c log_statement=all"
-    environment = worker_environment(environment, OUTBOX={"BROKER_URL": rabbitmq_url})
+    process_environment["DATABASE_URL"] = mortal_database
+    migrate(process_environment, tmp_path / "migrate.log")
+    process_environment["PGOPTIONS"] = "-c log_statement=all"
 
     def executed():
         return len(re.findall("LOG:  (statement|execute)", mortal_postgres.log.read_text()))
@@ -34,7 +33,7 @@ def test_idle_relay_executes_at_most_two_statements_a_second_while_the_doorbell_
         time.sleep(COUNTED_SECONDS)
         return executed() - before
 
-    with Queue(rabbitmq_url) as queue, Process(environment, tmp_path / "relay.log", "outbox_relay"):
+    with Queue(rabbitmq_url) as queue, command("outbox_relay", OUTBOX={"BROKER_URL": rabbitmq_url}):
         wait_until(lambda: executed_in_a_while() <= MOST_A_SECOND * COUNTED_SECONDS, 6 * COUNTED_SECONDS)
         message = published()
         taken = []

@@ -13,7 +13,6 @@ from outbox import Draft, publish_many
 from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.relaying import EXCHANGE, TOPIC, Queue, connected, drained, ids, one_pass
-from tests.support.workers import Process, worker_environment
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -36,11 +35,11 @@ def sizes(messages):
     return [len(message.body) - 2 for message in messages]
 
 
-def test_relay_of_a_backlog_of_large_messages_needs_little_memory(process_environment, rabbitmq_url, tmp_path):
+def test_relay_of_a_backlog_of_large_messages_needs_little_memory(command, rabbitmq_url):
     for _ in range(MESSAGES // 10):
         of_sizes(*[A_MEGABYTE] * 10)
-    environment = worker_environment(process_environment, OUTBOX={"BROKER_URL": rabbitmq_url, "EXCHANGE": EXCHANGE})
-    with Queue(rabbitmq_url, **{"x-max-length": 1}), Process(environment, tmp_path / "relay.log", "outbox_relay") as relay:
+    outbox = {"BROKER_URL": rabbitmq_url, "EXCHANGE": EXCHANGE}
+    with Queue(rabbitmq_url, **{"x-max-length": 1}), command("outbox_relay", OUTBOX=outbox) as relay:
         relay.until(lambda: count(State.PUBLISHED) == MESSAGES)
         assert relay.peak_megabytes() < 180
 

@@ -18,7 +18,6 @@ from tests.support.apps.worker import JOB
 from tests.support.deliveries import TOPIC, effects, fails, run_to_the_end, the_effect
 from tests.support.relaying import connected, one_pass
 from tests.support.waiting import wait_until
-from tests.support.workers import Process, worker_environment
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
@@ -32,15 +31,12 @@ def local():
 
 
 @pytest.fixture
-def relay_process(process_environment, tmp_path):
+def relay_process(command):
     """`outbox_relay`, or another command, as a process whose handlers are those of tests.support.apps.worker."""
 
-    def start(*arguments, command="outbox_relay", **inbox):
-        given = {"RETRY_BASE": SHORT, "RETRY_CAP": SHORT}
-        environment = worker_environment(
-            process_environment, INBOX={**given, **inbox}, OUTBOX={"BROKER_URL": "local://", "POLL_INTERVAL": SHORT}
-        )
-        return Process(environment, tmp_path / f"{command}.log", command, *arguments)
+    def start(*arguments, name="outbox_relay", **inbox):
+        inbox = {"RETRY_BASE": SHORT, "RETRY_CAP": SHORT, **inbox}
+        return command(name, *arguments, INBOX=inbox, OUTBOX={"BROKER_URL": "local://", "POLL_INTERVAL": SHORT})
 
     return start
 
@@ -230,7 +226,7 @@ class TestProcesses:
 
     @pytest.mark.every_database
     def test_inbox_consume_runs_what_a_relay_handed_over(self, relay_process):
-        with relay_process("--drain") as relay, relay_process(command="inbox_consume") as runner:
+        with relay_process("--drain") as relay, relay_process(name="inbox_consume") as runner:
             runner.until(lambda: "runner: running stored messages" in runner.said())
             job("work")
             while state() is None:
@@ -266,7 +262,7 @@ class TestProcesses:
 
     @pytest.mark.every_database
     def test_relay_and_consumer_processes_run_every_message_once(self, relay_process, tmp_path):
-        with relay_process() as first, relay_process(command="inbox_consume") as second:
+        with relay_process() as first, relay_process(name="inbox_consume") as second:
             first.until(lambda: "relay: sending the messages of" in first.said())
             second.until(lambda: "runner: running stored messages" in second.said())
             for number in range(20):

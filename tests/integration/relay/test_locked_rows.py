@@ -39,7 +39,6 @@ from tests.support.relaying import (
 from tests.support.servers import FaultProxy
 from tests.support.sql import another_session, fetched
 from tests.support.waiting import wait_until
-from tests.support.workers import Process, worker_environment
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long]
 
@@ -189,17 +188,15 @@ class TestLockedTable:
         assert "pg_terminate_backend()" in report
 
 
-def test_relay_frozen_while_the_database_writes_to_it_keeps_no_message_from_another(process_environment, tmp_path, caplog):
+def test_relay_frozen_while_the_database_writes_to_it_keeps_no_message_from_another(process_environment, command, caplog):
     """PostgreSQL ends no statement while it waits for a client to read: no timeout applies."""
     url = process_environment["DATABASE_URL"]
     deadline = timedelta(seconds=1)
     messages = published_many(200, payload="x" * 200_000)
     with FakeAmqpPeer() as peer, FaultProxy("127.0.0.1", int(urlsplit(url).port)) as proxy:
-        environment = worker_environment(
-            {**process_environment, "DATABASE_URL": proxy.through(url)},
-            OUTBOX={"BROKER_URL": peer.url, "BATCH_DEADLINE": deadline, "BATCH_BYTES": 2**26},
-        )
-        with Process(environment, tmp_path / "relay.log", "outbox_relay") as frozen:
+        process_environment["DATABASE_URL"] = proxy.through(url)
+        outbox = {"BROKER_URL": peer.url, "BATCH_DEADLINE": deadline, "BATCH_BYTES": 2**26}
+        with command("outbox_relay", OUTBOX=outbox) as frozen:
             frozen.until(lambda: proxy.bytes_to_client > 1_000_000)
             proxy.freeze()
             wait_until(waiting_for_their_client)

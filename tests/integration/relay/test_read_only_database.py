@@ -8,7 +8,7 @@ import pytest
 from tests.support import mortal
 from tests.support.relaying import Queue, ids, published
 from tests.support.waiting import wait_until
-from tests.support.workers import Process, migrate, worker_environment
+from tests.support.workers import migrate
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -20,15 +20,13 @@ LOOPS = 3
 
 
 @pytest.fixture
-def relay(mortal_database, process_environment, rabbitmq_url, tmp_path):
+def relay(command, mortal_database, process_environment, rabbitmq_url, tmp_path):
     """Start `outbox_relay` on the database of this URL; by default on the test's own."""
-    environment = {**process_environment, "DATABASE_URL": mortal_database}
-    migrate(environment, tmp_path / "migrate.log")
-    environment["PGAPPNAME"] = "outbox_relay"
-    environment = worker_environment(environment, OUTBOX={"BROKER_URL": rabbitmq_url})
+    migrate({**process_environment, "DATABASE_URL": mortal_database}, tmp_path / "migrate.log")
 
     def start(url=mortal_database):
-        return Process({**environment, "DATABASE_URL": url}, tmp_path / "relay.log", "outbox_relay")
+        variables = {"DATABASE_URL": url, "PGAPPNAME": "outbox_relay"}
+        return command("outbox_relay", variables=variables, OUTBOX={"BROKER_URL": rabbitmq_url})
 
     return start
 

@@ -11,7 +11,6 @@ from outbox import Draft, publish_many
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import State
 from tests.support.relaying import EXCHANGE, Queue, ids
-from tests.support.workers import Process, worker_environment
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -21,13 +20,13 @@ QUICK = {"RETRY_BASE": timedelta(seconds=0.2), "RETRY_CAP": timedelta(seconds=0.
 
 
 @pytest.fixture
-def relay(process_environment, rabbitmq_url, tmp_path):
+def relay(command, rabbitmq_url):
     """`outbox_relay` in a process of its own."""
-    names = iter("abc")
+    logs = iter("abc")
 
     def start(*arguments, **options):
-        environment = worker_environment(process_environment, OUTBOX={"BROKER_URL": rabbitmq_url, **QUICK, **options})
-        return Process(environment, tmp_path / f"{next(names)}.log", "outbox_relay", *arguments)
+        outbox = {"BROKER_URL": rabbitmq_url, **QUICK, **options}
+        return command("outbox_relay", *arguments, log=next(logs), OUTBOX=outbox)
 
     return start
 

@@ -31,7 +31,6 @@ from tests.support.inbox_rows import delete_messages
 from tests.support.relaying import TOPIC, Queue, drained, ids, in_threads, published, published_many, set_columns
 from tests.support.servers import FaultProxy
 from tests.support.servers.private import free_port
-from tests.support.workers import Process, worker_environment
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -402,12 +401,11 @@ class TestRabbitMQ:
             assert set(ids(billing.take(2))) == set(ids(messages))
         assert list(Operation.objects.values_list("state", "done", "failed")) == [("finished", 1, 0)] * 2
 
-    def test_a_replay_that_is_killed_is_continued_and_sends_every_message(self, broker, process_environment, tmp_path):
-        environment = worker_environment(process_environment, OUTBOX={"BROKER_URL": broker})
+    def test_a_replay_that_is_killed_is_continued_and_sends_every_message(self, broker, command):
         with Queue(broker) as queue:
             messages = sent(60)
             arguments = ("outbox_replay", "--all", "--yes", "--rate", "20/s")
-            with Process(environment, tmp_path / "first.log", *arguments) as process:
+            with command(*arguments, OUTBOX={"BROKER_URL": broker}) as process:
                 process.until(lambda: Operation.objects.filter(done__gte=20).exists())
                 process.kill()
             killed_at = Operation.objects.get()

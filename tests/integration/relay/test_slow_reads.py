@@ -11,7 +11,6 @@ from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import published_many
-from tests.support.workers import Process, worker_environment
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -57,16 +56,13 @@ def published():
 
 
 @pytest.mark.parametrize("seconds_per_row", [0.004, 0.01], ids=["read after the deadline", "statement timeout"])
-def test_relay_that_reads_too_slowly_takes_fewer_messages_and_publishes_them(process_environment, tmp_path, seconds_per_row):
+def test_relay_that_reads_too_slowly_takes_fewer_messages_and_publishes_them(process_environment, command, seconds_per_row):
     published_many(MESSAGES)
     with FakeAmqpPeer() as peer, slow_reads(seconds_per_row) as role:
         scheme, _, rest = process_environment["DATABASE_URL"].partition("://")
-        environment = worker_environment(
-            {**process_environment, "DATABASE_URL": f"{scheme}://{role}@{rest.rpartition('@')[2]}"},
-            OUTBOX={"BROKER_URL": peer.url, "BATCH_DEADLINE": DEADLINE},
-        )
+        process_environment["DATABASE_URL"] = f"{scheme}://{role}@{rest.rpartition('@')[2]}"
         began_at = time.monotonic()
-        with Process(environment, tmp_path / "relay.log", "outbox_relay") as relay:
+        with command("outbox_relay", OUTBOX={"BROKER_URL": peer.url, "BATCH_DEADLINE": DEADLINE}) as relay:
             relay.until(lambda: published() >= MESSAGES / 10)
             said = relay.said()
             execute("ALTER TABLE outbox_outboxmessage_live DISABLE ROW LEVEL SECURITY")
