@@ -442,15 +442,6 @@ class TestAcknowledging:
         assert (row.duplicates, row.resends, row.redeliveries, row.conflicts) == (12, 3, 0, 5)
         assert (row.conflicting_id, effects()) == ("other", 1)
 
-    def test_two_consumers_and_twenty_copies_have_one_effect(self, handling, rabbitmq_url, length):
-        handler, options = handling(the_effect, biz_id="order"), broker_options(rabbitmq_url, CONCURRENCY=6, PREFETCH=5)
-        send_all(rabbitmq_url, TOPIC, [(name, {"order": "one"}) for name in names(20)])
-
-        with consuming([handler], options), consuming([handler], options):
-            wait_until(lambda: length(handler) == 0 and InboxMessage.objects.count() == 1)
-
-        assert (effects("one"), the_row().duplicates, the_row().attempts) == (1, 19, 1)
-
 
 @pytest.fixture
 def other_database_outage():

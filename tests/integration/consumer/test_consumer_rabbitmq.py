@@ -172,23 +172,6 @@ def send_with_timestamp(url, seconds):
 
 
 class TestConnectionLoss:
-    def test_connection_cut_between_commit_and_ack_redelivers_without_a_second_run(self, handling, rabbitmq_url, proxy, length):
-        cut = []
-
-        def handle(message):
-            the_effect(message)
-            if not cut:
-                transaction.on_commit(lambda: cut.append(proxy.cut()))
-
-        handler, options = handling(handle), broker_options(proxy.through(rabbitmq_url))
-        send(rabbitmq_url, TOPIC, {}, message_id="m")
-
-        with consuming([handler], options):
-            wait_until(lambda: InboxMessage.objects.filter(duplicates=1).exists())
-            wait_until(lambda: length(handler) == 0)
-
-        assert (effects(), the_row().state, the_row().attempts) == (1, State.DONE, 1)
-
     def test_ack_of_a_previous_connection_acknowledges_nothing(self, handling, rabbitmq_url, proxy, length):
         """The first message of the new connection has the delivery tag that the old ack was for."""
         holding, release = {"old": threading.Event(), "new": threading.Event()}, threading.Event()
@@ -248,16 +231,6 @@ class TestConnectionLoss:
 
 
 class TestConsumerProcess:
-    def test_crash_between_commit_and_ack_has_no_second_effect(self, consumer_process, rabbitmq_url, length):
-        with consumer_process() as process:
-            job(rabbitmq_url, "kill the process after the commit")
-            assert process.ends() == 13
-            assert (state(), effects("job"), length(OF_THE_WORKERS)) == (State.DONE, 1, 1)
-            process.start()
-            process.until(lambda: length(OF_THE_WORKERS) == 0)
-
-        assert (the_row().duplicates, the_row().attempts, effects("job")) == (1, 1, 1)
-
     def test_handler_that_never_ends_is_abandoned_after_the_shutdown_grace(self, consumer_process, rabbitmq_url, length):
         with consumer_process(SHUTDOWN_GRACE=SHORT) as process:
             job(rabbitmq_url, "never end")

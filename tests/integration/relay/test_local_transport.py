@@ -214,17 +214,6 @@ class TestFailing:
 
 class TestProcesses:
     @pytest.mark.every_database
-    def test_one_process_relays_messages_and_runs_handlers(self, relay_process):
-        job("chain")
-        with relay_process() as process:
-            process.until(lambda: effects("chained job") == 1)
-            job("work", "second")
-            process.until(lambda: effects("second") == 1)
-            assert process.end() == 0
-
-        assert (effects("job"), effects("chained job")) == (1, 1)
-
-    @pytest.mark.every_database
     def test_inbox_consume_runs_what_a_relay_handed_over(self, relay_process):
         with relay_process("--drain") as relay, relay_process(name="inbox_consume") as runner:
             runner.until(lambda: "runner: running stored messages" in runner.said())

@@ -20,11 +20,10 @@ from outbox.conf import OutboxOptions
 from outbox.doorbell import CHANNEL, ring_after_commit
 from outbox.relay.housekeeping import Housekeeper
 from outbox.relay.listening import APPLICATION_NAME, Listener
-from outbox.states import State
 from outbox.store import history
 from tests.support.aliases import an_alias, the_default_at
 from tests.support.deliveries import an_envelope, at_once, deliver, effects, make_due, run_to_the_end, the_effect
-from tests.support.relaying import SECONDS, a_backlog, connected, drained, ids, in_hand, one_pass, published, relaying, states
+from tests.support.relaying import SECONDS, a_backlog, connected, drained, ids, in_hand, one_pass, published, relaying
 from tests.support.relaying import waiting as anything_waits
 from tests.support.servers import PgBouncer
 from tests.support.sql import another_session
@@ -89,21 +88,6 @@ def test_connections_of_these_tests_go_through_pgbouncer(pgbouncer):
     published()
 
     assert any(server["database"] == connection.settings_dict["NAME"] for server in pgbouncer.show("servers"))
-
-
-@pytest.mark.long
-def test_messages_are_published_relayed_and_handled(peer, handles):
-    handler = handles(the_effect)
-    messages = a_backlog(50)
-
-    drained(peer.url)
-    assert Counter(ids(peer.published)) == Counter(ids(messages))
-    assert set(states()) == {State.PUBLISHED}
-
-    for message in messages:
-        deliver(handler, an_envelope(id=str(message.id), biz_id=message.biz_id))
-        deliver(handler, an_envelope(id=str(message.id), biz_id=message.biz_id))
-    assert effects() == len(messages)
 
 
 def test_concurrent_duplicates_have_one_effect(handles):
