@@ -9,7 +9,8 @@ from inbox.receiving.in_hand import in_hand
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.joins import NAME, TOPICS
 from tests.support.relaying import connected
-from tests.support.workers import EXCHANGE, GROUP, Process, as_environment, broker_options, declare
+from tests.support.servers import FaultProxy
+from tests.support.workers import EXCHANGE, GROUP, Process, as_environment, broker_options, declare, length_of
 
 
 @pytest.fixture
@@ -62,6 +63,19 @@ def a_process(command, broker):
 def broker(rabbitmq_url):
     """The URL of a broker that is empty."""
     return rabbitmq_url
+
+
+@pytest.fixture
+def proxy(rabbitmq_server):
+    """A network to RabbitMQ that can fail."""
+    with FaultProxy("127.0.0.1", rabbitmq_server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def length(rabbitmq_server, rabbitmq_url):
+    """How many messages RabbitMQ holds for a handler, unacknowledged ones included."""
+    return lambda handler: length_of(rabbitmq_server, handler, broker_options(rabbitmq_url))
 
 
 @pytest.fixture

@@ -7,16 +7,9 @@ import pytest
 
 from benchmarks.lab.processes import Process, ProcessFailed
 from benchmarks.lab.waiting import LOOK_SECONDS, StallDetector
+from tests.support.clock import Clock
 
 LIMIT = 30.0
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture

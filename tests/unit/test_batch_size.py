@@ -3,17 +3,10 @@
 import pytest
 
 from outbox.relay.batch_size import BatchSize
+from tests.support.clock import Clock
 
 LARGEST = 500
 A_MINUTE = 60.0
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from exactly_once.transport import PublishOutcome, Verdict
 from outbox.relay import breaker
 from outbox.relay.breaker import PausedTopics
 from outbox.store.claiming import TopicPause
+from tests.support.clock import Clock
 
 REFUSALS, PROBES, FIRST_PAUSE, LONGEST_PAUSE = 20, 5, 1.0, 30.0
 """Copies of the module's constants: an operator sees their effect."""
@@ -19,14 +20,6 @@ BAD, GOOD = "bad.topic", "good.topic"
 WHY = "the broker refused to keep it"
 REFUSED = Verdict(PublishOutcome.NACKED, WHY)
 FORBIDDEN = "ACCESS_REFUSED - access to topic refused"
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 class Store:

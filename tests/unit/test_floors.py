@@ -10,21 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from outbox.relay.floors import Floors
 from outbox.store.claiming import WorkFound
+from tests.support.clock import Clock
 
 MOVE, FROM_THE_START, PART = 0.5, 2.0, 50
 """The module's constants: seconds, seconds, and the inverse of the share of time that queries from the start may take."""
 SHARDS = (3, 4)
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-    def advance(self, seconds):
-        self.now += seconds
 
 
 def looked(first=None):
@@ -46,9 +36,9 @@ class LookingRelay:
 
     def looks(self, first=None, *, taking=0.0, after=0.0):
         """One query, `after` this many seconds; return whether it starts at the first row."""
-        self.clock.advance(after)
+        self.clock.now += after
         from_the_start = self.floors.begin()
-        self.clock.advance(taking)
+        self.clock.now += taking
         self.floors.end(looked(first))
         return from_the_start
 
@@ -171,7 +161,7 @@ class TestLookFromTheStart:
     def test_a_look_from_the_start_that_failed_is_repeated(self):
         relay = LookingRelay()
         for _ in range(5):
-            relay.clock.advance(0.01)
+            relay.clock.now += 0.01
             assert relay.floors.begin(), "no look has ended yet"
 
     @pytest.mark.long
@@ -181,9 +171,9 @@ class TestLookFromTheStart:
         relay = LookingRelay()
         begun_at, spent, count = relay.clock.now, 0.0, 0
         while relay.clock.now - begun_at < 2.2 * PART * max(taking, FROM_THE_START / PART):
-            relay.clock.advance(between)
+            relay.clock.now += between
             if relay.floors.begin():
-                relay.clock.advance(taking)
+                relay.clock.now += taking
                 spent += taking
                 count += 1
             relay.floors.end(looked())
@@ -234,7 +224,7 @@ class FloorsAgainstTransactions(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.01, MOVE, 1.0]))
     def time_passes(self, seconds):
-        self.clock.advance(seconds)
+        self.clock.now += seconds
 
     @rule(data=st.data(), while_it_looks=st.booleans())
     def look_and_publish(self, data, while_it_looks):

@@ -94,6 +94,15 @@ def terminal(process_environment):
     return lambda **changes: Terminal({**process_environment, **changes.pop("environment", {})}, **changes)
 
 
+@pytest.fixture
+def database(process_environment):
+    """A network to the database of the view that can fail."""
+    settings = connections["default"].settings_dict
+    with FaultProxy(settings["HOST"], int(settings["PORT"])) as database:
+        process_environment["DATABASE_URL"] = database.through(process_environment["DATABASE_URL"])
+        yield database
+
+
 @pytest.mark.every_database
 def test_view_uses_the_alternate_screen_and_q_ends_it_with_the_terminal_as_it_was(terminal):
     with terminal() as view:
@@ -148,32 +157,26 @@ def test_view_fits_the_window_when_it_is_resized(terminal):
         assert view.screen[-1].startswith("(")
 
 
-def test_view_survives_an_outage_of_the_database_and_says_so(terminal, process_environment):
-    settings = connections["default"].settings_dict
-    with FaultProxy(settings["HOST"], int(settings["PORT"])) as database:
-        url = database.through(process_environment["DATABASE_URL"])
-        with terminal(environment={"DATABASE_URL": url}) as view:
-            view.until_drawn("oldest waiting")
-            database.refuse()
-            database.cut()
-            view.until_drawn("Unavailable for")
-            assert any("oldest waiting" in line for line in view.screen), "the last figures stay"
-            database.accept()
-            wait_until(lambda: not any("Unavailable for" in line for line in view.screen), within=A_WHILE)
+def test_view_survives_an_outage_of_the_database_and_says_so(database, terminal):
+    with terminal() as view:
+        view.until_drawn("oldest waiting")
+        database.refuse()
+        database.cut()
+        view.until_drawn("Unavailable for")
+        assert any("oldest waiting" in line for line in view.screen), "the last figures stay"
+        database.accept()
+        wait_until(lambda: not any("Unavailable for" in line for line in view.screen), within=A_WHILE)
 
 
-def test_q_ends_the_view_although_the_database_does_not_answer(terminal, process_environment):
-    settings = connections["default"].settings_dict
-    with FaultProxy(settings["HOST"], int(settings["PORT"])) as database:
-        url = database.through(process_environment["DATABASE_URL"])
-        with terminal(environment={"DATABASE_URL": url}) as view:
-            view.until_drawn("oldest waiting")
-            database.freeze()
-            published("t")
-            wait_until(lambda: view.said.count("\x1b[H") > 4, within=A_WHILE)
-            view.type("q")
+def test_q_ends_the_view_although_the_database_does_not_answer(database, terminal):
+    with terminal() as view:
+        view.until_drawn("oldest waiting")
+        database.freeze()
+        published("t")
+        wait_until(lambda: view.said.count("\x1b[H") > 4, within=A_WHILE)
+        view.type("q")
 
-            assert view.process.wait(A_WHILE) == 0
+        assert view.process.wait(A_WHILE) == 0
 
 
 def test_without_a_terminal_the_texts_follow_each_other_without_escape_sequences(process_environment, tmp_path):

@@ -4,22 +4,8 @@ import redis
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage
 from tests.support.deliveries import TOPIC, effects, the_effect
-from tests.support.servers import FaultProxy
 from tests.support.waiting import wait_until
-from tests.support.workers import broker_options, consuming, length_of, send
-
-
-@pytest.fixture
-def proxy(rabbitmq_server):
-    """A network to RabbitMQ that can fail."""
-    with FaultProxy("127.0.0.1", rabbitmq_server.port) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def length(rabbitmq_server, rabbitmq_url):
-    """How many messages RabbitMQ holds for a handler, unacknowledged ones included."""
-    return lambda handler: length_of(rabbitmq_server, handler, broker_options(rabbitmq_url))
+from tests.support.workers import broker_options, consuming, send
 
 
 @pytest.fixture

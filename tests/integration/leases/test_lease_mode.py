@@ -687,37 +687,29 @@ class TestSteps:
 
 
 class TestOrder:
-    def test_failing_head_blocks_its_key_under_leases(self, leased, given):
+    @pytest.mark.parametrize(
+        ("ordered", "error", "handled_first", "handled_in_the_end"),
+        [(True, ValueError("no"), [], [0, 1, 2]), (Ordered(on_dead="skip"), Reject("never"), [1, 2], [1, 2])],
+        ids=["retrying", "dead and skipped"],
+    )
+    def test_failing_head_blocks_its_key_under_leases_unless_it_is_dead_and_skipped(
+        self, leased, given, ordered, error, handled_first, handled_in_the_end
+    ):
         handled = []
 
         def handle(message):
             if message.payload["n"] == 0 and message.attempt == 1:
-                raise ValueError("no")
+                raise error
             handled.append(message.payload["n"])
 
-        handler = leased(handle, ordered=True)
+        handler = leased(handle, ordered=ordered)
         for number in range(3):
             handed_over(handler, an_envelope({"n": number}, key="one", biz_id=f"n{number}"))
         drain(given)
-        assert handled == []
+        assert handled == handled_first
         run_to_the_end(given)
 
-        assert handled == [0, 1, 2]
-
-    def test_on_dead_skip_continues_the_key_under_leases(self, leased, given):
-        handled = []
-
-        def handle(message):
-            if message.payload["n"] == 0:
-                raise Reject("never")
-            handled.append(message.payload["n"])
-
-        handler = leased(handle, ordered=Ordered(on_dead="skip"))
-        for number in range(3):
-            handed_over(handler, an_envelope({"n": number}, key="one", biz_id=f"n{number}"))
-        drain(given)
-
-        assert handled == [1, 2]
+        assert handled == handled_in_the_end
 
     @pytest.mark.long
     def test_message_retried_out_of_order_does_not_run_concurrently_with_its_key_under_leases(self, leased, given):

@@ -18,38 +18,24 @@ from outbox.operators.replaying import executor
 from outbox.states import State
 from outbox.store.history import HISTORY
 from outbox.store.selecting import identified
+from tests.support import many_days
 from tests.support.http_api import HTTP, Api
+from tests.support.many_days import FEW_PARTITIONS, partitions_locked
 from tests.support.relaying import set_columns
-from tests.support.sql import fetched
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
-
-DAYS = 60
-FEW_PARTITIONS = 8
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _made(django_db_setup, django_db_blocker):
-    """Partitions of many days."""
-    with django_db_blocker.unblock():
-        today, days = day_of("default"), HISTORY.days
-        before = days.existing("default")
-        made = [day for day in range(today - DAYS, today + 2) if day not in before]
-        for day in made:
-            days.make("default", day)
-        yield
-        for day in made:
-            days.drop("default", day)
+    yield from many_days.made(HISTORY, django_db_blocker)
 
 
 def locked_by(action):
     """How many partitions of history `action` has locked, and what it returned."""
     with transaction.atomic():
         found = action()
-        return fetched(
-            "SELECT count(*) FROM pg_locks l JOIN pg_inherits i ON i.inhrelid = l.relation "
-            f"WHERE l.pid = pg_backend_pid() AND i.inhparent = '{HISTORY.days.history}'::regclass"
-        ), found
+        return partitions_locked(HISTORY), found
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from tests.support.workers import (
     broker_options,
     consuming,
     declare,
-    length_of,
     mark_redelivered,
     send,
 )
@@ -51,12 +50,6 @@ def worker(a_process, rabbitmq_url):
         return a_process("inbox_consume", app="named", RETRY_BASE=SHORT, RETRY_CAP=SHORT, REDELIVERY_AFTER=SHORT, **options)
 
     return start
-
-
-@pytest.fixture
-def length(rabbitmq_server, rabbitmq_url):
-    """How many messages the broker holds for a handler, unacknowledged ones included."""
-    return lambda handler: length_of(rabbitmq_server, handler, broker_options(rabbitmq_url))
 
 
 def empty_arrays():

@@ -18,29 +18,18 @@ from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import receipts
 from inbox.store.duplicates import count_duplicate
+from tests.support import many_days
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, fails, options, the_effect
 from tests.support.inbox_rows import make_older, settle, store_message
-from tests.support.sql import fetched
+from tests.support.many_days import DAYS, FEW_PARTITIONS, partitions_locked
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
-
-DAYS = 60
-FEW_PARTITIONS = 8
 
 
 @pytest.fixture(scope="module")
 def _made(django_db_setup, django_db_blocker):
-    """Partitions of many days."""
-    with django_db_blocker.unblock():
-        today, days = day_of("default"), HISTORY.days
-        before = days.existing("default")
-        made = [day for day in range(today - DAYS, today + 2) if day not in before]
-        for day in made:
-            days.make("default", day)
-        yield
-        for day in made:
-            days.drop("default", day)
+    yield from many_days.made(HISTORY, django_db_blocker)
 
 
 @pytest.fixture
@@ -48,19 +37,11 @@ def handler(handles, _made):
     return handles(the_effect)
 
 
-def partitions_locked():
-    """Of the inbox's history, by this transaction."""
-    return fetched(
-        "SELECT count(*) FROM pg_locks l JOIN pg_inherits i ON i.inhrelid = l.relation "
-        f"WHERE l.pid = pg_backend_pid() AND i.inhparent = '{HISTORY.days.history}'::regclass"
-    )
-
-
 def locked_by_each(action):
     """The most partitions that a statement of `action` has locked, and what it returned."""
     with transaction.atomic():
         found = action()
-        return partitions_locked(), found
+        return partitions_locked(HISTORY), found
 
 
 @pytest.mark.parametrize("ago", [0, 1, 20, 45], ids="{} days".format)

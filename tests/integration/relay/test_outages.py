@@ -33,7 +33,6 @@ from tests.support.relaying import (
     states,
     waiting,
 )
-from tests.support.servers import FaultProxy
 from tests.support.servers.private import free_port
 from tests.support.sql import executed
 from tests.support.waiting import wait_until, wait_until_reached
@@ -47,13 +46,6 @@ BACK = "The broker is available again"
 @pytest.fixture(autouse=True)
 def warnings_captured(caplog):
     caplog.set_level(logging.WARNING)
-
-
-@pytest.fixture
-def proxy(rabbitmq_url):
-    port = int(rabbitmq_url.rpartition("@")[2].partition("/")[0].partition(":")[2])
-    with FaultProxy("127.0.0.1", port) as proxy:
-        yield proxy
 
 
 def said(caplog, text):
