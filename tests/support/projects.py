@@ -36,6 +36,24 @@ TEMPLATES = [
 STATIC_URL = "static/"
 """
 """Settings that Django's admin needs, without INSTALLED_APPS."""
+SHOP_SETTINGS = f"""\
+{ADMIN_SETTINGS}
+SECRET_KEY = "x"
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+ALLOWED_HOSTS = ["testserver"]
+ROOT_URLCONF = "shop.urls"
+"""
+"""The same, for a project of the package `shop`."""
+SHOP_HANDLERS = """\
+from inbox import Reject, idempotent_handler
+
+
+@idempotent_handler("shop.order.placed")
+def handle(message):
+    if message.payload["order"] == "bad":
+        raise Reject("it is bad")
+"""
 ADMIN_URLS = """\
 from django.contrib import admin
 from django.urls import path

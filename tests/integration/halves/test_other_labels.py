@@ -1,21 +1,15 @@
 """A project whose own apps are labelled outbox and inbox installs ours under other labels, as the documentation shows."""
 
 import pytest
-from django.db import connection
 
 from tests.support import ROOT
 from tests.support.pages import titled_files
-from tests.support.projects import ADMIN_SETTINGS, ADMIN_URLS, run_in
+from tests.support.projects import ADMIN_URLS, SHOP_HANDLERS, SHOP_SETTINGS, run_in
 
 PAGE = ROOT / "docs" / "how-to" / "app-named-outbox.md"
 SETTINGS = f"""\
-{ADMIN_SETTINGS}
-SECRET_KEY = "x"
-USE_TZ = True
-DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-ALLOWED_HOSTS = ["testserver"]
+{SHOP_SETTINGS}
 INSTALLED_APPS = [*ADMIN_APPS, "shop.outbox", "shop.inbox", "shop.orders"]
-ROOT_URLCONF = "shop.urls"
 """
 THEIR_MODELS = """\
 from django.db import models
@@ -23,15 +17,6 @@ from django.db import models
 
 class {name}(models.Model):
     body = models.TextField()
-"""
-HANDLERS = """\
-from inbox import Reject, idempotent_handler
-
-
-@idempotent_handler("shop.order.placed")
-def handle(message):
-    if message.payload["order"] == "bad":
-        raise Reject("it is bad")
 """
 MIGRATE = """
 from django.core.management import call_command
@@ -124,15 +109,15 @@ assert AuditEntry.objects.filter(action="cancel", actor="operator").exists()
 
 
 @pytest.fixture
-def project(tmp_path, database):
+def project(tmp_path, empty_database):
     """The files of the page, and two apps of the project with our labels and the names of our models."""
     files = {
         "shop/__init__.py": "",
         "shop/urls.py": ADMIN_URLS,
-        "shop/settings.py": SETTINGS + f"DATABASES = {{'default': {database!r}}}\n",
+        "shop/settings.py": SETTINGS + f"DATABASES = {{'default': {empty_database('shop.sqlite3')!r}}}\n",
         "shop/outbox/models.py": THEIR_MODELS.format(name="OutboxMessage"),
         "shop/inbox/models.py": THEIR_MODELS.format(name="InboxMessage"),
-        "shop/orders/handlers.py": HANDLERS,
+        "shop/orders/handlers.py": SHOP_HANDLERS,
         **{f"shop/{app}/__init__.py": "" for app in ("outbox", "inbox", "orders")},
     }
     for name, text in titled_files(PAGE, given=files).items():
@@ -140,25 +125,6 @@ def project(tmp_path, database):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return tmp_path
-
-
-@pytest.fixture
-def database(tmp_path, request):
-    """The settings of an empty database."""
-    if connection.vendor == "sqlite":
-        options = {"transaction_mode": "IMMEDIATE", "timeout": 20}
-        yield {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "db.sqlite3"), "OPTIONS": options}
-        return
-    server = request.getfixturevalue("postgres_server")
-    name = server.create_database().rpartition("/")[2]
-    yield {
-        "ENGINE": "django.db.backends.postgresql",
-        "HOST": "127.0.0.1",
-        "PORT": str(server.port),
-        "USER": "postgres",
-        "NAME": name,
-    }
-    server.drop_database(name)
 
 
 def run(project, *scripts):

@@ -1,20 +1,14 @@
 """Projects whose database routers decide where our tables are: without a default database, and with one for other apps."""
 
 import pytest
-from django.db import connection
 
-from tests.support.projects import ADMIN_SETTINGS, ADMIN_URLS, run_in
+from tests.support.projects import ADMIN_URLS, SHOP_HANDLERS, SHOP_SETTINGS, run_in
 
 SETTINGS = f"""\
-{ADMIN_SETTINGS}
-SECRET_KEY = "x"
-USE_TZ = True
-DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-ALLOWED_HOSTS = ["testserver"]
+{SHOP_SETTINGS}
 INSTALLED_APPS = [
     *ADMIN_APPS, "exactly_once", "outbox", "inbox", "inbox.joins", "inbox.outgoing_webhooks", "shop",
 ]
-ROOT_URLCONF = "shop.urls"
 DATABASE_ROUTERS = ["shop.router.Router"]
 """
 ROUTER = """\
@@ -26,15 +20,6 @@ class Router:
 
     def allow_migrate(self, db, app_label, **hints):
         return db == "main"
-"""
-HANDLERS = """\
-from inbox import Reject, idempotent_handler
-
-
-@idempotent_handler("shop.order.placed")
-def handle(message):
-    if message.payload["order"] == "bad":
-        raise Reject("it is bad")
 """
 USE = """
 import json
@@ -105,35 +90,24 @@ assert "inbox_inboxmessage" in connections["main"].introspection.table_names()
 
 
 @pytest.fixture
-def project(tmp_path, request):
+def project(tmp_path, empty_database):
     """A function that writes a project with these aliases, each with an empty database, and runs a program in it."""
-    server = None if connection.vendor == "sqlite" else request.getfixturevalue("postgres_server")
-    names = []
-
-    def database(alias):
-        if server is None:
-            options = {"transaction_mode": "IMMEDIATE", "timeout": 20}
-            return {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / alias), "OPTIONS": options}
-        names.append(server.create_database().rpartition("/")[2])
-        given = {"HOST": "127.0.0.1", "PORT": str(server.port), "USER": "postgres", "NAME": names[-1]}
-        return {"ENGINE": "django.db.backends.postgresql", **given}
 
     def run(program, *aliases):
+        databases = {"default": {}, **{alias: empty_database(alias) for alias in aliases}}
         files = {
             "__init__.py": "",
             "urls.py": ADMIN_URLS,
             "router.py": ROUTER,
-            "handlers.py": HANDLERS,
-            "settings.py": f"{SETTINGS}DATABASES = {{'default': {{}}, **{ {alias: database(alias) for alias in aliases}!r}}}\n",
+            "handlers.py": SHOP_HANDLERS,
+            "settings.py": f"{SETTINGS}DATABASES = {databases!r}\n",
         }
         (tmp_path / "shop").mkdir()
         for name, text in files.items():
             (tmp_path / "shop" / name).write_text(text)
         return run_in(tmp_path, "shop.settings", "-c", program, PYTHONWARNINGS="error")
 
-    yield run
-    for name in names:
-        server.drop_database(name)
+    return run
 
 
 @pytest.mark.every_database
