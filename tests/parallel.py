@@ -212,17 +212,29 @@ class _Worker:
 
 
 def _chunks(tests: list[tuple[int, pytest.Item]]) -> Iterator[list[int]]:
-    """Long tests first: those with a RabbitMQ of their own as one chunk, then each other one alone, by its timeout."""
-    kinds: dict[str, list[tuple[int, pytest.Item]]] = {"mortal": [], "long": [], "short": []}
+    """Long tests first: those that share a server as one chunk, then each other one alone, by its timeout."""
+    kinds: dict[str, list[tuple[int, pytest.Item]]] = {"long": [], "short": []}
+    shared: dict[object, list[int]] = {}
     for index, item in tests:
-        kind = "mortal" if "mortal_rabbitmq" in tiers.fixtures(item) else "short" if tiers.is_core(item) else "long"
-        kinds[kind].append((index, item))
-    if kinds["mortal"]:
-        yield [index for index, _ in kinds["mortal"]]
+        if "mortal_rabbitmq" in tiers.fixtures(item):
+            shared.setdefault("mortal_rabbitmq", []).append(index)
+        elif tiers.is_core(item):
+            kinds["short"].append((index, item))
+        elif _has_a_fixture_of_its_module(item):
+            shared.setdefault(item.path, []).append(index)
+        else:
+            kinds["long"].append((index, item))
+    yield from sorted(shared.values(), key=len, reverse=True)
     yield from ([index] for index, _ in sorted(kinds["long"], key=lambda test: -_timeout(test[1])))
     for _, module in groupby(kinds["short"], key=lambda test: test[1].path):
         indices = [index for index, _ in module]
         yield from (indices[start : start + CHUNK] for start in range(0, len(indices), CHUNK))
+
+
+def _has_a_fixture_of_its_module(item: pytest.Item) -> bool:
+    """Such as a server, which each worker that runs one of these tests would start for itself."""
+    known = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+    return any(definitions[-1].scope == "module" for definitions in known.values())
 
 
 def _timeout(item: pytest.Item) -> float:

@@ -108,6 +108,22 @@ class TestBrokerOutage:
             arrived = []
             wait_until(lambda: arrived.extend(queue.take_all()) or set(ids(arrived)) == set(ids([first, second])))
 
+    def test_broker_restarted_after_a_kill_has_every_confirmed_message(self, mortal_rabbitmq, rabbitmq_url, caplog):
+        with Queue(rabbitmq_url):
+            pass
+        with relaying(rabbitmq_url):
+            before = published()
+            wait_until(lambda: state_of(before) == State.PUBLISHED)
+            mortal_rabbitmq.kill()
+            during = published()
+            wait_until(lambda: said(caplog, AWAY))
+            assert untouched(during)
+            mortal_rabbitmq.start()
+            wait_until(lambda: not waiting(), within=60)
+
+        with Queue(rabbitmq_url) as queue:
+            assert set(ids(queue.take(2))) == set(ids([before, during]))
+
     def test_broker_that_refuses_the_password_is_waited_for_without_logging_it(self, rabbitmq_url, caplog):
         message = published()
         wrong = rabbitmq_url.replace("guest:guest", "guest:secret-word")
