@@ -39,26 +39,25 @@ class TestFollowingTheOutbox:
         assert inbox_options().group == "shop"
 
 
-class TestInvalidSettings:
-    @pytest.mark.parametrize(
-        ("given", "words"),
-        [
-            ({"MAX_ATEMPTS": 3}, "Did you mean 'MAX_ATTEMPTS'"),
-            ({"MAX_ATTEMPTS": 0}, "greater than zero"),
-            ({"MAX_ATTEMPTS": True}, "int"),
-            ({"RETRY_BASE": 10}, "timedelta"),
-            ({"DUPLICATE_TIMEOUT": timedelta()}, "greater than zero"),
-            ({"QUEUE_TYPE": "stream"}, "'quorum' or 'classic'"),
-            ({"LEASE_STORE": "memcached://:secret@host"}, "it must be 'database' or a URL"),
-            (
-                {"MANAGEMENT_URL": "amqp://user:secret@host"},
-                "MANAGEMENT_URL is 'amqp://[^s]*@host': it must be a URL like http",
-            ),
-            ({"RETENTION": timedelta(hours=1)}, "MAX_AGE_MARGIN"),
-            ({"ACCEPT": "application/json"}, "list or tuple"),
-            ([], "must be a dict"),
-        ],
-    )
-    def test_an_invalid_setting_is_refused_with_the_reason(self, given, words):
-        with override_settings(INBOX=given), pytest.raises(ImproperlyConfigured, match=words):
-            inbox_options()
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"MAX_ATEMPTS": 3}, "Did you mean 'MAX_ATTEMPTS'"),
+        ({"MAX_ATTEMPTS": 0}, "greater than zero"),
+        ({"MAX_ATTEMPTS": True}, "int"),
+        ({"RETRY_BASE": 10}, "timedelta"),
+        ({"DUPLICATE_TIMEOUT": timedelta()}, "greater than zero"),
+        ({"QUEUE_TYPE": "stream"}, "'quorum' or 'classic'"),
+        ({"LEASE_STORE": "memcached://:secret@host"}, "it must be 'database' or a URL"),
+        (
+            {"MANAGEMENT_URL": "amqp://user:secret@host"},
+            "MANAGEMENT_URL is 'amqp://[^s]*@host': it must be a URL like http",
+        ),
+        ({"RETENTION": timedelta(hours=1)}, "MAX_AGE_MARGIN"),
+        ({"ACCEPT": "application/json"}, "list or tuple"),
+        ([], "must be a dict"),
+    ],
+)
+def test_an_invalid_setting_is_refused_with_the_reason(given, words):
+    with override_settings(INBOX=given), pytest.raises(ImproperlyConfigured, match=words):
+        inbox_options()

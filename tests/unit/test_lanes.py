@@ -63,12 +63,11 @@ class TestPlainHandler:
         assert len(lane) == 2
 
 
-class TestGroupCommit:
-    def test_group_commit_takes_what_is_available_without_waiting(self):
-        lane = a_lane(7, group_commit=5)
+def test_group_commit_takes_what_is_available_without_waiting():
+    lane = a_lane(7, group_commit=5)
 
-        assert not lane.is_filling
-        assert [numbers(lane.take(0.0)) for _ in range(3)] == [[0, 1, 2, 3, 4], [5, 6], []]
+    assert not lane.is_filling
+    assert [numbers(lane.take(0.0)) for _ in range(3)] == [[0, 1, 2, 3, 4], [5, 6], []]
 
 
 class TestBatch:
@@ -326,22 +325,21 @@ class TestPrefetch:
         assert prefetch_of(a_handler(ordered=Ordered()), InboxOptions(PREFETCH=5)) == 20
 
 
-class TestLargeBodies:
-    @pytest.mark.parametrize("options", [{"ordered": Ordered()}, {"batch": Batch(size=10)}, {"group_commit": 10}], ids=str)
-    @pytest.mark.parametrize(
-        ("sizes", "expected"),
-        [([LOAD_BYTES // 2] * 4, [[0, 1], [2, 3]]), ([2 * LOAD_BYTES, 1, 2 * LOAD_BYTES], [[0], [1], [2]])],
-        ids=["by the size of its bodies", "to a delivery larger than the limit"],
-    )
-    def test_a_load_is_limited(self, options, sizes, expected):
-        lane = a_lane(**options)
-        for number, size in enumerate(sizes):
-            message = kombu.Message(body=bytes(size), delivery_tag=number)
-            lane.put(Delivery(Acks(None, multiple=True), lane.handler, message, 0.0))
+@pytest.mark.parametrize("options", [{"ordered": Ordered()}, {"batch": Batch(size=10)}, {"group_commit": 10}], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [([LOAD_BYTES // 2] * 4, [[0, 1], [2, 3]]), ([2 * LOAD_BYTES, 1, 2 * LOAD_BYTES], [[0], [1], [2]])],
+    ids=["by the size of its bodies", "to a delivery larger than the limit"],
+)
+def test_a_load_is_limited(options, sizes, expected):
+    lane = a_lane(**options)
+    for number, size in enumerate(sizes):
+        message = kombu.Message(body=bytes(size), delivery_tag=number)
+        lane.put(Delivery(Acks(None, multiple=True), lane.handler, message, 0.0))
 
-        loads = []
-        while load := lane.take(0.0, hurry=True):
-            loads.append(numbers(load))
-            lane.done()
+    loads = []
+    while load := lane.take(0.0, hurry=True):
+        loads.append(numbers(load))
+        lane.done()
 
-        assert loads == expected
+    assert loads == expected

@@ -272,23 +272,22 @@ class TestRetry:
 
 
 @pytest.mark.every_database
-class TestRunningMessage:
-    @pytest.mark.parametrize(("action", "becomes"), [("retry", State.RUNNING), ("skip", State.SKIPPED)])
-    def test_running_message_can_be_retried_or_skipped_only_after_its_lease_has_ended(self, action, becomes):
-        running = an_inbox_message(State.RUNNING, next_ago=-timedelta(minutes=9), fence=2, attempts=3)
-        ended = an_inbox_message(State.RUNNING, next_ago=timedelta(minutes=1), fence=2, attempts=3)
-        client = staff_client(VIEW, RETRY, SKIP)
-        offered = [f'value="{action}"' in html(client.get(reverse(DETAIL, args=[row.pk]))) for row in (running, ended)]
-        assert offered == [False, True]
+@pytest.mark.parametrize(("action", "becomes"), [("retry", State.RUNNING), ("skip", State.SKIPPED)])
+def test_running_message_can_be_retried_or_skipped_only_after_its_lease_has_ended(action, becomes):
+    running = an_inbox_message(State.RUNNING, next_ago=-timedelta(minutes=9), fence=2, attempts=3)
+    ended = an_inbox_message(State.RUNNING, next_ago=timedelta(minutes=1), fence=2, attempts=3)
+    client = staff_client(VIEW, RETRY, SKIP)
+    offered = [f'value="{action}"' in html(client.get(reverse(DETAIL, args=[row.pk]))) for row in (running, ended)]
+    assert offered == [False, True]
 
-        response = act(client, action, running, ended, confirmed="yes", reason="because")
+    response = act(client, action, running, ended, confirmed="yes", reason="because")
 
-        assert [level for level, _ in said(response)] == ["warning", "success"]
-        assert said(response)[0][1].endswith("it is running now, and a process is working on it; try again")
-        assert (state_of(running), state_of(ended)) == (State.RUNNING, becomes)
-        running.refresh_from_db()
-        ended.refresh_from_db()
-        assert (running.fence, ended.fence > 2) == (2, action == "retry")
+    assert [level for level, _ in said(response)] == ["warning", "success"]
+    assert said(response)[0][1].endswith("it is running now, and a process is working on it; try again")
+    assert (state_of(running), state_of(ended)) == (State.RUNNING, becomes)
+    running.refresh_from_db()
+    ended.refresh_from_db()
+    assert (running.fence, ended.fence > 2) == (2, action == "retry")
 
 
 class TestSkip:

@@ -336,23 +336,22 @@ def test_apps_in_the_schemas_of_tenants_are_an_error_that_names_them(settings):
     assert "exactly_once.E005" not in {message.id for message in run_checks()}
 
 
-class TestMissingTables:
-    @pytest.mark.parametrize(
-        "command",
-        [
-            ["outbox_relay", "--drain"],
-            ["outbox_restore", "--all"],
-            ["inbox_retry", "--all"],
-            *([name, "--app", app] for name in ("exactly_once_status", "exactly_once_purge") for app in ("outbox", "inbox")),
-        ],
-        ids=" ".join,
-    )
-    def test_command_without_its_tables_says_to_run_migrate(self, project, command):
-        project(["outbox", "inbox"], options=IMMEDIATE)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["outbox_relay", "--drain"],
+        ["outbox_restore", "--all"],
+        ["inbox_retry", "--all"],
+        *([name, "--app", app] for name in ("exactly_once_status", "exactly_once_purge") for app in ("outbox", "inbox")),
+    ],
+    ids=" ".join,
+)
+def test_command_without_its_tables_says_to_run_migrate(project, command):
+    project(["outbox", "inbox"], options=IMMEDIATE)
 
-        status, out = project.run(*command)
+    status, out = project.run(*command)
 
-        assert status != 0
-        assert "The database 'default' is not migrated for this version" in out
-        assert "Run `python manage.py migrate " in out
-        assert "Traceback" not in out
+    assert status != 0
+    assert "The database 'default' is not migrated for this version" in out
+    assert "Run `python manage.py migrate " in out
+    assert "Traceback" not in out

@@ -113,16 +113,15 @@ class TestResumeChecks:
         assert "No checker is registered for prepared messages of: t." in printed
 
 
-class TestRestore:
-    @pytest.mark.parametrize("named", ["by id", "by state"])
-    def test_restore_takes_a_retrying_message_only_when_it_is_named(self, named):
-        message = one_in(State.RETRYING, available_at=DatabaseTime(DAY))
-        run("outbox_restore", "--all")
-        assert state_of(message) == State.RETRYING
+@pytest.mark.parametrize("named", ["by id", "by state"])
+def test_restore_takes_a_retrying_message_only_when_it_is_named(named):
+    message = one_in(State.RETRYING, available_at=DatabaseTime(DAY))
+    run("outbox_restore", "--all")
+    assert state_of(message) == State.RETRYING
 
-        run("outbox_restore", *([str(message.id)] if named == "by id" else ["--state", "retrying"]))
+    run("outbox_restore", *([str(message.id)] if named == "by id" else ["--state", "retrying"]))
 
-        assert state_of(message) == State.READY
+    assert state_of(message) == State.READY
 
 
 @pytest.mark.every_database

@@ -840,18 +840,17 @@ def effects_at(url):
         return straight.execute("SELECT count(*) FROM testapp_effect").fetchone()[0]
 
 
-class TestOnRedis:
-    @pytest.mark.long
-    def test_handler_waiting_for_its_rate_limit_delays_no_other_handler_on_redis(self, handles, redis_url):
-        """On one channel, deliveries of all queues would share its prefetch."""
-        slow = handles(the_effect, name="tests.slow", topic="slow", rate_limit="1/h")
-        quick = handles(the_effect, name="tests.quick", topic="quick")
-        options = broker_options(redis_url, PREFETCH=3)
-        for handler in (slow, quick):
-            declare(handler, options)
-            send_all(redis_url, handler.topics[0], [(name, {}) for name in names(10, handler.topics[0])])
+@pytest.mark.long
+def test_handler_waiting_for_its_rate_limit_delays_no_other_handler_on_redis(handles, redis_url):
+    """On one channel, deliveries of all queues would share its prefetch."""
+    slow = handles(the_effect, name="tests.slow", topic="slow", rate_limit="1/h")
+    quick = handles(the_effect, name="tests.quick", topic="quick")
+    options = broker_options(redis_url, PREFETCH=3)
+    for handler in (slow, quick):
+        declare(handler, options)
+        send_all(redis_url, handler.topics[0], [(name, {}) for name in names(10, handler.topics[0])])
 
-        with consuming([slow, quick], options):
-            wait_until(lambda: Effect.objects.filter(name__startswith="quick").count() == 10)
+    with consuming([slow, quick], options):
+        wait_until(lambda: Effect.objects.filter(name__startswith="quick").count() == 10)
 
-        assert Effect.objects.filter(name__startswith="slow").count() <= 1
+    assert Effect.objects.filter(name__startswith="slow").count() <= 1

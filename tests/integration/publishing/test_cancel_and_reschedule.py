@@ -240,19 +240,18 @@ class TestReschedule:
 
 
 @every_database
-class TestPublishNow:
-    @pytest.mark.parametrize("state", OPEN)
-    def test_publish_now_makes_a_message_ready_and_keeps_its_lifetime(self, state):
-        message = in_state(state, delay=timedelta(days=30), expires_in=HOUR)
+@pytest.mark.parametrize("state", OPEN)
+def test_publish_now_makes_a_message_ready_and_keeps_its_lifetime(state):
+    message = in_state(state, delay=timedelta(days=30), expires_in=HOUR)
 
-        assert publish_now(message.id) == Decision(Outcome.RESCHEDULED, State.READY)
+    assert publish_now(message.id) == Decision(Outcome.RESCHEDULED, State.READY)
 
-        row = row_of(message)
-        assert row.state == State.READY
-        assert row.deliver_at == row.available_at, "or its consumer would take it for a month old"
-        assert row.expires_at - row.available_at == HOUR
-        with transaction.atomic():
-            assert [one.position for one in in_hand()] == [message.position]
+    row = row_of(message)
+    assert row.state == State.READY
+    assert row.deliver_at == row.available_at, "or its consumer would take it for a month old"
+    assert row.expires_at - row.available_at == HOUR
+    with transaction.atomic():
+        assert [one.position for one in in_hand()] == [message.position]
 
 
 class TestDelayLevel:

@@ -331,16 +331,15 @@ class TestUnique:
         assert (answer.id == first.id) == (ending == "rolls back")
 
 
-class TestStateOfANewMessage:
-    @pytest.mark.parametrize("number", [1, 20], ids=["inserted", "copied"])
-    def test_new_message_reports_the_state_it_was_written_in(self, number):
-        hour = timedelta(hours=1)
-        times = [{}, {"delay": timedelta()}, {"delay": hour}, {"deliver_at": timezone.now() + hour}, {"delay": "1s"}]
-        with transaction.atomic():
-            for given in times:
-                messages = [publish(TOPIC, {}, **given), *publish_many([Draft(TOPIC, {}, **given)] * number)]
+@pytest.mark.parametrize("number", [1, 20], ids=["inserted", "copied"])
+def test_new_message_reports_the_state_it_was_written_in(number):
+    hour = timedelta(hours=1)
+    times = [{}, {"delay": timedelta()}, {"delay": hour}, {"deliver_at": timezone.now() + hour}, {"delay": "1s"}]
+    with transaction.atomic():
+        for given in times:
+            messages = [publish(TOPIC, {}, **given), *publish_many([Draft(TOPIC, {}, **given)] * number)]
 
-                assert [message.state for message in messages] == [state_of(message) for message in messages]
+            assert [message.state for message in messages] == [state_of(message) for message in messages]
 
 
 class TestPublishMany:

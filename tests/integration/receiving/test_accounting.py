@@ -216,19 +216,18 @@ def test_balance_counts_every_delivery_after_any_sequence_of_operations(handles,
         assert_balanced(world.delivered)
 
 
-class TestDeferredDelivery:
-    def test_deferred_duplicate_is_counted_only_when_it_is_redelivered(self, handles):
-        """The first copy is still running, so the second returns to the broker and is counted when it is redelivered."""
-        slow = Slow()
-        handler, envelope = handles(slow), an_envelope()
-        with slow.inside(lambda: deliver(handler, envelope)) as first:
-            received = deliver(handler, envelope)
-            assert accounting.balance("default").delivered == 0
+def test_deferred_duplicate_is_counted_only_when_it_is_redelivered(handles):
+    """The first copy is still running, so the second returns to the broker and is counted when it is redelivered."""
+    slow = Slow()
+    handler, envelope = handles(slow), an_envelope()
+    with slow.inside(lambda: deliver(handler, envelope)) as first:
+        received = deliver(handler, envelope)
+        assert accounting.balance("default").delivered == 0
 
-        assert (first.answer, received) == (Outcome.HANDLED, Outcome.DEFERRED)
-        assert_balanced(1)
-        deliver(handler, envelope, redelivered=True)
-        assert_balanced(2)
+    assert (first.answer, received) == (Outcome.HANDLED, Outcome.DEFERRED)
+    assert_balanced(1)
+    deliver(handler, envelope, redelivered=True)
+    assert_balanced(2)
 
 
 class TestConcurrentDeliveries:

@@ -185,25 +185,24 @@ class TestOnTheWire:
         assert effects("order-1") == 1
 
 
-class TestReplayHeader:
-    def test_replay_header_is_set_by_restoring_only_and_not_passed_to_the_handler(self, handles, settings):
-        """The header belongs to the outbox and is not one of the publisher's."""
-        got = []
-        handles(got.append)
-        settings.OUTBOX = {"BROKER_URL": "local://"}
-        message = published(headers={"tenant": "acme"})
-        assert row_of(message).headers == {"tenant": "acme"}
-        OutboxMessage.objects.update(state=OutboxState.DEAD)
-        assert deciding.decide("default", RESTORE, [OutboxMessage.objects.get().pk])
-        assert row_of(message).headers == {"tenant": "acme", "cloudEvents:replay": "operator"}
+def test_replay_header_is_set_by_restoring_only_and_not_passed_to_the_handler(handles, settings):
+    """The header belongs to the outbox and is not one of the publisher's."""
+    got = []
+    handles(got.append)
+    settings.OUTBOX = {"BROKER_URL": "local://"}
+    message = published(headers={"tenant": "acme"})
+    assert row_of(message).headers == {"tenant": "acme"}
+    OutboxMessage.objects.update(state=OutboxState.DEAD)
+    assert deciding.decide("default", RESTORE, [OutboxMessage.objects.get().pk])
+    assert row_of(message).headers == {"tenant": "acme", "cloudEvents:replay": "operator"}
 
-        with connected("local://") as transport:
-            one_pass(transport)
-        (stored,) = InboxMessage.objects.all()
-        assert drain() == 1
+    with connected("local://") as transport:
+        one_pass(transport)
+    (stored,) = InboxMessage.objects.all()
+    assert drain() == 1
 
-        assert (stored.message_id, stored.headers) == (str(message.id), {"tenant": "acme"})
-        assert [(handled.id, handled.headers) for handled in got] == [(str(message.id), {"tenant": "acme"})]
+    assert (stored.message_id, stored.headers) == (str(message.id), {"tenant": "acme"})
+    assert [(handled.id, handled.headers) for handled in got] == [(str(message.id), {"tenant": "acme"})]
 
 
 class TestRunAsItsOwnMessage:

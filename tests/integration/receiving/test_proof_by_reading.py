@@ -44,16 +44,15 @@ def versions_in(table):
     )
 
 
-class TestFreshMessage:
-    @pytest.mark.parametrize("kept", ["all", "failed"])
-    def test_fresh_message_is_one_version_of_one_row(self, handles, settings, kept):
-        settings.INBOX = {"KEEP_BODIES": kept}
-        executed("TRUNCATE inbox_receipt, inbox_inboxmessage CASCADE")
-        assert deliver(handles(the_effect)) is Outcome.HANDLED
-        row = InboxMessage.objects.get()
-        assert (row.state, row.attempts, row.settled_at is not None, row.next_attempt_at) == (State.DONE, 1, True, None)
-        assert (versions_in("inbox_receipt"), versions_in("inbox_inboxmessage")) == (1, 1)
-        assert bool(row.body) == (kept == "all")
+@pytest.mark.parametrize("kept", ["all", "failed"])
+def test_fresh_message_is_one_version_of_one_row(handles, settings, kept):
+    settings.INBOX = {"KEEP_BODIES": kept}
+    executed("TRUNCATE inbox_receipt, inbox_inboxmessage CASCADE")
+    assert deliver(handles(the_effect)) is Outcome.HANDLED
+    row = InboxMessage.objects.get()
+    assert (row.state, row.attempts, row.settled_at is not None, row.next_attempt_at) == (State.DONE, 1, True, None)
+    assert (versions_in("inbox_receipt"), versions_in("inbox_inboxmessage")) == (1, 1)
+    assert bool(row.body) == (kept == "all")
 
 
 class TestTransactionThatEnded:

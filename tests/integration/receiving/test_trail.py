@@ -176,20 +176,19 @@ class TestOtherTransitions:
         assert trail_of(old.id) == [("", State.DEAD, the_row(message_id=old.id).last_error)]
 
 
-class TestHandledMessage:
-    @pytest.mark.parametrize("stored", [False, True])
-    def test_handled_message_is_not_recorded_and_costs_no_statement(self, handles, stored):
-        handler, envelope = handles(the_effect, name=HANDLER), an_envelope()
+@pytest.mark.parametrize("stored", [False, True])
+def test_handled_message_is_not_recorded_and_costs_no_statement(handles, stored):
+    handler, envelope = handles(the_effect, name=HANDLER), an_envelope()
 
-        with CaptureQueriesContext(connection) as captured:
-            deliver(handler, envelope, redelivered=stored)
-            if stored:
-                drain()
+    with CaptureQueriesContext(connection) as captured:
+        deliver(handler, envelope, redelivered=stored)
+        if stored:
+            drain()
 
-        assert the_row().state == State.DONE
-        assert trail_of(envelope.id) == []
-        assert captured.captured_queries
-        assert not [query for query in captured.captured_queries if TrailEntry._meta.db_table in query["sql"]]
+    assert the_row().state == State.DONE
+    assert trail_of(envelope.id) == []
+    assert captured.captured_queries
+    assert not [query for query in captured.captured_queries if TrailEntry._meta.db_table in query["sql"]]
 
 
 class TestTrailOfEverything:

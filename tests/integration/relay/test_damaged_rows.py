@@ -128,20 +128,19 @@ class TestRelay:
         assert sorted(called) == sorted((message.id, {}) for message in messages)
 
 
-class TestTimer:
-    def test_scheduled_messages_are_published_at_their_time_beside_damaged_ones(self, rabbitmq_url, caplog):
-        changes = ("available_at = '-infinity'", "deliver_at = '-infinity'", "deliver_at = 'infinity'", "headers = '5'")
-        soon = timedelta(seconds=0.2)
-        for change in (*changes, "available_at = 'infinity'"):
-            damaged(change, delay=soon)
-        other = published(delay=soon)
+def test_scheduled_messages_are_published_at_their_time_beside_damaged_ones(rabbitmq_url, caplog):
+    changes = ("available_at = '-infinity'", "deliver_at = '-infinity'", "deliver_at = 'infinity'", "headers = '5'")
+    soon = timedelta(seconds=0.2)
+    for change in (*changes, "available_at = 'infinity'"):
+        damaged(change, delay=soon)
+    other = published(delay=soon)
 
-        with Queue(rabbitmq_url) as queue, relaying(rabbitmq_url, timed=True):
-            wait_until(lambda: state_of(other) == State.PUBLISHED)
-            wait_until(lambda: OutboxMessage.objects.filter(state=State.DEAD).count() == 3)
-            assert str(other.id) in ids(queue.take_all())
+    with Queue(rabbitmq_url) as queue, relaying(rabbitmq_url, timed=True):
+        wait_until(lambda: state_of(other) == State.PUBLISHED)
+        wait_until(lambda: OutboxMessage.objects.filter(state=State.DEAD).count() == 3)
+        assert str(other.id) in ids(queue.take_all())
 
-        assert not [record for record in caplog.records if record.exc_info], caplog.text
+    assert not [record for record in caplog.records if record.exc_info], caplog.text
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])

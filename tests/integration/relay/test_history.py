@@ -688,9 +688,8 @@ class TestHousekeeping:
 
 
 @pytest.mark.django_db
-class TestInATransactionOfATest:
-    def test_no_housekeeper_runs_in_the_transaction_of_a_test(self):
-        assert housekeepers("default", quick()) == ()
+def test_no_housekeeper_runs_in_the_transaction_of_a_test():
+    assert housekeepers("default", quick()) == ()
 
 
 @contextmanager

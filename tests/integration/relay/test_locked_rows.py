@@ -168,24 +168,21 @@ class TestLockedRow:
         assert state_of(message) == State.PUBLISHED
 
 
-class TestLockedTable:
-    @pytest.mark.parametrize("table", ["outboxmessage", "trailentry", "pendingcallback"])
-    def test_nothing_is_sent_while_a_table_is_locked_against_writing_and_each_message_once_afterwards(
-        self, rabbitmq_url, caplog, table
-    ):
-        messages = [published() for _ in range(20)]
-        with Queue(rabbitmq_url) as queue, ExitStack() as lock:
-            pid = lock.enter_context(session(f"LOCK TABLE outbox_{table} IN SHARE MODE"))  # as CREATE INDEX does
-            with relaying(rabbitmq_url):
-                wait_until(lambda: reports(caplog, LOCKED_TABLES))
-                assert queue.take_all() == []
-                lock.close()
-                wait_until(lambda: all_published(messages))
-            assert sorted(ids(queue.take_all())) == sorted(ids(messages))
+@pytest.mark.parametrize("table", ["outboxmessage", "trailentry", "pendingcallback"])
+def test_nothing_is_sent_while_a_table_is_locked_against_writing_and_each_message_once_afterwards(rabbitmq_url, caplog, table):
+    messages = [published() for _ in range(20)]
+    with Queue(rabbitmq_url) as queue, ExitStack() as lock:
+        pid = lock.enter_context(session(f"LOCK TABLE outbox_{table} IN SHARE MODE"))  # as CREATE INDEX does
+        with relaying(rabbitmq_url):
+            wait_until(lambda: reports(caplog, LOCKED_TABLES))
+            assert queue.take_all() == []
+            lock.close()
+            wait_until(lambda: all_published(messages))
+        assert sorted(ids(queue.take_all())) == sorted(ids(messages))
 
-        [report] = reports(caplog, LOCKED_TABLES)
-        assert f"(pid {pid})" in report
-        assert "pg_terminate_backend()" in report
+    [report] = reports(caplog, LOCKED_TABLES)
+    assert f"(pid {pid})" in report
+    assert "pg_terminate_backend()" in report
 
 
 def test_relay_frozen_while_the_database_writes_to_it_keeps_no_message_from_another(process_environment, command, caplog):

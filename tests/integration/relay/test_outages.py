@@ -282,15 +282,14 @@ class TestMessageThatClosesTheChannel:
             wait_until(lambda: state_of(held) == State.WAITING)
 
 
-class TestUnroutableMessage:
-    def test_unroutable_message_holds_up_no_other_after_any_number_of_attempts(self, rabbitmq_url):
-        lost = published("topic.without.queue")
-        set_columns(lost, attempts=5_000)
+def test_unroutable_message_holds_up_no_other_after_any_number_of_attempts(rabbitmq_url):
+    lost = published("topic.without.queue")
+    set_columns(lost, attempts=5_000)
 
-        with Queue(rabbitmq_url), relaying(rabbitmq_url):
-            message = published()
-            wait_until(lambda: state_of(message) == State.PUBLISHED)
-            wait_until(lambda: row_of(lost).attempts > 5_000)
+    with Queue(rabbitmq_url), relaying(rabbitmq_url):
+        message = published()
+        wait_until(lambda: state_of(message) == State.PUBLISHED)
+        wait_until(lambda: row_of(lost).attempts > 5_000)
 
 
 class TestDatabaseOutage:

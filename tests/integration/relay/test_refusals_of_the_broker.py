@@ -170,21 +170,18 @@ class TestForbiddenTopic:
             assert ids(queue.take(2)) == ids([head, behind])
 
 
-class TestForbiddenExchange:
-    def test_relay_that_may_not_write_to_the_exchange_waits_and_names_the_permission(
-        self, relay, permit_exchanges, rabbitmq_url
-    ):
-        with Queue(rabbitmq_url, "#") as queue:
-            messages = publish_committed(*(Draft(f"topic.{n}", {}) for n in range(20)))
-            permit_exchanges("^somewhere else$")
-            with relay() as process:
-                process.until(lambda: "set_permissions" in process.said())
-                assert set(OutboxMessage.objects.values_list("state", "attempts")) == {(State.READY, 0)}
-                assert PAUSED not in process.said()
-                permit_exchanges(".*")
+def test_relay_that_may_not_write_to_the_exchange_waits_and_names_the_permission(relay, permit_exchanges, rabbitmq_url):
+    with Queue(rabbitmq_url, "#") as queue:
+        messages = publish_committed(*(Draft(f"topic.{n}", {}) for n in range(20)))
+        permit_exchanges("^somewhere else$")
+        with relay() as process:
+            process.until(lambda: "set_permissions" in process.said())
+            assert set(OutboxMessage.objects.values_list("state", "attempts")) == {(State.READY, 0)}
+            assert PAUSED not in process.said()
+            permit_exchanges(".*")
 
-                process.until(lambda: OutboxMessage.objects.filter(state=State.PUBLISHED).count() == 20)
-            assert set(ids(queue.take(20))) == set(ids(messages))
+            process.until(lambda: OutboxMessage.objects.filter(state=State.PUBLISHED).count() == 20)
+        assert set(ids(queue.take(20))) == set(ids(messages))
 
 
 class TestRefusedMessage:

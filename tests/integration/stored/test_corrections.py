@@ -380,25 +380,24 @@ class TestRefusals:
             correct(the_row(pk=row.pk), RIGHT)
 
 
-class TestKindsOfHandlers:
-    @pytest.mark.parametrize("kind", [{"size": 10}, {"group_commit": 5}, {"lease": Lease()}, {"ordered": True}], ids=str)
-    def test_corrected_message_of_any_handler_is_run_once(self, handles, kind):
-        function = takes_whole_amounts_in_bulk if "size" in kind else takes_whole_amounts
-        handler = handles(function, **kind)
-        if "size" in kind or "group_commit" in kind:
-            given = [an_envelope(payload, biz_id=f"m{number}") for number, payload in enumerate([GOOD, BAD, GOOD])]
-            receive_together(handler, given)
-            row = the_row(state=State.DEAD)
-        else:
-            _, row = dead(handler, key="k")
-        before = effects()
+@pytest.mark.parametrize("kind", [{"size": 10}, {"group_commit": 5}, {"lease": Lease()}, {"ordered": True}], ids=str)
+def test_corrected_message_of_any_handler_is_run_once(handles, kind):
+    function = takes_whole_amounts_in_bulk if "size" in kind else takes_whole_amounts
+    handler = handles(function, **kind)
+    if "size" in kind or "group_commit" in kind:
+        given = [an_envelope(payload, biz_id=f"m{number}") for number, payload in enumerate([GOOD, BAD, GOOD])]
+        receive_together(handler, given)
+        row = the_row(state=State.DEAD)
+    else:
+        _, row = dead(handler, key="k")
+    before = effects()
 
-        new = corrected(row)
-        for _ in range(3):
-            drain()
+    new = corrected(row)
+    for _ in range(3):
+        drain()
 
-        assert (the_row(pk=new.pk).state, effects()) == (State.DONE, before + 1)
-        assert seen[-1].biz_id == row.biz_id
+    assert (the_row(pk=new.pk).state, effects()) == (State.DONE, before + 1)
+    assert seen[-1].biz_id == row.biz_id
 
 
 class TestLeases:

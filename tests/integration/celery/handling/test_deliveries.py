@@ -248,19 +248,18 @@ class TestDecorator:
         assert "inbox_sent_at" in json.loads(written.wire)["headers"]
 
 
-class TestAnotherDatabase:
-    @pytest.mark.django_db(databases=["default", "other"])
-    def test_row_and_effect_are_in_the_database_of_using(self, a_task):
-        def take(order_id):
-            Effect.objects.using("other").create(name=order_id)
+@pytest.mark.django_db(databases=["default", "other"])
+def test_row_and_effect_are_in_the_database_of_using(a_task):
+    def take(order_id):
+        Effect.objects.using("other").create(name=order_id)
 
-        task = a_task(take, biz_id="order_id", using="other")
-        for _ in range(2):
-            assert deliver(task, "o-1")[0] == states.SUCCESS
+    task = a_task(take, biz_id="order_id", using="other")
+    for _ in range(2):
+        assert deliver(task, "o-1")[0] == states.SUCCESS
 
-        assert Effect.objects.using("other").count() == 1
-        assert InboxMessage.objects.using("other").get().duplicates == 1
-        assert not InboxMessage.objects.exists()
+    assert Effect.objects.using("other").count() == 1
+    assert InboxMessage.objects.using("other").get().duplicates == 1
+    assert not InboxMessage.objects.exists()
 
 
 class TestDuplicates:
@@ -516,31 +515,30 @@ class TestWorkerDeaths:
         assert (state, "skipped: not wanted" in str(error), the_row().duplicates) == (states.FAILURE, True, 1)
 
 
-class TestConcurrentDuplicates:
-    @committing
-    def test_copy_of_a_concurrent_duplicate_is_confirmed_before_the_acknowledgement(self, rabbitmq_url, settings, monkeypatch):
-        """Publishing to a missing exchange raises nothing unless the publisher waits for the confirm."""
-        settings.INBOX = INBOX
+@committing
+def test_copy_of_a_concurrent_duplicate_is_confirmed_before_the_acknowledgement(rabbitmq_url, settings, monkeypatch):
+    """Publishing to a missing exchange raises nothing unless the publisher waits for the confirm."""
+    settings.INBOX = INBOX
 
-        def busy(*args, **kwargs):
-            raise rows.ConcurrentDuplicate
+    def busy(*args, **kwargs):
+        raise rows.ConcurrentDuplicate
 
-        monkeypatch.setattr(arrivals, "begin_fresh", busy)
-        app = Celery("tests", broker=rabbitmq_url, backend="cache+memory://", set_as_current=False)
-        task = app.task(the_effect, base=IdempotentTask, name="tests.task", shared=False, biz_id="order_id")
-        of_an_exchange = {"exchange": "missing", "routing_key": "x", "priority": None, "redelivered": False}
-        try:
-            state, reject = deliver(task, "o-1", delivery_info=of_an_exchange)
-            assert (state, reject.requeue) == (states.REJECTED, True)
-            assert "NOT_FOUND" in str(reject.reason)
+    monkeypatch.setattr(arrivals, "begin_fresh", busy)
+    app = Celery("tests", broker=rabbitmq_url, backend="cache+memory://", set_as_current=False)
+    task = app.task(the_effect, base=IdempotentTask, name="tests.task", shared=False, biz_id="order_id")
+    of_an_exchange = {"exchange": "missing", "routing_key": "x", "priority": None, "redelivered": False}
+    try:
+        state, reject = deliver(task, "o-1", delivery_info=of_an_exchange)
+        assert (state, reject.requeue) == (states.REJECTED, True)
+        assert "NOT_FOUND" in str(reject.reason)
 
-            assert deliver(task, "o-1", argsrepr="(hidden)")[0] == states.IGNORED
-            with app.connection_for_read() as connection, connection.SimpleQueue("celery") as queue:
-                message = queue.get(timeout=A_WHILE)
-                message.ack()
-            assert (message.payload[0], message.headers["argsrepr"]) == (["o-1"], "(hidden)")
-        finally:
-            close(app)
+        assert deliver(task, "o-1", argsrepr="(hidden)")[0] == states.IGNORED
+        with app.connection_for_read() as connection, connection.SimpleQueue("celery") as queue:
+            message = queue.get(timeout=A_WHILE)
+            message.ack()
+        assert (message.payload[0], message.headers["argsrepr"]) == (["o-1"], "(hidden)")
+    finally:
+        close(app)
 
 
 class TestMessageAge:
