@@ -297,6 +297,7 @@ def has_ended(operation, executor):
     return not operation.is_open
 
 
+@pytest.mark.long
 class TestCanary:
     @pytest.fixture
     def canary(self, handles):
@@ -315,7 +316,6 @@ class TestCanary:
 
         return plan
 
-    @pytest.mark.long
     def test_canary_stops_by_itself_when_the_same_failure_returns(self, canary):
         operation = canary(20, [ValueError("still broken")])
         executor = inbox_operations.executor()
@@ -332,7 +332,6 @@ class TestCanary:
         assert page.all("a", href=reverse("admin:inbox_inboxmessage_change", args=[failing.pk]))
         assert not page.all("button", value="continue")
 
-    @pytest.mark.long
     def test_stopped_canary_is_continued_with_one_of_the_messages_that_are_left(self, canary):
         operation = canary(20, errors := [ValueError("broken")])
         executor = inbox_operations.executor()
@@ -356,7 +355,6 @@ class TestCanary:
         assert [entry.action for entry in AuditEntry.objects.filter(kind="operation").order_by("pk")] == ["retry", "continue"]
         assert not OperationPart.objects.exists()
 
-    @pytest.mark.long
     def test_canary_retries_1_10_and_100_messages_while_they_succeed(self, canary):
         operation = canary(40, errors := [ValueError("broken")])
         errors.clear()
@@ -373,7 +371,6 @@ class TestCanary:
         assert (operation.succeeded, operation.failed_again) == (40, 0)
         assert states() == ["done"] * 40
 
-    @pytest.mark.long
     def test_canary_stops_by_itself_when_messages_fail_in_another_way(self, canary):
         operation = canary(20, errors := [ValueError("first"), KeyError("second")])
         del errors[0]

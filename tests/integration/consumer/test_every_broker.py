@@ -21,8 +21,8 @@ def broker(request):
     return request.getfixturevalue(f"{request.param}_url")
 
 
+@pytest.mark.long
 class TestEndToEnd:
-    @pytest.mark.long
     def test_messages_published_by_the_outbox_take_effect_once_and_leave_the_broker(self, handling, broker, is_empty):
         handler, options = handling(the_effect), broker_options(broker)
         with transaction.atomic():
@@ -38,7 +38,6 @@ class TestEndToEnd:
         assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
         assert set(OutboxMessage.objects.values_list("state", flat=True)) == {"published"}
 
-    @pytest.mark.long
     def test_handler_of_several_topics_gets_the_messages_of_each_through_one_queue(self, handling, broker, is_empty):
         handler, options = handling(the_effect, topic=["shop.created", "shop.cancelled"]), broker_options(broker)
         for topic in (*handler.topics, "shop.other"):
@@ -52,7 +51,6 @@ class TestEndToEnd:
             (topic, "done") for topic in sorted(handler.topics)
         ]
 
-    @pytest.mark.long
     def test_message_arrives_with_every_field_as_published(self, handling, broker):
         got = []
         handler, options = handling(got.append), broker_options(broker)
@@ -75,7 +73,6 @@ class TestEndToEnd:
         life = [(moment.where, moment.became) for moment in history_of(message.id).moments]
         assert life == [("outbox", "ready"), ("outbox", "published"), (handler.name, "received"), (handler.name, "done")]
 
-    @pytest.mark.long
     def test_every_handler_of_a_topic_gets_its_own_copy(self, handling, broker, is_empty):
         handlers = [handling(the_effect, name="tests.good"), handling(fails, name="tests.bad")]
         send(broker, TOPIC, {}, message_id="m")
@@ -87,7 +84,6 @@ class TestEndToEnd:
         states = dict(InboxMessage.objects.values_list("handler", "state"))
         assert states == {"tests.good": State.DONE, "tests.bad": State.RETRYING}
 
-    @pytest.mark.long
     def test_failed_message_waits_in_the_database_and_not_in_the_broker(self, handling, broker, is_empty):
         def handle(message):
             the_effect(message)

@@ -277,6 +277,7 @@ class TestBatchAndGroup:
         assert [len(set(of_a_call)) for of_a_call in ends] == [1] * len(ends), "one timeout for the whole call"
 
 
+@pytest.mark.long
 class TestTimeoutAtTheEndOfARun:
     """A handler may end just at its timeout: it is interrupted inside its run or not at all."""
 
@@ -287,7 +288,6 @@ class TestTimeoutAtTheEndOfARun:
         yield
         sys.setswitchinterval(before)
 
-    @pytest.mark.long
     @pytest.mark.usefixtures("_switching_all_the_time")
     def test_timeout_at_the_end_of_a_run_interrupts_inside_the_run_or_not_at_all(self):
         limit, astray, ended = 0.002, [], {True: 0, False: 0}
@@ -317,7 +317,6 @@ class TestTimeoutAtTheEndOfARun:
         assert astray == []
         assert min(ended.values()) > 0, "none ended near its limit"
 
-    @pytest.mark.long
     @every_database
     def test_timeout_at_the_end_of_a_run_leaves_every_effect_once(self, handles):
         dice, limit = random.Random(7), 0.02

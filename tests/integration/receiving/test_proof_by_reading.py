@@ -113,10 +113,10 @@ def two_phase(two_phase_server, transactional_db):
         call_command("flush", verbosity=0, interactive=False)
 
 
+@pytest.mark.long
 class TestTwoPhaseCommit:
     """On a server with max_prepared_transactions > 0: PREPARE TRANSACTION by the driver ends the transaction of the inbox."""
 
-    @pytest.mark.long
     @pytest.mark.parametrize("redelivered", [False, True], ids=["fresh", "redelivered"])
     def test_prepared_transaction_that_another_session_commits_makes_its_message_a_dead_letter(
         self, handles, two_phase, redelivered
@@ -129,7 +129,6 @@ class TestTwoPhaseCommit:
         row = InboxMessage.objects.get()
         assert (row.state, row.last_error, Effect.objects.count()) == (State.DEAD, ABANDONED, 1)
 
-    @pytest.mark.long
     @pytest.mark.parametrize("ended_by", ["COMMIT", "ROLLBACK"])
     def test_prepared_transaction_delays_its_message_until_an_operator_ends_it(self, handles, two_phase, ended_by):
         calls = []

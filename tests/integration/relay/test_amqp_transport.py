@@ -293,8 +293,8 @@ class TestEndOfAConnection:
         assert sent.broken
 
 
+@pytest.mark.long
 class TestSilence:
-    @pytest.mark.long
     def test_broker_that_sends_only_heartbeats_does_not_extend_the_deadline(self):
         """Each heartbeat restarts the timeout of py-amqp's own confirms, so they may wait forever."""
         with FakeAmqpPeer(heartbeat=1, heartbeat_every=0.02) as peer, connected(peer.url) as transport:
@@ -305,7 +305,6 @@ class TestSilence:
             assert outcomes(sent) == {1: CONFIRMED}
             assert [*transport.unconfirmed()] == [2, 3]
 
-    @pytest.mark.long
     def test_broker_that_reads_nothing_is_given_up_at_the_deadline(self, peer, transport):
         peer.pause_reading()
 
@@ -318,7 +317,6 @@ class TestSilence:
         peer.resume_reading()
         peer.wait_for(lambda: peer.open_connections == 0)
 
-    @pytest.mark.long
     def test_idle_transport_sends_heartbeats_that_keep_the_connection(self):
         # We send one after half an interval of silence; two intervals without one of the peer's end the connection.
         with FakeAmqpPeer(heartbeat=4) as peer, connected(peer.url) as transport:

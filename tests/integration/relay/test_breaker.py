@@ -17,7 +17,7 @@ from tests.support.relaying import Queue, ids, in_threads, published, published_
 from tests.support.servers import FaultProxy
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long, pytest.mark.usefixtures("short_pauses")]
 
 BAD, GOOD = "shop.stock.full", "shop.order.placed"
 REFUSED, OTHERS, ROOM = 3000, 300, 5
@@ -59,7 +59,6 @@ def mixed(*, key=lambda n: ""):
         publish_many(drafts)
 
 
-@pytest.mark.usefixtures("short_pauses")
 class TestFullQueue:
     def test_full_queue_pauses_its_own_topic_while_another_is_published(self, rabbitmq_url, full, caplog):
         mixed()
@@ -137,7 +136,6 @@ def nacks(caplog):
     ]
 
 
-@pytest.mark.usefixtures("short_pauses")
 def test_topic_without_a_queue_is_paused_and_published_once_a_queue_is_bound(rabbitmq_url, monkeypatch, caplog):
     monkeypatch.setattr(breaker, "_LONGEST_PAUSE_SECONDS", 5.0)  # few attempts, however long it takes to bind the queue
     published_many(300, BAD)
@@ -153,7 +151,6 @@ def test_topic_without_a_queue_is_paused_and_published_once_a_queue_is_bound(rab
     assert of(BAD).filter(attempts__gt=2).count() < 100
 
 
-@pytest.mark.usefixtures("short_pauses")
 def test_lane_that_was_unavailable_sends_what_the_other_lane_paused_of_its_shards(rabbitmq_url):
     port = int(rabbitmq_url.rpartition("@")[2].partition("/")[0].partition(":")[2])
     stop = StopRequest()
@@ -176,7 +173,6 @@ def test_lane_that_was_unavailable_sends_what_the_other_lane_paused_of_its_shard
                 wait_until(lambda: set(states()) == {State.PUBLISHED})
 
 
-@pytest.mark.usefixtures("short_pauses")
 def test_probe_of_a_paused_topic_overtakes_no_message_of_its_key(rabbitmq_url):
     """Also not where the messages before it are more than one pass sends of a key."""
     refused = published_many(40, BAD)

@@ -261,8 +261,8 @@ def test_foreign_notify_in_a_long_commit_does_not_delay_publishers(mortal_postgr
         assert executed("SHOW lock_timeout") == [("0",)], "nothing is left on the connection"
 
 
+@pytest.mark.every_database
 class TestInThisProcess:
-    @pytest.mark.every_database
     def test_every_commit_and_nothing_before_it_wakes_a_relay_in_the_same_process(self, bell, never):
         with doorbell.heard_in_this_process("default", [bell]):
             for _ in range(3):
@@ -271,7 +271,6 @@ class TestInThisProcess:
                     assert not bell.wait(0, never)
                 assert bell.wait(SECONDS, never)
 
-    @pytest.mark.every_database
     def test_every_registered_bell_is_rung_until_it_is_removed(self):
         one, other, stop = Bell(), Bell(), StopRequest()
         with doorbell.heard_in_this_process("default", [one]):

@@ -13,6 +13,8 @@ from outbox import publish
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import fails
 
+pytestmark = pytest.mark.usefixtures("transaction_of_the_test")
+
 TOPIC = "tests.deliver"
 
 
@@ -28,7 +30,6 @@ def effects():
     return list(Effect.objects.order_by("pk").values_list("name", flat=True))
 
 
-@pytest.mark.usefixtures("transaction_of_the_test")
 class TestDeliver:
     def test_every_handler_of_the_topic_gets_its_own_copy(self, handles, inbox_deliver, inbox_assert_handled):
         def change(message):
@@ -150,7 +151,6 @@ class TestDeliver:
 
 
 @pytest.mark.every_database
-@pytest.mark.usefixtures("transaction_of_the_test")
 class TestRedeliver:
     def test_redelivery_of_a_handled_message_is_a_duplicate(
         self, handles, inbox_deliver, inbox_redeliver, inbox_assert_duplicate
@@ -174,7 +174,6 @@ class TestRedeliver:
 
 
 @pytest.mark.every_database
-@pytest.mark.usefixtures("transaction_of_the_test")
 class TestDrain:
     def test_retry_runs_when_it_is_due_and_not_before(self, handles, inbox_deliver, inbox_drain, outbox_travel):
         attempts = []

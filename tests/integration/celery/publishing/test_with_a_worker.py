@@ -16,7 +16,7 @@ from tests.support.deliveries import effects
 from tests.support.relaying import relaying
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240), pytest.mark.usefixtures("running")]
 
 
 @pytest.fixture(scope="module", params=["rabbitmq", "redis"])
@@ -68,7 +68,6 @@ def running(worker, relay):
     return worker
 
 
-@pytest.mark.usefixtures("running")
 class TestCall:
     def test_committed_call_runs_once_with_its_task_id(self, tasks):
         with transaction.atomic():
@@ -129,7 +128,6 @@ class TestCall:
         assert (effects("replaced it"), effects("replacement of it")) == (0, 1)
 
 
-@pytest.mark.usefixtures("running")
 class TestBothHalves:
     def test_task_that_the_relay_sends_twice_has_one_effect(self, tasks):
         assert called(lambda: tasks["tests.charge"].delay("o-1")).get(timeout=SECONDS) == "o-1"
@@ -152,7 +150,6 @@ class TestBothHalves:
         assert [effect.detail for effect in Effect.objects.filter(name="charged o-3")] == ["2"]
 
 
-@pytest.mark.usefixtures("running")
 class TestCanvas:
     def test_tasks_of_a_chain_run_in_turn(self, tasks):
         result = called(
