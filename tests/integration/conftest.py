@@ -73,6 +73,20 @@ def proxy(rabbitmq_server):
 
 
 @pytest.fixture
+def consumer_timeout(mortal_rabbitmq):
+    """Set RabbitMQ's `consumer_timeout` in milliseconds for channels that are opened from now on."""
+    names = ("consumer_timeout", "channel_tick_interval")
+    before = {name: mortal_rabbitmq.evaluate(f"element(2, application:get_env(rabbit, {name})).") for name in names}
+
+    def configure(*values):
+        for name, value in zip(names, values, strict=True):
+            mortal_rabbitmq.evaluate(f"application:set_env(rabbit, {name}, {value}).")
+
+    yield lambda milliseconds: configure(milliseconds, 250)
+    configure(*before.values())
+
+
+@pytest.fixture
 def length(rabbitmq_server, rabbitmq_url):
     """How many messages RabbitMQ holds for a handler, unacknowledged ones included."""
     return lambda handler: length_of(rabbitmq_server, handler, broker_options(rabbitmq_url))

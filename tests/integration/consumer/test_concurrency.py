@@ -581,22 +581,6 @@ def test_ordered_queue_that_cannot_be_stored_takes_no_thread_from_other_handlers
 
 
 class TestConsumerTimeout:
-    @pytest.fixture
-    def consumer_timeout(self, mortal_rabbitmq):
-        """Set RabbitMQ's `consumer_timeout` in milliseconds for channels that are opened from now on."""
-        before = {
-            name: mortal_rabbitmq.evaluate(f"application:get_env(rabbit, {name}).").partition("{ok,")[2].rstrip("}")
-            for name in ("consumer_timeout", "channel_tick_interval")
-        }
-
-        def give(milliseconds):
-            for name, value in (("consumer_timeout", milliseconds), ("channel_tick_interval", 250)):
-                mortal_rabbitmq.evaluate(f"application:set_env(rabbit, {name}, {value}).")
-
-        yield give
-        for name, value in before.items():
-            mortal_rabbitmq.evaluate(f"application:set_env(rabbit, {name}, {value}).")
-
     def test_handler_that_outlasts_consumer_timeout_costs_the_channel_and_no_second_effect(
         self, handling, rabbitmq_url, gate, length, consumer_timeout
     ):

@@ -79,18 +79,9 @@ def is_settled(length):
 
 
 @pytest.fixture
-def short_consumer_timeout(mortal_rabbitmq):
+def short_consumer_timeout(consumer_timeout):
     """RabbitMQ closes the channel of a consumer that does not acknowledge a delivery within three seconds."""
-    given = {"consumer_timeout": "3000", "channel_tick_interval": "250"}
-    before = {name: mortal_rabbitmq.evaluate(f"element(2, application:get_env(rabbit, {name})).") for name in given}
-
-    def configure(values):
-        for name, value in values.items():
-            mortal_rabbitmq.evaluate(f"application:set_env(rabbit, {name}, {value}).")
-
-    configure(given)
-    yield
-    configure(before)
+    consumer_timeout(3000)
 
 
 @pytest.mark.usefixtures("short_consumer_timeout")
