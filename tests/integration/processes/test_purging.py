@@ -52,9 +52,9 @@ def receipts():
     return set(Receipt.objects.values_list("handler", flat=True))
 
 
-@pytest.mark.parametrize("command", ["inbox_consume", "outbox_relay"])
-def test_settled_messages_and_the_trail_past_their_retention_are_deleted_by_a_running_process(service, old, command):
-    with service("local://").runs(command) as process:
+@pytest.mark.parametrize("name", ["inbox_consume", "outbox_relay"])
+def test_settled_messages_and_the_trail_past_their_retention_are_deleted_by_a_running_process(service, old, name):
+    with service("local://").runs(name) as process:
         process.until(lambda: receipts() == {"tests.retrying"} and not TrailEntry.objects.exists())
 
     assert not AuditEntry.objects.exists(), "no operator has done it"

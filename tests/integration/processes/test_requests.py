@@ -88,17 +88,17 @@ class TestRelay:
         assert row.stopped_at is not None
         assert "an operator requested: drain; this process is draining" in relay.said()
 
-    @pytest.mark.parametrize("command", ["outbox_relay", "inbox_consume"])
+    @pytest.mark.parametrize("name", ["outbox_relay", "inbox_consume"])
     def test_heartbeat_has_memory_and_round_trips_until_the_process_is_stopped_in_an_orderly_way(
-        self, service, running, relay_rows, consumer_rows, rabbitmq_url, command
+        self, service, running, relay_rows, consumer_rows, rabbitmq_url, name
     ):
-        relay = running(service(rabbitmq_url).runs(command))
-        rows = relay_rows if command == "outbox_relay" else consumer_rows
+        relay = running(service(rabbitmq_url).runs(name))
+        rows = relay_rows if name == "outbox_relay" else consumer_rows
         relay.until(lambda: rows.only and rows.only.database_ms and rows.only.broker_ms)
         assert rows.only.memory_bytes > 10_000_000
         assert 0 < rows.only.database_ms < 10_000
         assert 0 < rows.only.broker_ms < 10_000
-        if command == "outbox_relay":
+        if name == "outbox_relay":
             relay.until(lambda: rows.only.facts["shards"] == 64)
 
         rows.request(Request.STOP)
