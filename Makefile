@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest --workers $(WORKERS) --db both
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test all check messages screenshots bench docs clean
+.PHONY: help venv demo test all matrix check messages screenshots bench docs clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ test: $(VENV)/.test ## the core of the suite, on PostgreSQL, RabbitMQ, Redis and
 
 all: $(VENV)/.test ## the whole suite: also killed processes and servers, outages, browsers, soaks
 	$(PYTEST)
+
+matrix: $(VENV)/.test ## the core with other versions, in directories with Debian; CELLS="trixie-6.1" for a part
+	$(BIN)/python -m tools.matrix $(CELLS)
 
 check: $(VENV)/.dev ## lint, spelling and wording, types, import contracts, migrations, docs
 	$(BIN)/ruff check
