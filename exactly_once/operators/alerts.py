@@ -252,6 +252,7 @@ def _post(content: Mapping[str, Any], given: AlertOptions) -> None:
         with build_opener(_NoRedirect).open(request, timeout=given.TIMEOUT.total_seconds()) as answer:
             status = answer.status
     except HTTPError as error:
+        error.close()  # it is the answer, with its connection
         raise OSError(f"{masked(given.WEBHOOK_URL)} answered {error.code} {error.reason}") from error
     if status >= HTTPStatus.MULTIPLE_CHOICES:
         raise OSError(f"{masked(given.WEBHOOK_URL)} answered {status}")
