@@ -54,7 +54,7 @@ QUEUE_LENGTHS = """
     Info = fun() -> proplists:get_value(messages, rabbit_amqqueue:info(Queue, [messages])) end,
     Length = case amqqueue:get_type(Queue) of
         rabbit_quorum_queue ->
-            case ra:leader_query(amqqueue:get_pid(Queue), fun rabbit_fifo:query_messages_total/1) of
+            case ra:leader_query(amqqueue:get_pid(Queue), {rabbit_fifo, query_messages_total, []}) of
                 {ok, {_, Total}, _} -> Total;
                 _ -> Info()
             end;
