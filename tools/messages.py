@@ -60,7 +60,9 @@ def extracted(app: str, directory: Path) -> Path:
     )
     # The header of xgettext has the date.
     _, _, body = template.read_text(encoding="utf-8").partition("\n\n")
-    template.write_text(HEADER.format(language="") + body, encoding="utf-8")
+    # Newer releases of xgettext flag texts with `{}`, too, and the catalog is not to depend on the release.
+    entries = [entry.replace("#, python-brace-format\n", "") if "{}" in entry else entry for entry in body.split("\n\n")]
+    template.write_text(HEADER.format(language="") + "\n\n".join(entries), encoding="utf-8")
     return template
 
 
