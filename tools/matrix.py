@@ -33,8 +33,8 @@ VERSIONS = {
 }
 _NUMBER = re.compile(r"\d+\.\d+[\w.]*")
 _LAST_LINE = re.compile(r"^=+ (.* in [\d.]+s.*?) =+$", re.MULTILINE)
-_NETWORK = ("PIP_", "SSL_CERT", "REQUESTS_CA", "CURL_CA", "http_", "https_", "no_", "HTTP_", "HTTPS_", "NO_")
-"""Beginnings of the names of environment variables that are passed on."""
+_PASSED_ON = ("WORKERS", "PIP_", "SSL_CERT", "REQUESTS_CA", "CURL_CA", "http_", "https_", "no_", "HTTP_", "HTTPS_", "NO_")
+"""Beginnings of the names of environment variables: the number of workers, and what the network of this machine needs."""
 _NETWORK_FILES = ("etc/hosts", "etc/resolv.conf", "etc/pip.conf", "etc/ssl/certs/ca-certificates.crt")
 _ENTER = """
 mount -t proc proc "$0/proc"
@@ -69,7 +69,7 @@ def copy_files(directory: Path) -> None:
 
 def run(script: str, directory: Path, *, check: bool = True) -> str:
     """What a shell in /suite prints, which is shown as it comes. Its processes end with it."""
-    environment = {name: value for name, value in os.environ.items() if name.startswith(_NETWORK)}
+    environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
     with subprocess.Popen(
         ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-ec", _ENTER, str(directory), script],
         env={**environment, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"},
