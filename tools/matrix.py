@@ -49,7 +49,7 @@ class CellFailed(Exception):
 
 
 def make(release: str, packages: tuple[str, ...], directory: Path) -> None:
-    """As the settings of this machine's apt say, where they are about its network and the age of what it reads."""
+    """The release is read with the settings of this machine's apt for its network, and for the age of an archive."""
     settings = subprocess.run(["apt-config", "dump", "--no-empty"], check=True, stdout=subprocess.PIPE, text=True).stdout
     options = [f"--aptopt={line}" for line in settings.splitlines() if line.startswith(("Acquire::http", "Acquire::Check-"))]
     command = ["mmdebstrap", "--quiet", "--variant=apt", *options, f"--include={','.join(packages)}", release, str(directory)]
