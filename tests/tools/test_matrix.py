@@ -15,8 +15,6 @@ from tools import matrix
 CELLS = json.loads(matrix.RESULTS.read_text())
 PAGE = (ROOT / "docs" / "reference" / "upgrade-policy.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DEBIAN_12 = {"python": "3.11", "django": "5.2", "postgresql": "15", "rabbitmq": "3.10", "redis": "6.2"}
-"""All of the suite runs there, with the Redis of the Python package index."""
 COMPONENTS = {"python": "Python", "django": "Django", "postgresql": "PostgreSQL", "rabbitmq": "RabbitMQ", "redis": "Redis"}
 
 
@@ -26,7 +24,7 @@ def series(component, version):
 
 
 def run_with(component):
-    found = {series(component, versions[component]) for versions in (DEBIAN_12, *CELLS.values())}
+    found = {series(component, versions[component]) for versions in CELLS.values()}
     return sorted(found, key=lambda version: [int(part) for part in version.split(".")])
 
 
