@@ -469,7 +469,7 @@ def _decisions() -> None:
         written_at=now - 8 * MINUTE,
     )
     alerts = [
-        ("outbox", "topic_paused", "shop.coupon.granted", "The broker refuses the topic shop.coupon.granted: NO_ROUTE."),
+        ("outbox", "unroutable", "shop.coupon.granted", "Its messages cannot be delivered, and wait. NO_ROUTE."),
         ("inbox", "dead", "", "New dead letters within 15 min: 6. Retry, correct or skip them."),
         ("inbox", "no_consumer", PARCEL, "No consumer ran for the handler shipments.send_parcel."),
     ]
