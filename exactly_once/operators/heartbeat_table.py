@@ -240,23 +240,33 @@ class HeartbeatWriter:
 
 
 def lost(rows: Iterable[Any]) -> list[Any]:
-    """Of `HeartbeatTable.rows`, the silent processes that are neither replaced nor to be stopped, while others of them work.
+    """Of `HeartbeatTable.rows`, the processes that fell silent lately and are neither replaced nor to be stopped.
 
-    A process replaces one that ran on its host before, and no other handlers: a supervisor starts a killed process again where
-    it was, and one that starts elsewhere may be one more. If none works, that is reported instead.
+    Only while others of them work: if none does, that is reported instead. A process replaces one that ran no other handlers.
+    A supervisor starts a killed process again on its host, or soon elsewhere: each container has a host name of its own. One
+    that starts elsewhere later may be one more.
     """
     known = list(rows)
-    working = sorted((row for row in known if not row.silent), key=lambda row: row.started_at)
-    unused, found = [*working], []
-    silent = (row for row in known if row.silent and working and row.requested not in _ENDS)
-    for row in sorted(silent, key=lambda row: row.beat_at):
-        since, handlers = _last_known_at(row), _handlers(row)
-        later = (one for one in unused if one.host == row.host and one.started_at > since and handlers <= _handlers(one))
-        if (replacement := next(later, None)) is None:
-            found.append(row)
-        else:
-            unused.remove(replacement)
-    return found
+    unused = sorted((row for row in known if not row.silent), key=lambda row: row.started_at)
+    silent = [row for row in known if row.silent and unused and row.requested not in _ENDS and not _is_long_silent(row)]
+    silent.sort(key=lambda row: row.beat_at)
+    for is_elsewhere in (False, True):
+        for row in [*silent]:
+            replacement = next((one for one in unused if _replaces(one, row, is_elsewhere=is_elsewhere)), None)
+            if replacement is not None:
+                unused.remove(replacement)
+                silent.remove(row)
+    return silent
+
+
+def _is_long_silent(row: Any) -> bool:
+    return bool(row.beat_at < row.database_now - heartbeat.SILENCE_REPORTED_FOR)
+
+
+def _replaces(one: Any, silent: Any, *, is_elsewhere: bool) -> bool:
+    since = _last_known_at(silent)
+    in_time = since < one.started_at and (not is_elsewhere or one.started_at < since + heartbeat.REPLACED_WITHIN)
+    return in_time and (is_elsewhere or one.host == silent.host) and _handlers(silent) <= _handlers(one)
 
 
 def is_ahead(row: Any) -> bool:

@@ -31,6 +31,10 @@ STOPPED_SHOWN_FOR = timedelta(hours=1)
 """How long a process that has stopped in an orderly way is still shown."""
 SILENT_AFTER = timedelta(seconds=15)
 """A process that has not written for this long is shown as silent: it was killed, is frozen or cannot reach its database."""
+SILENCE_REPORTED_FOR = timedelta(hours=1)
+"""How long a silent process is reported while others work. By then the broker has given its deliveries to them."""
+REPLACED_WITHIN = timedelta(minutes=10)
+"""Kubernetes starts the pods of a lost node elsewhere after six minutes."""
 _VERSION_LENGTH = 32
 _RATE_SECONDS = 10.0
 """A rate is an average over this time; the rate of an idle process falls to 0 within it."""

@@ -409,8 +409,8 @@ def test_waiting_relay_paused_topic_paused_handler_and_overdue_message_are_repor
 
 def test_what_hangs_is_silent_fails_and_cannot_be_delivered_is_said_once_where_it_can_be_acted_on():
     a_relay(host="relay-1", silent_for=timedelta(minutes=12))
-    called = {"what": "shop.receipt_sent", "message": "", "messages": 1, "thread": "callbacks-1", "began": 0.0}
-    a_relay(host="relay-2", running_for=timedelta(minutes=12), running=[called])
+    called = {"what": "shop.receipt_sent", "message": "", "messages": 1, "thread": "callbacks-1", "began": 48 * 60.0}
+    a_relay(host="relay-2", running_for=timedelta(hours=1), running=[called])
     run = {"what": CHARGE, "message": "m-1", "messages": 1, "thread": "worker-1", "began": 0.0}
     a_consumer(running_for=timedelta(minutes=12), running=3 * [run], threads={CHARGE: 3}, queued={CHARGE: 97_000})
     statistics("inbox", "shop.mail", failed=9, handled=1)

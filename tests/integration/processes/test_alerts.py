@@ -171,6 +171,33 @@ class TestConditions:
         a_consumer(host="host-1", pid=13, running_for=timedelta(minutes=1))
         assert evaluated() == evaluated("inbox") == set()
 
+    def test_pod_that_is_killed_is_replaced_by_one_of_another_name_that_is_started_within_minutes(self):
+        a_consumer(host="shop-5c9f-aaaaa", silent_for=timedelta(minutes=12))
+        a_consumer(host="shop-5c9f-bbbbb", silent_for=timedelta(minutes=11))
+        a_consumer(host="shop-5c9f-ccccc")
+        assert {name for _, name in evaluated("inbox")} == {"shop-5c9f-aaaaa:4712", "shop-5c9f-bbbbb:4712"}
+
+        a_consumer(host="shop-5c9f-ddddd", running_for=timedelta(minutes=9))
+        assert evaluated("inbox") == {("silent", "shop-5c9f-bbbbb:4712")}
+
+        a_consumer(host="shop-5c9f-bbbbb", pid=12, running_for=timedelta(minutes=8))
+        a_consumer(host="shop-5c9f-eeeee", running_for=timedelta(minutes=8))
+        assert evaluated("inbox") == set()
+
+    def test_process_that_restarts_on_its_host_replaces_no_other_one(self):
+        a_relay(host="host-1", silent_for=timedelta(minutes=9))
+        a_relay(host="host-2", silent_for=timedelta(minutes=8))
+        a_relay(host="host-2", pid=12, running_for=timedelta(minutes=7))
+        assert evaluated() == {("silent", "host-1:4711")}
+
+    def test_process_that_is_never_replaced_is_raised_for_an_hour(self):
+        gone = a_relay(host="shop-5c9f-aaaaa", silent_for=timedelta(minutes=59))
+        a_relay(host="shop-5c9f-bbbbb")
+        assert evaluated() == {("silent", "shop-5c9f-aaaaa:4711")}
+
+        fall_silent(timedelta(minutes=61), pk=gone.id)
+        assert evaluated() == set()
+
     @pytest.mark.parametrize("request_", [Request.STOP, Request.DRAIN])
     def test_silent_process_that_an_operator_wants_to_end_is_not_raised(self, request_):
         frozen = a_relay(host="host-1", silent_for=timedelta(minutes=12))
