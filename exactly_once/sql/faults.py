@@ -36,7 +36,8 @@ _OUTAGE = re.compile(rf"{_LOST_SESSION.pattern}|{_READ_ONLY}|{_RESOURCES}|{_SYST
 """Also: completion unknown, operator intervention, the server's files, a foreign server that cannot be reached."""
 _OUTAGE_OF_SQLITE = re.compile(r"SQLITE_(FULL|IOERR|CANTOPEN|READONLY|NOMEM|PROTOCOL)")
 _LIMIT_OF_A_VALUE = "54"
-_LIMIT_OF_A_SETTING = "53400"
+_LIMITS_OF_A_STATEMENT = {"53200", "53400"}
+"""Memory, the table of locks, and settings such as temp_file_limit."""
 _SCHEMA_DIFFERS = re.compile(r"23502|NOT NULL constraint failed.*")  # this version does not write the column
 UNDEFINED_TABLE = "42P01"
 _REMEDIES = (
@@ -96,10 +97,10 @@ def is_lost(error: BaseException) -> bool:
 
 
 def is_outage_of_its_server(error: BaseException) -> bool:
-    """Is its server unavailable, or without disk, memory or connections? Not if a statement exceeds the limit of a setting."""
+    """Is its server unavailable, or without disk or connections? Not if the statement needs too much memory or many locks."""
     if not isinstance(error, OperationalError | InterfaceError):
         return False
-    return is_outage(error) and sqlstate_of(error) != _LIMIT_OF_A_SETTING
+    return is_outage(error) and sqlstate_of(error) not in _LIMITS_OF_A_STATEMENT
 
 
 def alias_of(error: BaseException) -> str:

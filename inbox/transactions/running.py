@@ -157,8 +157,8 @@ def _why_unfit(error: Exception, alias: str, *, is_new: bool, reruns: bool) -> s
 def outage_in(error: BaseException, alias: str) -> DatabaseUnavailable | None:
     """The outage, if the error of a handler only says that a database does not answer, or has no free id for what it publishes.
 
-    A database beside the handler's own is unavailable, too, if it answers and has no disk or memory left: there the inbox does
-    not find out by itself. A session that is lost while its server answers may have been ended by the handler's own statement.
+    A database beside the handler's own is unavailable, too, if it answers and has no disk left: there the inbox does not find
+    out by itself. A session that is lost while its server answers may have been ended by the handler's own statement.
     """
     if is_number_taken(error) or (is_lost(error) and not dialect.is_reachable(alias)):
         return DatabaseUnavailable(describe(error))

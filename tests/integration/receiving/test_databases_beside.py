@@ -109,6 +109,7 @@ def raises(sqlstate):
         pytest.param("SET statement_timeout = 1; SELECT pg_sleep(10)", id="statement_timeout"),
         pytest.param("SELECT pg_terminate_backend(pg_backend_pid())", id="its own session ended"),
         pytest.param(raises("53400"), id="limit of a setting"),
+        pytest.param(raises("53200"), id="out of memory or locks"),
         pytest.param("SELECT 1/0", id="values"),
         pytest.param("SELECT * FROM missing", id="missing table"),
     ],
