@@ -163,7 +163,10 @@ def outage_in(error: BaseException, alias: str) -> DatabaseUnavailable | None:
     if is_number_taken(error) or (is_lost(error) and not dialect.is_reachable(alias)):
         return DatabaseUnavailable(describe(error))
     beside = alias_of(error) if is_outage_of_its_server(error) else ""
-    if beside in {"", alias} or connections[beside].in_atomic_block or (is_lost(error) and dialect.is_reachable(beside)):
+    # An alias may be that of a tenant, and known only while its handler runs.
+    if beside == alias or beside not in connections or connections[beside].in_atomic_block:
+        return None
+    if is_lost(error) and dialect.is_reachable(beside):
         return None
     return DatabaseUnavailable(describe(error), remedy(error, beside), beside=beside)
 

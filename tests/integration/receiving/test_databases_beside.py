@@ -19,7 +19,7 @@ from inbox.operators import accounting
 from inbox.operators.processes import consumers
 from inbox.outcome import Outcome
 from inbox.states import State
-from tests.support.aliases import unresolvable
+from tests.support.aliases import an_alias, unresolvable
 from tests.support.deliveries import TOPIC, an_envelope, deliver, effects, options, stored_due, the_effect, the_row
 from tests.support.waiting import wait_until
 from tests.support.workers import broker_options, consuming, declare, send_all
@@ -118,3 +118,14 @@ def test_error_that_a_handler_provokes_on_another_database_counts(handles, sql):
     handler = handles(lambda message: asks_other(message, sql))
     assert deliver(handler, given=ONCE) is Outcome.DEAD
     assert (the_row().attempts, effects()) == (1, 0)
+
+
+@pytest.mark.parametrize("given", [{}, {"lease": Lease(duration=timedelta(minutes=1))}], ids=["transaction", "lease"])
+def test_outage_of_an_alias_that_exists_only_during_the_run_counts_and_is_stored_as_it_was_raised(handles, given):
+    def asks_a_tenant(message):
+        # Not by ensure_connection(), which a test case forbids for an alias that it does not know.
+        with an_alias("tenant", HOST="database.invalid"), connections["tenant"].wrap_database_errors:
+            connections["tenant"].connect()
+
+    assert deliver(handles(asks_a_tenant, **given), given=ONCE) is Outcome.DEAD
+    assert the_row().last_error.startswith("OperationalError: ")
