@@ -304,6 +304,8 @@ class Runner:
     def _ready_beside(self, handler: Handler) -> list[str]:
         """The other handlers of its database that may run a stored message now."""
         others = [one for one in self._handlers() if one.using == handler.using and not one.pulled and one.name != handler.name]
+        if self.outages.beside:
+            others = [one for one in others if not self.outages.is_paused(one.name)]
         return [one.name for one in others if slots_of(one).is_free and not _wait_for_token(one)]
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:

@@ -14,6 +14,7 @@ from exactly_once.operators.minutes import database_time
 from inbox import Lease
 from inbox.admin.overview import _attention
 from inbox.consumer.heartbeat import Heartbeats
+from inbox.consumer.runner import Runner
 from inbox.models import InboxMessage
 from inbox.operators import accounting
 from inbox.operators.processes import consumers
@@ -80,6 +81,17 @@ def test_handler_continues_when_the_other_database_is_available_again(handles, r
         wait_until(lambda: effects() == 8)
         wait_until(lambda: "is available again" in caplog.text)
         assert consumer.activity().waits == []
+
+
+def test_messages_of_a_handler_that_waits_keep_no_other_handler_from_running_its_own_one_after_another(handles):
+    waits, other = handles(asks_other, topic=ELSEWHERE), handles(the_effect)
+    stored_due(waits, an_envelope(topic=ELSEWHERE, biz_id="waits"))
+    for biz_id in ("a", "b", "c"):
+        stored_due(other, an_envelope(biz_id=biz_id))
+    runner = Runner(ONCE, handlers=lambda: [waits, other])
+    with unresolvable("other"):
+        connections["other"].close()
+        assert [runner.turn() for _ in range(2)] in ([0, 3], [3, 0])
 
 
 def test_run_under_a_lease_counts_no_attempt_and_names_the_database(handles):
