@@ -272,7 +272,6 @@ class Runner:
             if not error.beside:
                 raise
             self.outages.pause_handler(handler.name, error)
-            make_refunds(handler.using)
             return 0
         finally:
             slots.leave()

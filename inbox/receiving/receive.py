@@ -256,9 +256,11 @@ def run(policy: Policy, arrivals: Sequence[Arrival], successor: Successor | None
     try:
         # A handler that loses its session at every run is rerun once in the first attempt, never in later ones.
         run_with_reruns(handler.using, once, reruns=single and policy.attempt == attempt == 1)
-    except DatabaseUnavailable:
+    except DatabaseUnavailable as outage:
         if stored is not None:
             refund_later(handler.using, claims.give_back, stored)
+            if outage.beside:  # its own database is available
+                make_refunds(handler.using)
         raise
     except (ConcurrentDuplicate, KeyBusy):
         if single:

@@ -6,13 +6,16 @@ import pytest
 from celery import Celery, states
 from django.db import connections
 
+from exactly_once.process.clock import utcnow
 from exactly_once.wire.retry import Pause
 from inbox.celery import IdempotentTask, receiving, sending
+from inbox.models import InboxMessage
 from tests.integration.celery.apps import close
 from tests.integration.celery.handling.conftest import INBOX
 from tests.integration.celery.handling.tracing import deliver
+from tests.support.aliases import unresolvable
 
-pytestmark = [pytest.mark.django_db(transaction=True)]
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
 FIRST = INBOX["RETRY_BASE"].total_seconds()
 LONGEST = 300.0
@@ -49,8 +52,22 @@ def task_of_the_peer(peer, settings):
     close(app)
 
 
+def asks_another_database(order_id):
+    connections["other"].ensure_connection()
+
+
 def headers_of_ours(message):
     return {name: value for name, value in message.headers.items() if name.startswith("inbox_")}
+
+
+def test_stored_task_that_another_database_has_stopped_can_be_run_by_any_process(a_task, sent):
+    with unresolvable("other"):
+        connections["other"].close()
+        state, _ = deliver(a_task(asks_another_database), "o-1", task_id="t-1", redelivered=True)
+
+    assert (state, len(sent())) == (states.IGNORED, 1)
+    row = InboxMessage.objects.get()
+    assert (row.attempts, row.next_attempt_at <= utcnow()) == (0, True)
 
 
 def test_each_further_copy_of_a_task_comes_later_up_to_five_minutes(a_task, sent, unavailable_database):
