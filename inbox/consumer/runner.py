@@ -203,7 +203,8 @@ class Runner:
             done += now
             if now:
                 continue
-            wait = _LONGEST_WAIT_SECONDS if self._try_at or self.outages.waits else self._wait_for_tokens()
+            is_waiting = self._try_at or any(map(self.outages.is_paused, [*self.outages.beside]))
+            wait = _LONGEST_WAIT_SECONDS if is_waiting else self._wait_for_tokens()
             if wait is None:
                 break
             stop.wait(wait)

@@ -11,6 +11,8 @@ from django.db import connections
 
 from exactly_once.cli.parts import process_table
 from exactly_once.operators.minutes import database_time
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import StopRequest
 from inbox import Lease
 from inbox.admin.overview import _attention
 from inbox.consumer.heartbeat import Heartbeats
@@ -92,6 +94,20 @@ def test_messages_of_a_handler_that_waits_keep_no_other_handler_from_running_its
     with unresolvable("other"):
         connections["other"].close()
         assert [runner.turn() for _ in range(2)] in ([0, 3], [3, 0])
+
+
+def test_drain_ends_if_another_process_has_run_what_waited_for_the_other_database(handles):
+    waits = handles(asks_other)
+    stored_due(waits)
+    runner = Runner(ONCE, handlers=lambda: [waits])
+    with unresolvable("other"):
+        connections["other"].close()
+        runner.turn()
+    assert Runner(ONCE, handlers=lambda: [waits]).turn() == 1
+
+    began_at = monotonic()
+    assert runner.drain(StopRequest()) == 0
+    assert monotonic() - began_at < 30
 
 
 def test_run_under_a_lease_counts_no_attempt_and_names_the_database(handles):
