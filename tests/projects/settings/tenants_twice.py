@@ -1,0 +1,8 @@
+"""A schema for each tenant (django-tenants), with the apps in both"""
+
+from tests.projects.settings.tenants import *  # noqa: F403
+from tests.projects.settings.tenants import INSTALLED_APPS
+
+TENANT_APPS = INSTALLED_APPS[2:]
+
+refused = "exactly_once.E005"
