@@ -30,7 +30,7 @@ INSTALLED_APPS = [
     "exactly_once",
     "outbox",
     "inbox",
-    "inbox.joins",
+    "inbox.contrib.joins",
     "demo_shop",
     "demo_shop.orders",
     "demo_shop.payments",

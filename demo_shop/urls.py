@@ -2,7 +2,7 @@ from django.contrib import admin
 from django.urls import path
 
 from demo_shop.payments.services import is_signed
-from outbox.incoming_webhooks import WebhookView
+from outbox.contrib.incoming_webhooks import WebhookView
 
 urlpatterns = [
     path("admin/", admin.site.urls),

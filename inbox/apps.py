@@ -17,10 +17,10 @@ class InboxConfig(AppConfig):
         super().import_models()
 
     def ready(self) -> None:
-        from exactly_once.cli.parts import register_part
-        from exactly_once.operators.alerts import register_conditions
-        from exactly_once.operators.heartbeat_table import register_process_kind
-        from exactly_once.operators.trail import register
+        from exactly_once.console.cli.parts import register_part
+        from exactly_once.console.operators.alerts import register_conditions
+        from exactly_once.console.operators.trail import register
+        from exactly_once.upkeep.heartbeat_table import register_process_kind
         from inbox import checks  # noqa: F401 - importing it registers the checks
         from inbox.migrations._partitions import LAYOUT
         from inbox.models import InboxMessage

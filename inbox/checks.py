@@ -11,12 +11,12 @@ from django.core.checks import CheckMessage, Error, Info, Tags, Warning, registe
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
-from exactly_once.broker import LOCAL_BROKER, SEVERAL_HINT, is_local, speaks_amqp, why_unusable
 from exactly_once.checks import check_with, warnings_of_history, warnings_of_partitions, warnings_of_settings
-from exactly_once.masking import masked
-from exactly_once.redactors import why_not_called
-from exactly_once.settings import InvalidOptions
+from exactly_once.conf.masking import masked
+from exactly_once.conf.redactors import why_not_called
+from exactly_once.conf.settings import InvalidOptions
 from exactly_once.sql.connections import with_table
+from exactly_once.transport.broker import LOCAL_BROKER, SEVERAL_HINT, is_local, speaks_amqp, why_unusable
 from inbox.conf import IN_THE_DATABASE, InboxOptions, has_outbox, inbox_options, outbox_keeps_history
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler

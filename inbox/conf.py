@@ -12,12 +12,12 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import router
 
-from exactly_once import settings as options
-from exactly_once.app_options import AppOptions
-from exactly_once.broker import LOCAL_BROKER, why_no_exchange
-from exactly_once.masking import kind, masked, quoted, why_unreadable
-from exactly_once.redactors import load
+from exactly_once.conf import settings as options
+from exactly_once.conf.app_options import AppOptions
+from exactly_once.conf.masking import kind, masked, quoted, why_unreadable
+from exactly_once.conf.redactors import load
 from exactly_once.sql.labels import label_of
+from exactly_once.transport.broker import LOCAL_BROKER, why_no_exchange
 from exactly_once.wire.body import BODY_LIMIT_BYTES
 from exactly_once.wire.retry import RetryPolicy
 from exactly_once.wire.text import why_unfit

@@ -16,7 +16,16 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder
 from exactly_once.sql.faults import is_about_values
 from exactly_once.sql.schema import is_missing
-from exactly_once.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
+from exactly_once.transport.interface import (
+    CONFIRMED,
+    Capabilities,
+    Companion,
+    OutgoingMessage,
+    PublishOutcome,
+    Sent,
+    Transport,
+    Verdict,
+)
 from exactly_once.wire.text import describe
 from inbox.conf import inbox_options, outbox_keeps_history
 from inbox.consumer.heartbeat import RunnerHeartbeats
@@ -30,7 +39,7 @@ from inbox.operators.operations import executor
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read_body
 from inbox.store import starts
-from inbox.store.rows import ConcurrentDuplicate
+from inbox.store.message_rows import ConcurrentDuplicate
 from inbox.transactions.running import Arrival, DatabaseUnavailable
 
 logger = logging.getLogger(__name__)

@@ -186,7 +186,7 @@ def draft_of(function: str, topic: str, payload: Any, options: Mapping[str, Any]
 
 
 def request(topic: str, payload: Any, *, using: str | None = None, **options: Unpack[PublishOptions]) -> PublishedMessage:
-    """Publish a message that is answered by another one, for a handler of `inbox.joins.correlated`.
+    """Publish a message that is answered by another one, for a handler of `inbox.contrib.joins.correlated`.
 
     The request begins a chain of its own: its correlation id is its message id, whatever message is being handled now. The
     answer has the same correlation id, see Correlation Identifier in "Enterprise Integration Patterns". The handler of the

@@ -17,11 +17,11 @@ class OutboxConfig(AppConfig):
         super().import_models()
 
     def ready(self) -> None:
-        from exactly_once.cli.parts import register_part
-        from exactly_once.operators import dry_run as publishing
-        from exactly_once.operators.alerts import register_conditions
-        from exactly_once.operators.heartbeat_table import register_process_kind
-        from exactly_once.operators.trail import register
+        from exactly_once.console.cli.parts import register_part
+        from exactly_once.console.operators import dry_run as publishing
+        from exactly_once.console.operators.alerts import register_conditions
+        from exactly_once.console.operators.trail import register
+        from exactly_once.upkeep.heartbeat_table import register_process_kind
         from outbox import checks  # noqa: F401 - registers itself
         from outbox.migrations._partitions import LAYOUT
         from outbox.models import OutboxMessage

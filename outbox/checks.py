@@ -11,11 +11,11 @@ from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.utils.module_loading import module_has_submodule
 
-from exactly_once.broker import SEVERAL_HINT, BrokerConnection, is_local, scheme_of, speaks_amqp, why_unusable
 from exactly_once.checks import check_with, warnings_of_history, warnings_of_partitions, warnings_of_settings
-from exactly_once.masking import masked
-from exactly_once.redactors import why_not_called
-from exactly_once.settings import InvalidOptions
+from exactly_once.conf.masking import masked
+from exactly_once.conf.redactors import why_not_called
+from exactly_once.conf.settings import InvalidOptions
+from exactly_once.transport.broker import SEVERAL_HINT, BrokerConnection, is_local, scheme_of, speaks_amqp, why_unusable
 from exactly_once.wire.text import describe
 from outbox.commit_hooks import hooked_calls
 from outbox.conf import OutboxOptions, outbox_options

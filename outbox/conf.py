@@ -10,11 +10,11 @@ from typing import Any
 from django.conf import settings
 from django.db import connections
 
-from exactly_once import settings as options
-from exactly_once.app_options import AppOptions
-from exactly_once.broker import LOCAL_BROKER, why_no_exchange
-from exactly_once.masking import quoted
-from exactly_once.redactors import load
+from exactly_once.conf import settings as options
+from exactly_once.conf.app_options import AppOptions
+from exactly_once.conf.masking import quoted
+from exactly_once.conf.redactors import load
+from exactly_once.transport.broker import LOCAL_BROKER, why_no_exchange
 from exactly_once.wire.retry import RetryPolicy
 from outbox.topic_options import TopicOptions, matching, merged, require_patterns
 

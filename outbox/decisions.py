@@ -22,8 +22,8 @@ from exactly_once.wire.text import why_unfit
 from outbox.api import due
 from outbox.errors import InvalidMessage, UnknownMessage
 from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE, RESTORE
-from outbox.store import deciding
-from outbox.store.deciding import DELETED, LOCKED, WHY, why
+from outbox.store import decision_rows
+from outbox.store.decision_rows import DELETED, LOCKED, WHY, why
 from outbox.store.dialect import database_of
 from outbox.store.restoring import restored_by_default
 from outbox.store.selecting import find
@@ -228,7 +228,7 @@ def decide(
     alias = database_of(using)
     with transaction.atomic(using=alias):
         found = find(alias, which, everywhere=transition is RESTORE)
-        decided = deciding.decide(
+        decided = decision_rows.decide(
             alias, transition, [*found], which=which, sources=states, reason=reason, due=due, overdue=overdue
         )
         locked = [position for position, left in decided.left.items() if left == LOCKED]

@@ -14,7 +14,7 @@ from exactly_once.wire.text import NAME_LENGTH, why_no_topic
 from outbox import doorbell
 from outbox.errors import InvalidMessage
 from outbox.models import PausedTopic
-from outbox.store import pausing
+from outbox.store import paused_topics
 from outbox.store.dialect import database_of
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def pause(topic: str, *, reason: str = "", by: str = "", using: str | None = Non
     by = (by or process_name())[:NAME_LENGTH]
     alias = database_of(using)
     with transaction.atomic(using=alias):
-        found = pausing.pause_topic(alias, topic, by, reason)
+        found = paused_topics.pause_topic(alias, topic, by, reason)
         _after_commit(alias, partial(logger.warning, _PAUSED, topic, by, f": {reason}" if reason else ""))
     return _state(found)
 
@@ -77,7 +77,7 @@ def resume(topic: str, *, by: str = "", using: str | None = None) -> TopicState:
     _check(topic)
     alias = database_of(using)
     with transaction.atomic(using=alias):
-        found = pausing.resume_topic(alias, topic)
+        found = paused_topics.resume_topic(alias, topic)
         if found and not found.is_resuming:
             _after_commit(alias, partial(logger.warning, _RESUMED, topic, by or process_name()))
             doorbell.ring_after_commit(alias)

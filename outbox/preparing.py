@@ -25,7 +25,7 @@ from outbox.conf import outbox_options
 from outbox.decisions import Decision, Outcome, decide, said
 from outbox.errors import AlreadyDecided, NoChecker, PreparedInsideTransaction
 from outbox.states import COMMIT, ROLL_BACK, UNDECIDED, State
-from outbox.store import preparing, writing
+from outbox.store import prepared_rows, writing
 from outbox.store.dialect import database_of
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,10 @@ class PreparedMessage:
             AlreadyDecided: it was rolled back before, by its checker, an operator or your code.
         """
         decision = self._decide(COMMIT, Outcome.COMMITTED, said("commit", by))
-        if not decision and (state := decision.state or preparing.state_of(self._using, self.id)) in {State.ROLLED_BACK, ""}:
+        if not decision and (state := decision.state or prepared_rows.state_of(self._using, self.id)) in {
+            State.ROLLED_BACK,
+            "",
+        }:
             raise AlreadyDecided(self.id, "committed", state)
         return decision
 
@@ -106,7 +109,7 @@ class PreparedMessage:
         """
         decision = self._decide(ROLL_BACK, Outcome.ROLLED_BACK, said("rollback", by))
         same = {State.ROLLED_BACK, *UNDECIDED}
-        if not decision and (state := decision.state or preparing.state_of(self._using, self.id)) not in same:
+        if not decision and (state := decision.state or prepared_rows.state_of(self._using, self.id)) not in same:
             raise AlreadyDecided(self.id, "rolled back", state)
         return decision
 
@@ -127,7 +130,7 @@ class PreparedMessage:
             self.commit()
             return
         try:
-            preparing.make_check_due(self._using, self._position)
+            prepared_rows.make_check_due(self._using, self._position)
         except (DatabaseError, InterfaceError) as unavailable:
             # The caller must get the exception of the block. The check then happens at its regular time.
             logger.info(

@@ -7,10 +7,10 @@ from datetime import timedelta
 from functools import cached_property, lru_cache
 from typing import Any
 
-from exactly_once import settings as options
-from exactly_once.broker import why_no_exchange
-from exactly_once.masking import kind, quoted
-from exactly_once.redactors import load
+from exactly_once.conf import settings as options
+from exactly_once.conf.masking import kind, quoted
+from exactly_once.conf.redactors import load
+from exactly_once.transport.broker import why_no_exchange
 from exactly_once.wire.retry import RetryPolicy
 from exactly_once.wire.text import matches, why_no_topic
 

@@ -60,8 +60,8 @@ INSTALLED_APPS = [
     "exactly_once",
     "outbox",
     "inbox",
-    "inbox.joins",
-    "inbox.outgoing_webhooks",
+    "inbox.contrib.joins",
+    "inbox.contrib.outgoing_webhooks",
     "tests.support.apps.effects",
 ]
 MIDDLEWARE = [

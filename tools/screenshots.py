@@ -47,7 +47,7 @@ class Picture:
 def pictures() -> Iterator[Picture]:
     from django.urls import reverse  # noqa: PLC0415 - Django is set up by `main`
 
-    from exactly_once.admin.failures import group_url  # noqa: PLC0415
+    from exactly_once.console.admin.failure_groups import group_url  # noqa: PLC0415
     from exactly_once.models import Operation  # noqa: PLC0415
     from inbox.models import InboxMessage  # noqa: PLC0415
     from tests.support.shop_day import TIMEOUT  # noqa: PLC0415

@@ -23,7 +23,7 @@ SILENCE_SECONDS = 30.0
 
 def main() -> None:
     from exactly_once.process.clock import monotonic  # noqa: PLC0415
-    from exactly_once.transport import OutgoingMessage, PublishOutcome  # noqa: PLC0415
+    from exactly_once.transport.interface import OutgoingMessage, PublishOutcome  # noqa: PLC0415
     from outbox.conf import outbox_options  # noqa: PLC0415 - needs Django
     from outbox.transports import open_transport  # noqa: PLC0415
 

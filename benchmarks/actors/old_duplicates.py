@@ -21,7 +21,7 @@ def main(days: int, duplicates: int, threads: int) -> None:
     from inbox.states import State  # noqa: PLC0415
     from inbox.store import receipts  # noqa: PLC0415
     from inbox.store.duplicates import count_duplicate  # noqa: PLC0415
-    from inbox.store.rows import NewRow  # noqa: PLC0415
+    from inbox.store.message_rows import NewRow  # noqa: PLC0415
 
     rows, last = [], day_of("default")
     for ago in range(days):

@@ -93,7 +93,7 @@ def transport(envelopes: Sequence[Envelope], *, lanes: int) -> Timed:
 def _lane(envelopes: Sequence[Envelope], ready: threading.Barrier) -> tuple[float, float]:
     """When it began and ended, after its first batch."""
     from exactly_once.process.clock import monotonic  # noqa: PLC0415
-    from exactly_once.transport import OutgoingMessage, PublishOutcome, Sent  # noqa: PLC0415
+    from exactly_once.transport.interface import OutgoingMessage, PublishOutcome, Sent  # noqa: PLC0415
     from outbox.conf import outbox_options  # noqa: PLC0415 - needs Django
     from outbox.transports import open_transport  # noqa: PLC0415
 

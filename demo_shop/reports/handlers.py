@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from demo_shop.reports.models import ReportLine
-from inbox.joins import Join, joined_handler
+from inbox.contrib.joins import Join, joined_handler
 
 
 @joined_handler(all_of=["payments.exported", "shipments.exported"], correlate="order", deadline=timedelta(hours=2))

@@ -31,7 +31,7 @@ class Provider:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         # The shop warns of each forged call. Here the audit counts them.
-        logging.getLogger("outbox.incoming_webhooks").setLevel(logging.ERROR)
+        logging.getLogger("outbox.contrib.incoming_webhooks").setLevel(logging.ERROR)
         self._paid: set[int] = set()
         manners: list[Callable[[Payment], None]] = [
             self._call_once,

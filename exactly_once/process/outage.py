@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from exactly_once.masking import masked
+from exactly_once.conf.masking import masked
 from exactly_once.metrics import OUTAGE_SECONDS, OUTAGES
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
@@ -131,7 +131,7 @@ def wait_for_broker(
 
     Args:
         setting: where `url` is from.
-        refused: the broker refuses the login, see `exactly_once.broker.is_refusal`.
+        refused: the broker refuses the login, see `exactly_once.transport.broker.is_refusal`.
         drain: the process ends when nothing is due, which it says while it waits.
     """
     drains = _DRAIN_WAITS if drain else ""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.heartbeat import one_line
-from exactly_once.process.running import stack_of
+from exactly_once.process.main_thread import stack_of
 
 _MOST = 50
 _STACK_AFTER_SECONDS = 60.0

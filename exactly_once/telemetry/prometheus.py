@@ -20,7 +20,7 @@ from django.utils.translation import gettext as _
 
 from exactly_once.metrics import Instrument, instruments
 from exactly_once.process.clock import monotonic
-from exactly_once.sql.reading import Reading
+from exactly_once.sql.probing import Reading
 from exactly_once.wire.text import describe
 
 if TYPE_CHECKING:

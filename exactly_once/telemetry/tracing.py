@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from exactly_once.broker import scheme_of, speaks_amqp
+from exactly_once.transport.broker import scheme_of, speaks_amqp
 from exactly_once.wire.context import current_cause
 
 otel: Any = None

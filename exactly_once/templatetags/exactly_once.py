@@ -3,7 +3,7 @@
 from django.template import Library
 from django.utils.safestring import SafeString
 
-from exactly_once import display
+from exactly_once.console import display
 
 
 def as_text(text: str) -> SafeString:

@@ -15,14 +15,14 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin import filters
-from exactly_once.admin.acting import counted
-from exactly_once.admin.columns import instant, shown, text
-from exactly_once.admin.failures import FailureFilter, failure_text
-from exactly_once.admin.messages import EXPORT, MessageAdmin
-from exactly_once.admin.sections import named
-from exactly_once.admin.trail import attempts
-from exactly_once.display import (
+from exactly_once.console.admin import filters
+from exactly_once.console.admin.acting import counted
+from exactly_once.console.admin.columns import instant, shown, text
+from exactly_once.console.admin.failure_groups import FailureFilter, failure_text
+from exactly_once.console.admin.messages import EXPORT, MessageAdmin
+from exactly_once.console.admin.sections import named
+from exactly_once.console.admin.trail import attempts
+from exactly_once.console.display import (
     NOTHING,
     Tone,
     age,
@@ -39,9 +39,9 @@ from exactly_once.display import (
     visible,
     warning,
 )
+from exactly_once.console.operators.actions import Action, OperatedMessages, permission, register_messages
+from exactly_once.console.operators.redaction import Redaction
 from exactly_once.failures import DEFERRED
-from exactly_once.operators.actions import Action, OperatedMessages, permission, register_messages
-from exactly_once.operators.redaction import Redaction
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.finding import newest
 from exactly_once.sql.now import DatabaseTime

@@ -9,7 +9,7 @@ from django.utils.html import format_html
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.sections import (
+from exactly_once.console.admin.sections import (
     Attention,
     Condition,
     Fact,
@@ -30,12 +30,12 @@ from exactly_once.admin.sections import (
     silent,
     waiting,
 )
-from exactly_once.display import duration, identifier, number, visible
-from exactly_once.management_api import QueueDepths
+from exactly_once.console.display import duration, identifier, number, visible
 from exactly_once.models import Busy, Process, TopicsAndHandlers
-from exactly_once.operators.minutes import database_time
 from exactly_once.sql.connections import with_table
 from exactly_once.sql.counts import Count
+from exactly_once.transport.management_api import QueueDepths
+from exactly_once.upkeep.minutes import database_time
 from exactly_once.wire.formats import CELERY_TOPICS
 from inbox.conf import inbox_options
 from inbox.consumer.topology import queues_of

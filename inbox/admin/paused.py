@@ -9,11 +9,11 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.acting import counted
-from exactly_once.admin.columns import shown
-from exactly_once.admin.paused import PausedAdmin, PauseForm
-from exactly_once.display import identifier, stacked
-from exactly_once.operators.actions import Action, Given
+from exactly_once.console.admin.acting import counted
+from exactly_once.console.admin.columns import shown
+from exactly_once.console.admin.paused import PausedAdmin, PauseForm
+from exactly_once.console.display import identifier, stacked
+from exactly_once.console.operators.actions import Action, Given
 from exactly_once.wire.text import NAME_LENGTH
 from inbox.errors import UnknownHandler
 from inbox.handlers.registry import registry

@@ -19,7 +19,11 @@ from typing import Any, NamedTuple, TypeVar
 import kombu
 from amqp.exceptions import ChannelError
 
-from exactly_once.broker import (
+from exactly_once.conf.masking import masked
+from exactly_once.process.clock import monotonic
+from exactly_once.process.loop import Bell, StopRequest, Watchdog
+from exactly_once.process.outage import Outage, wait_for_broker
+from exactly_once.transport.broker import (
     BROKER_FAILURES,
     BrokerConnection,
     connection_attempts,
@@ -29,10 +33,6 @@ from exactly_once.broker import (
     read_in_chunks,
     speaks_amqp,
 )
-from exactly_once.masking import masked
-from exactly_once.process.clock import monotonic
-from exactly_once.process.loop import Bell, StopRequest, Watchdog
-from exactly_once.process.outage import Outage, wait_for_broker
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.consumer.channels import Acks, answering_in_time, receiving_bodies_as_sent
@@ -43,7 +43,7 @@ from inbox.consumer.reception import Answers, Reception
 from inbox.consumer.runner import Runner
 from inbox.consumer.topology import Policies, Unusable, declare, queues_of, refuse_limits, refused_for_handler_only, why_left
 from inbox.handlers.handler import Handler
-from inbox.leases import heartbeat
+from inbox.leases import renewal
 from inbox.limits.shedder import shedder_of
 from inbox.outcome import Outcome
 
@@ -159,7 +159,7 @@ class Consumer:
             self._finish()
 
     def activity(self) -> Activity:
-        """For the heartbeat, from any thread."""
+        """For the renewal, from any thread."""
         receiving = {lane.handler.name for lane in self._usable}
         return Activity(
             handlers=[*(handler for handler in self._handlers if handler.name in receiving), *self._joins],
@@ -497,7 +497,7 @@ class Consumer:
     def _finish(self) -> None:
         """Let the workers finish their loads, answer the broker, and return the other deliveries to it."""
         logger.info("consumer: stopping. Running deliveries are finished first; send the signal again to end at once.")
-        heartbeat.announce_stop()
+        renewal.announce_stop()
         self._reception.close()
         self._pool.close()
         # From here on the queues may have no subscription.

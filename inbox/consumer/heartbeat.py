@@ -12,18 +12,18 @@ from functools import partial
 
 from django.db import connections
 
-from exactly_once.operators.heartbeat_table import HeartbeatWriter
 from exactly_once.process.clock import monotonic
 from exactly_once.process.heartbeat import AFTER_FAILURE_SECONDS, HEARTBEAT_SECONDS, ProcessIdentity, one_line
 from exactly_once.process.loop import StopRequest
-from exactly_once.process.running import beside
+from exactly_once.process.main_thread import beside
 from exactly_once.sql.connections import drop_unusable_connections
+from exactly_once.upkeep.heartbeat_table import HeartbeatWriter
 from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
-from inbox.leases import heartbeat as lease_heartbeat
+from inbox.leases import renewal as lease_heartbeat
 from inbox.operators.processes import consumers
-from inbox.store import statistics
+from inbox.store import minutes
 
 _SHUTDOWN_WAIT_SECONDS = 1.0
 
@@ -80,7 +80,7 @@ class Heartbeats:
         return beside(loops, self._end, seconds=_SHUTDOWN_WAIT_SECONDS)
 
     def _writer(self, alias: str) -> HeartbeatWriter:
-        tally = statistics.tally_from_now(alias)
+        tally = minutes.tally_from_now(alias)
         return HeartbeatWriter(consumers, alias, self._identity, tally, self._stop, self._started_at)
 
     def _send_to(self, alias: str, writer: HeartbeatWriter) -> None:
@@ -126,7 +126,7 @@ class RunnerHeartbeats:
 
     def drain(self, stop: StopRequest) -> int:
         """Write the statistics of the runs so far; return 0, because it makes no message ready."""
-        for alias, tally in statistics.tallies.items():
+        for alias, tally in minutes.tallies.items():
             if not tally.is_empty:
-                statistics.writer(alias).write()
+                minutes.writer(alias).write()
         return 0

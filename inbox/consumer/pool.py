@@ -16,7 +16,7 @@ from typing import Any
 from django.db import connections
 
 from exactly_once.process.clock import monotonic
-from exactly_once.process.running import stack_of
+from exactly_once.process.main_thread import stack_of
 from inbox.consumer.lanes import Delivery, Lane, Unanswered
 from inbox.consumer.reception import Reception
 from inbox.consumer.runner import Runner

@@ -29,9 +29,9 @@ from inbox.receiving.outcomes import failure_of, store_failure
 from inbox.receiving.parking import park
 from inbox.receiving.reading import Unidentifiable, message_of, read, read_unread
 from inbox.receiving.receive import receive
-from inbox.store import statistics
+from inbox.store import minutes
 from inbox.store.dialect import TABLE
-from inbox.store.rows import ConcurrentDuplicate
+from inbox.store.message_rows import ConcurrentDuplicate
 from inbox.transactions.running import Arrival, DatabaseUnavailable
 
 logger = logging.getLogger(__name__)
@@ -341,7 +341,7 @@ def _time(part: Sequence[Delivery], outcomes: Sequence[Outcome]) -> None:
             envelope = one.arrival.envelope
             received.append((envelope.deliver_at or envelope.created_at, now - one.at, outcome is Outcome.HANDLED))
     if received:
-        statistics.time_received(handler.using, handler.name, received)
+        minutes.time_received(handler.using, handler.name, received)
 
 
 def envelope_of(message: kombu.Message) -> Envelope:

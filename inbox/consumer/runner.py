@@ -30,7 +30,7 @@ from inbox.receiving.outages import Outages, make_refunds, refund_later
 from inbox.receiving.outcomes import announce_abandoned
 from inbox.receiving.receive import claim_next, run_stored
 from inbox.store import claims, due, ordering, starts
-from inbox.store.rows import OrderedKey, Successor
+from inbox.store.message_rows import OrderedKey, Successor
 from inbox.transactions.running import DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)

@@ -7,13 +7,13 @@ from functools import partial
 
 from django.core.exceptions import ImproperlyConfigured
 
-from exactly_once.broker import is_local, why_unusable
-from exactly_once.masking import masked
-from exactly_once.operators.alerts import alerting
+from exactly_once.conf.masking import masked
+from exactly_once.console.operators.alerts import alerting
 from exactly_once.process.loop import StopRequest, Watchdog
-from exactly_once.process.running import beside
+from exactly_once.process.main_thread import beside
 from exactly_once.sql.connections import leave_pools
-from exactly_once.transport import Companion
+from exactly_once.transport.broker import is_local, why_unusable
+from exactly_once.transport.interface import Companion
 from inbox.conf import inbox_options
 from inbox.consumer.consumer import Consumer
 from inbox.consumer.heartbeat import Heartbeats, activity_of
@@ -21,7 +21,7 @@ from inbox.consumer.pool import Pool
 from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
-from inbox.leases import heartbeat
+from inbox.leases import renewal
 from inbox.limits.slots import limited_by_default
 from inbox.operators.housekeeping import housekeepers
 from inbox.operators.operations import executor
@@ -104,7 +104,7 @@ def run_on_threads(runner: Runner, size: int, stop: StopRequest, watchdog: Watch
         pool.refuse_if_ended()
         pool.report_overdue(limit)
         stop.wait(_WATCHDOG_INTERVAL_SECONDS)
-    heartbeat.announce_stop()
+    renewal.announce_stop()
     pool.close()
     while pool.alive:
         watchdog.beat()

@@ -18,10 +18,10 @@ import kombu
 from amqp import spec
 from amqp.exceptions import AccessRefused, InvalidCommand, NotFound, PreconditionFailed, ResourceLocked
 
-from exactly_once import broker
-from exactly_once.broker import EXCHANGE_TYPE, speaks_amqp
-from exactly_once.management_api import default_url, read_list
-from exactly_once.masking import masked
+from exactly_once.conf.masking import masked
+from exactly_once.transport import broker
+from exactly_once.transport.broker import EXCHANGE_TYPE, speaks_amqp
+from exactly_once.transport.management_api import default_url, read_list
 from exactly_once.wire.envelope import ORDERING_KEY_HEADER
 from exactly_once.wire.text import describe, fit
 from inbox.conf import InboxOptions

@@ -41,12 +41,12 @@ class Handler:
         rate_limit: the maximum number of messages per second in all processes together; None: unlimited.
         concurrency: the maximum number of threads of one process that run it at a time; None: the default of the process.
         shed: which messages may be dropped when too many wait; None: no message.
-        all_of: the topics that it joins. Its messages are stored by `inbox.joins`, so it has no queue. (): it joins none.
+        all_of: the topics that it joins. They are stored by `inbox.contrib.joins`, so it has no queue. (): it joins none.
         collects_for: the join whose messages it stores, in READ COMMITTED transactions whatever the database's default;
             "": none.
         publishes: the topics that it is declared to publish.
         start_from: since when it gets the messages that were published before it existed.
-        pulled: its messages are stored, and clients of `inbox.http` claim them. No process calls the function.
+        pulled: its messages are stored, and clients of `inbox.contrib.http` claim them. No process calls the function.
     """
 
     name: str

@@ -24,8 +24,8 @@ from exactly_once.process.clock import monotonic
 from exactly_once.wire.retry import Pause
 from inbox.conf import IN_THE_DATABASE, InboxOptions
 from inbox.outcome import Outcome
-from inbox.store import leases
-from inbox.store.rows import Failure, NewRow
+from inbox.store import lease_rows
+from inbox.store.message_rows import Failure, NewRow
 from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
@@ -180,30 +180,30 @@ class DatabaseLeases:
             store=self, arrival=arrival, fence=granted.fence, attempt=granted.attempt, pk=granted.row, began_at=began_at
         )
         if granted.fence > 1:
-            lease.steps = committed(alias, leases.steps_of, granted.row)
+            lease.steps = committed(alias, lease_rows.steps_of, granted.row)
         return lease
 
-    def _grant(self, alias: str, arrival: Arrival, lasts: timedelta, tries: Iterator[int]) -> leases.Granted | None:
+    def _grant(self, alias: str, arrival: Arrival, lasts: timedelta, tries: Iterator[int]) -> lease_rows.Granted | None:
         stored, is_retry = arrival.stored, next(tries) > 0
         if stored is not None:
-            return leases.lease_stored(alias, stored, lasts, arrival.exclusive_key)
-        fresh = leases.lease_fresh(alias, arrival.row, lasts, self._duplicate_timeout)
-        return fresh or leases.lease_over(alias, arrival.row, lasts, is_retry=is_retry)
+            return lease_rows.lease_stored(alias, stored, lasts, arrival.exclusive_key)
+        fresh = lease_rows.lease_fresh(alias, arrival.row, lasts, self._duplicate_timeout)
+        return fresh or lease_rows.lease_over(alias, arrival.row, lasts, is_retry=is_retry)
 
     def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
-        return _committed(lease, leases.extend, by, stopping)
+        return _committed(lease, lease_rows.extend, by, stopping)
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
-        return _committed(lease, leases.remember, step, result)
+        return _committed(lease, lease_rows.remember, step, result)
 
     def consume(self, lease: Lease) -> bool:
-        return _committed(lease, leases.consume, lease.arrival.order)
+        return _committed(lease, lease_rows.consume, lease.arrival.order)
 
     def free(self, lease: Lease, failure: Failure) -> bool:
-        return _committed(lease, leases.free, failure, lease.arrival.leaves(failure))
+        return _committed(lease, lease_rows.free, failure, lease.arrival.leaves(failure))
 
     def forget(self, lease: Lease, step: str) -> None:
-        _committed(lease, leases.forget_begun, step)
+        _committed(lease, lease_rows.forget_begun, step)
 
     def leave(self, lease: Lease) -> None:
         """Its row stays running until the lease ends."""
@@ -223,7 +223,7 @@ def _committed(lease: Lease, write: Callable[..., T], *given: object) -> T:
 
 
 # Imported by name: its library is optional.
-_REDIS = "inbox.redis_leases.store.RedisLeases"
+_REDIS = "inbox.contrib.redis_leases.store.RedisLeases"
 _opened: dict[tuple[str, str, timedelta, timedelta], LeaseStore] = {}
 
 

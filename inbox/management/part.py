@@ -8,10 +8,10 @@ from typing import Any
 
 from django.utils.translation import gettext as _
 
-from exactly_once.broker import is_local
-from exactly_once.cli.parts import Check, Part
-from exactly_once.cli.terminal import BOLD, RED, YELLOW, Line, Table, age, sentence
+from exactly_once.console.cli.parts import Check, Part
+from exactly_once.console.cli.terminal import BOLD, RED, YELLOW, Line, Table, age, sentence
 from exactly_once.process.life_sign import LifeSign, life_signs
+from exactly_once.transport.broker import is_local
 from inbox.conf import inbox_options
 from inbox.handlers.options import past_in_words
 from inbox.handlers.registry import registry

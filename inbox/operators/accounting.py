@@ -11,7 +11,7 @@ from datetime import datetime
 from django.db import connections
 from django.db.models import Count, Min
 
-from exactly_once.operators.clock import Dated
+from exactly_once.console.operators.clock_ahead import Dated
 from exactly_once.sql import counts as counting
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import FIRST_DAY, LIVE

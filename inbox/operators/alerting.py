@@ -1,4 +1,4 @@
-"""The conditions that raise alerts of the inbox; see `exactly_once.operators.alerts`."""
+"""The conditions that raise alerts of the inbox; see `exactly_once.console.operators.alerts`."""
 
 from collections.abc import Collection, Iterator
 from datetime import timedelta
@@ -6,11 +6,11 @@ from typing import Any
 
 from django.db.models import Count
 
-from exactly_once.app_options import AlertOptions
-from exactly_once.display import duration
-from exactly_once.operators.alerts import Conditions, Key, failing, silent
-from exactly_once.operators.minutes import Minutes
+from exactly_once.conf.app_options import AlertOptions
+from exactly_once.console.display import duration
+from exactly_once.console.operators.alerts import Conditions, Key, failing, silent
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep.minutes import Minutes
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler

@@ -6,8 +6,8 @@ from typing import Any
 from django.db.models import QuerySet
 from django.utils.translation import gettext as _
 
-from exactly_once.operators.audit import Subject
-from exactly_once.operators.dead_letters import Letters, Refused, plain, value_of
+from exactly_once.console.operators.audit import Subject
+from exactly_once.console.operators.dead_letters import Letters, Refused, plain, value_of
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from inbox.conf import inbox_options
 from inbox.handlers.registry import may_exist, registry
@@ -16,7 +16,7 @@ from inbox.receiving.reading import outside_window, stored_envelope
 from inbox.states import State
 from inbox.store import receipts
 from inbox.store.ordering import hold_gates
-from inbox.store.trail import record
+from inbox.store.trail_entries import record
 
 COLUMNS = (
     *("handler", "topic", "biz_id", "message_id", "key", "ordered", "content_type", "digest", "headers"),

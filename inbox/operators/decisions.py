@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from django.db import OperationalError, connections, transaction
 
-from exactly_once.operators.operation_rows import RowOutcome, one_by_one
+from exactly_once.console.operators.operation_rows import RowOutcome, one_by_one
 from exactly_once.sql.connections import is_postgresql, lock_timeout
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import SERIALIZATION_FAILURE, is_collision, sqlstate_of
@@ -27,9 +27,9 @@ from inbox.leases.stores import LeaseStoreUnavailable, lease_store
 from inbox.models import InboxMessage, Receipt
 from inbox.states import OVERRIDE, RETRY, SKIP, State
 from inbox.store import receipts
+from inbox.store.message_rows import stored_row
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
-from inbox.store.rows import stored_row
-from inbox.store.trail import record
+from inbox.store.trail_entries import record
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

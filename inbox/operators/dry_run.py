@@ -19,8 +19,8 @@ from typing import Any
 from django.db import Error, connections, transaction
 from django.db.backends.signals import connection_created
 
-from exactly_once.operators import dry_run as publishing
-from exactly_once.operators.dry_run import WouldPublish
+from exactly_once.console.operators import dry_run as publishing
+from exactly_once.console.operators.dry_run import WouldPublish
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.wire.body import Undecodable
 from exactly_once.wire.envelope import Envelope
@@ -35,7 +35,7 @@ from inbox.receiving.outcomes import failure_from, redacted
 from inbox.receiving.reading import message_of, stored_envelope
 from inbox.states import State
 from inbox.store import receipts
-from inbox.store.rows import Failure, business_id
+from inbox.store.message_rows import Failure, business_id
 from inbox.transactions.running import call
 from inbox.transactions.sessions import controls_transaction, writes
 

@@ -13,7 +13,7 @@ from typing import Any
 from django.db import OperationalError
 from django.db.models import F
 
-from exactly_once.display import as_editable, difference
+from exactly_once.console.display import as_editable, difference
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_collision
 from exactly_once.wire.body import Undecodable, decode_payload
@@ -31,8 +31,16 @@ from inbox.states import State
 from inbox.store import admitting, ordering, receipts
 from inbox.store.arrivals import Insertion, insert_one
 from inbox.store.dialect import LONGEST_LOCK_WAIT
-from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, NewRow, business_id, conflicting_row, edited_name, stored_row
-from inbox.store.trail import record
+from inbox.store.message_rows import (
+    UNIDENTIFIED,
+    ConcurrentDuplicate,
+    NewRow,
+    business_id,
+    conflicting_row,
+    edited_name,
+    stored_row,
+)
+from inbox.store.trail_entries import record
 
 ROW_LOCKED = "Row {} is locked by another transaction, which did not end in time. Nothing was changed. Try again later."
 _STEPS_NAMED = 5

@@ -11,12 +11,12 @@ from django.db.models import Q
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.display import difference_as_html
+from exactly_once.console.display import difference_as_html
+from exactly_once.console.operators.actions import Action, ActionForm, Canary, CanaryResult, Given, by_name, reason_field
+from exactly_once.console.operators.failure_groups import FailureGroups, Notes
+from exactly_once.console.operators.operation_rows import OperationTable, RowOutcome
+from exactly_once.console.operators.operations import Operations
 from exactly_once.failures import without_line
-from exactly_once.operators.actions import Action, ActionForm, Canary, CanaryResult, Given, by_name, reason_field
-from exactly_once.operators.failure_groups import FailureGroups, Notes
-from exactly_once.operators.operation_rows import OperationTable, RowOutcome
-from exactly_once.operators.operations import Operations
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.finding import lately
 from inbox import states

@@ -8,9 +8,9 @@ from typing import Any
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.broker import is_local
-from exactly_once.operators.heartbeat_table import HeartbeatTable, ProcessKind, long_runs
-from exactly_once.plurals import number
+from exactly_once.console.plurals import number
+from exactly_once.transport.broker import is_local
+from exactly_once.upkeep.heartbeat_table import HeartbeatTable, ProcessKind, long_runs
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage

@@ -6,8 +6,8 @@ from operator import attrgetter
 from django.db import connections
 from django.db.models import QuerySet
 
+from exactly_once.console.operators.trail import ChainRow, HistoryEvent, PartOfHistory, PresentState, moment_of
 from exactly_once.failures import DEFERRED
-from exactly_once.operators.trail import ChainRow, HistoryEvent, PartOfHistory, PresentState, moment_of
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.rows import value_of
 from exactly_once.wire.identity import uuid_in
@@ -48,7 +48,7 @@ def part_of_history(alias: str, message_id: str) -> PartOfHistory:
 
 
 def ids_of(alias: str, topic: str, biz_id: str) -> list[str]:
-    """See `exactly_once.operators.trail`. Handler by handler, because the index of biz-ids begins with the handler."""
+    """See `console.operators.trail`. Handler by handler, because the index of biz-ids begins with the handler."""
     with connections[alias].cursor() as cursor:
         cursor.execute(
             f"WITH RECURSIVE handlers(name) AS (SELECT (SELECT min(handler) FROM {RECEIPTS}) UNION ALL "
@@ -62,7 +62,7 @@ def ids_of(alias: str, topic: str, biz_id: str) -> list[str]:
 
 
 def rows_of(alias: str, correlation_id: str, most: int) -> list[ChainRow]:
-    """See `exactly_once.operators.trail`. The first message of a chain has the chain's correlation id as its own id."""
+    """See `console.operators.trail`. The first message of a chain has the chain's correlation id as its own id."""
     rows = list(_rows(alias, correlation_id)[:most])
     chained = InboxMessage.objects.using(alias).filter(CHAINED, correlation_id=correlation_id)
     rows += chained.defer(*_LARGE).order_by("id")[: most - len(rows)]
@@ -82,7 +82,7 @@ def rows_of(alias: str, correlation_id: str, most: int) -> list[ChainRow]:
 
 
 def correlation_of(alias: str, message_id: str) -> str:
-    """See `exactly_once.operators.trail`."""
+    """See `console.operators.trail`."""
     row = _rows(alias, message_id).first()
     return (row.correlation_id or row.message_id) if row else ""
 

@@ -32,7 +32,7 @@ from inbox.states import State
 from inbox.store import admitting, ordering
 from inbox.store.admitting import Admitted
 from inbox.store.arrivals import Insertion, Values, in_lock_order
-from inbox.store.rows import ConcurrentDuplicate, undecoded
+from inbox.store.message_rows import ConcurrentDuplicate, undecoded
 from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from datetime import timedelta
 from exactly_once.process.clock import monotonic
 from inbox.models import InboxMessage
 from inbox.states import State
-from inbox.store.rows import NewRow
+from inbox.store.message_rows import NewRow
 
 _REMEMBERED_WAITS = 5
 """A multiple of the wait, so that duplicates of one message occupy a worker for at most a sixth of its time."""

@@ -29,7 +29,7 @@ from exactly_once.sql.faults import is_collision, remedy
 from exactly_once.sql.schema import behind_their_tables, is_missing, why_unmigrated
 from inbox.store.arrivals import begin_fresh
 from inbox.store.dialect import LONGEST_LOCK_WAIT
-from inbox.store.rows import ConcurrentDuplicate, NewRow
+from inbox.store.message_rows import ConcurrentDuplicate, NewRow
 from inbox.transactions.running import DatabaseUnavailable, committed, why_not_stored
 from inbox.transactions.sessions import end_session
 

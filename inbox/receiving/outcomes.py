@@ -9,8 +9,8 @@ from typing import Any
 from django.db import DatabaseError, InterfaceError
 from django.dispatch import Signal
 
+from exactly_once.conf.redactors import redacted_error
 from exactly_once.failures import COMMITTED_BY_ITSELF, DEFERRED, NEVER_ENDED, class_of, own_frames, place_of
-from exactly_once.redactors import redacted_error
 from exactly_once.sql.faults import SERIALIZATION_FAILURE, is_collision, sqlstate_of
 from exactly_once.wire.retry import RetryPolicy
 from exactly_once.wire.text import describe
@@ -21,9 +21,9 @@ from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.states import State
-from inbox.store import arrivals, claims, dialect, duplicates, rows, statistics
+from inbox.store import arrivals, claims, dialect, duplicates, message_rows, minutes
 from inbox.store.admitting import Admitted
-from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, order_of
+from inbox.store.message_rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, order_of
 from inbox.transactions.running import TRIES_AT_ONCE, Arrival, DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def store_failure(handler: Handler, row: NewRow, failure: Failure, options: Inbo
         new = committed(handler.using, arrivals.store_failed, row, failure, options.DUPLICATE_TIMEOUT)
     except DatabaseError as error:
         # The values of its row are the cause; the new row has only the body.
-        row, failure = rows.undecoded(row), Failure(error=unfit(error), retry_after=None, attempts=0)
+        row, failure = message_rows.undecoded(row), Failure(error=unfit(error), retry_after=None, attempts=0)
         new = committed(handler.using, arrivals.store_failed, row, failure, options.DUPLICATE_TIMEOUT)
     if not new:
         return duplicate(handler, row)
@@ -227,12 +227,14 @@ def _age(handler: Handler, row: int | None) -> timedelta:
 
 def announce_abandoned(alias: str, row: NewRow | InboxMessage | claims.DeadLettered) -> Outcome:
     """Announce a message whose handler committed by itself; the handler may not be registered."""
-    return announce(alias, row, Failure(error=rows.ABANDONED, error_class=COMMITTED_BY_ITSELF, retry_after=None, attempts=1))
+    return announce(
+        alias, row, Failure(error=message_rows.ABANDONED, error_class=COMMITTED_BY_ITSELF, retry_after=None, attempts=1)
+    )
 
 
 def announce(alias: str, row: NewRow | InboxMessage | claims.DeadLettered, failure: Failure) -> Outcome:
     handler, name = row.handler, row.message_id or "without id"
-    statistics.count_failure(alias, handler, failure)
+    minutes.count_failure(alias, handler, failure)
     dead = failure.retry_after is None
     (metrics.DEFERRALS if failure.deferred else metrics.FAILED_ATTEMPTS).add(1, handler)
     if dead:
@@ -255,7 +257,7 @@ def announce(alias: str, row: NewRow | InboxMessage | claims.DeadLettered, failu
 
 
 def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
-    statistics.count_duplicate(handler.using, handler.name, earlier.cause)
+    minutes.count_duplicate(handler.using, handler.name, earlier.cause)
     names = {"handler": handler.name, "message_id": row.message_id, "biz_id": row.biz_id}
     if earlier.conflicting:
         logger.error(

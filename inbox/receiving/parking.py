@@ -42,8 +42,8 @@ from inbox.receiving.reading import (
     why_undecodable,
 )
 from inbox.states import State
-from inbox.store import arrivals, claims, duplicates, rows
-from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Earlier, Failure, NewRow
+from inbox.store import arrivals, claims, duplicates, message_rows
+from inbox.store.message_rows import UNIDENTIFIED, ConcurrentDuplicate, Earlier, Failure, NewRow
 from inbox.transactions.running import Arrival, committed
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def _identify_unread(handler: Handler, stored: InboxMessage, arrival: Arrival) -
         pass
     except DatabaseError as error:
         # The values that were read cause the error; the new row has only the body.
-        row, refused = rows.undecoded(arrival.row), unfit(error)
+        row, refused = message_rows.undecoded(arrival.row), unfit(error)
         if arrival.refused == refused:
             raise
         return _identify_unread(handler, stored, replace(arrival, row=row, refused=refused))

@@ -32,7 +32,7 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.store.dialect import is_reachable
-from inbox.store.rows import CARRIED, EDITED, UNIDENTIFIED, NewRow, business_id, carried_of, stored_row
+from inbox.store.message_rows import CARRIED, EDITED, UNIDENTIFIED, NewRow, business_id, carried_of, stored_row
 from inbox.transactions.running import Arrival, DatabaseUnavailable
 
 PARKED = "parked:"

@@ -43,7 +43,7 @@ from inbox.conf import InboxOptions
 from inbox.errors import LeaseLost, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
-from inbox.leases import heartbeat
+from inbox.leases import renewal
 from inbox.leases.steps import Steps
 from inbox.leases.stores import Lease, lease_store, store_as_owner
 from inbox.models import InboxMessage
@@ -55,9 +55,9 @@ from inbox.receiving.outcomes import announce, defer_locked, duplicate, fail_sto
 from inbox.receiving.parking import open_claimed
 from inbox.receiving.reading import Unidentifiable, is_parked, message_for, why_undecodable
 from inbox.store import arrivals as fresh
-from inbox.store import claims, statistics
+from inbox.store import claims, minutes
 from inbox.store.dialect import is_reachable
-from inbox.store.rows import ConcurrentDuplicate, Failure, Guard, KeyBusy, Successor
+from inbox.store.message_rows import ConcurrentDuplicate, Failure, Guard, KeyBusy, Successor
 from inbox.transactions.running import (
     Arrival,
     DatabaseUnavailable,
@@ -156,7 +156,7 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, su
     finally:
         quarantine.leave()
     if outcome is Outcome.HANDLED:
-        statistics.time_stored_effect(handler.using, handler.name, stored.received_at)
+        minutes.time_stored_effect(handler.using, handler.name, stored.received_at)
     return outcome
 
 
@@ -185,7 +185,7 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
 
 
 def handled(handler: Handler, messages: Sequence[Message]) -> None:
-    statistics.tallies[handler.using].count(handler.name, "handled", len(messages))
+    minutes.tallies[handler.using].count(handler.name, "handled", len(messages))
     if metrics.HANDLED.is_attached:
         metrics.HANDLED.add(len(messages), handler.name)
     for message in messages:
@@ -377,7 +377,7 @@ def _run_leased(lease: Lease, options: InboxOptions) -> Outcome:
     """
     arrival, store, steps = lease.arrival, lease.store, Steps(lease)
     handler, stored, alias = arrival.handler, arrival.stored, arrival.handler.using
-    with heartbeat.extending(lease):
+    with renewal.extending(lease):
         ended = _attempt(lease, options, steps)
         lease.settling = True
         settled = False

@@ -6,8 +6,8 @@ from inbox.states import State
 from inbox.store.arrivals import Insertion, insert_many
 from inbox.store.dialect import locked_means_busy
 from inbox.store.duplicates import count_duplicate
+from inbox.store.message_rows import Earlier
 from inbox.store.ordering import hold_gates, promote_next
-from inbox.store.rows import Earlier
 
 Admitted = State | Earlier | None
 """The state that a delivery was stored in, or the row that it is a duplicate of. None: that row is being run, so that the

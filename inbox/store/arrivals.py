@@ -30,11 +30,11 @@ from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStateme
 from inbox.conf import inbox_options
 from inbox.states import INSERTED, State
 from inbox.store.dialect import BOUND, RECEIPTS, TABLE, UNBOUND, adapted, as_bound, locked_means_busy, run
-from inbox.store.failures import FIRST_ATTEMPT, as_inserted
+from inbox.store.failure_columns import FIRST_ATTEMPT, as_inserted
+from inbox.store.message_rows import COLUMNS, Failure, Guard, NewRow, columns_of, emptied
 from inbox.store.ordering import OPEN
-from inbox.store.rows import COLUMNS, Failure, Guard, NewRow, columns_of, emptied
 from inbox.store.sentinel import SAVEPOINT
-from inbox.store.trail import ENTRY, record, this_process
+from inbox.store.trail_entries import ENTRY, record, this_process
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

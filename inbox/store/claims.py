@@ -38,9 +38,8 @@ from inbox.store.dialect import (
     run,
 )
 from inbox.store.duplicates import count_duplicate
-from inbox.store.failures import ABANDON_AS, as_written, fail
-from inbox.store.ordering import deciding, promote_after_commit, promote_behind, run_lock, sees_every_commit
-from inbox.store.rows import (
+from inbox.store.failure_columns import ABANDON_AS, as_written, fail
+from inbox.store.message_rows import (
     ABANDONED,
     COLUMNS,
     Earlier,
@@ -53,8 +52,9 @@ from inbox.store.rows import (
     order_of,
     stored_row,
 )
+from inbox.store.ordering import deciding, promote_after_commit, promote_behind, run_lock, sees_every_commit
 from inbox.store.sentinel import SAVEPOINT
-from inbox.store.trail import record, update
+from inbox.store.trail_entries import record, update
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

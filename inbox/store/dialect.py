@@ -18,7 +18,7 @@ from exactly_once.sql.faults import LOCK_TIMEOUT, sqlstate_of
 from exactly_once.sql.now import NOW, DatabaseTime
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox.models import InboxMessage, PausedHandler, Receipt
-from inbox.store.rows import ConcurrentDuplicate
+from inbox.store.message_rows import ConcurrentDuplicate
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

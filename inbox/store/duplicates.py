@@ -13,8 +13,8 @@ from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, HANDLE
 from inbox.store import receipts
 from inbox.store.dialect import TABLE, binary, fetch_all
+from inbox.store.message_rows import DuplicateCause, Earlier, NewRow, attributes_of, conflicting_name
 from inbox.store.receipts import ID_OF
-from inbox.store.rows import DuplicateCause, Earlier, NewRow, attributes_of, conflicting_name
 
 COUNTED_AS = {
     DuplicateCause.REDELIVERY: "redeliveries",

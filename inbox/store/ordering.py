@@ -38,8 +38,8 @@ from inbox.models import InboxMessage
 from inbox.states import PROMOTE, State
 from inbox.store.dialect import IS_OPEN, TABLE, columns_of, fetch, run
 from inbox.store.due import CLAIM, NOT_PAUSED, first_due
-from inbox.store.rows import OrderedKey
-from inbox.store.trail import record
+from inbox.store.message_rows import OrderedKey
+from inbox.store.trail_entries import record
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

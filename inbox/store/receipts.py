@@ -15,7 +15,7 @@ from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage, Receipt
 from inbox.states import SETTLED
 from inbox.store.dialect import RECEIPTS, TABLE, fetch
-from inbox.store.rows import NewRow
+from inbox.store.message_rows import NewRow
 
 ID_OF = f"(SELECT id FROM {RECEIPTS} WHERE handler = %s AND topic = %s AND biz_id = %s)"
 """The id of a message by what it is deduplicated on: see `name_of`."""

@@ -23,10 +23,10 @@ from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.states import FINISH, State
 from inbox.store import receipts
 from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, assignments, fetch, message_of, run
-from inbox.store.failures import ABANDON_AS
+from inbox.store.failure_columns import ABANDON_AS
+from inbox.store.message_rows import ABANDONED, PARTLY, Guard
 from inbox.store.ordering import FOLLOW, GATE, PROMOTE_HEAD, for_follow, for_gate, promote_behind, promote_next
-from inbox.store.rows import ABANDONED, PARTLY, Guard
-from inbox.store.trail import record
+from inbox.store.trail_entries import record
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

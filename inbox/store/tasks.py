@@ -17,7 +17,7 @@ from inbox.models import InboxMessage
 from inbox.states import State
 from inbox.store import receipts
 from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, fetch
-from inbox.store.rows import NewRow
+from inbox.store.message_rows import NewRow
 
 
 @dataclass(frozen=True, slots=True)

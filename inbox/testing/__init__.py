@@ -16,9 +16,9 @@ To relay what a test publishes and to run its handlers, see `outbox.testing.run_
 """
 
 from exactly_once.testing.database import travel
-from inbox.testing.calling import run_handler
 from inbox.testing.crashing import assert_effect_once
-from inbox.testing.delivering import deliver, drain, redeliver
+from inbox.testing.deliveries import deliver, drain, redeliver
+from inbox.testing.handler_calls import run_handler
 from inbox.testing.messages import ReceivedMessage, assert_duplicate, assert_handled, dead, handled, make_message
 from inbox.testing.observing import HandlerFailed
 

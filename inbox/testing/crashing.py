@@ -33,7 +33,7 @@ from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.states import DUE, State
-from inbox.testing.delivering import TIMEOUT_SECONDS, receive, run_due, until
+from inbox.testing.deliveries import TIMEOUT_SECONDS, receive, run_due, until
 from inbox.testing.messages import make_message
 from inbox.testing.observing import Failures, observed, registered
 

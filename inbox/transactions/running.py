@@ -46,7 +46,7 @@ from inbox.handlers.message import Message
 from inbox.handlers.options import Lease as Terms
 from inbox.models import InboxMessage
 from inbox.store import dialect, sentinel
-from inbox.store.rows import ABANDONED, Failure, Guard, NewRow, OrderedKey, order_of
+from inbox.store.message_rows import ABANDONED, Failure, Guard, NewRow, OrderedKey, order_of
 from inbox.transactions.sessions import Supervision, end_session
 
 logger = logging.getLogger(__name__)

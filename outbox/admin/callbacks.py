@@ -10,17 +10,17 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.acting import ActingAdmin
-from exactly_once.admin.columns import computed, instant, shown, text
-from exactly_once.admin.filters import ConditionFilter, Conditions
-from exactly_once.admin.pages import message_link
-from exactly_once.display import Tone, age, badge, headline, identifier, labelled, number, stacked, visible
-from exactly_once.operators.actions import Action, Given
+from exactly_once.console.admin.acting import ActingAdmin
+from exactly_once.console.admin.columns import computed, instant, shown, text
+from exactly_once.console.admin.filters import ConditionFilter, Conditions
+from exactly_once.console.admin.pages import message_link
+from exactly_once.console.display import Tone, age, badge, headline, identifier, labelled, number, stacked, visible
+from exactly_once.console.operators.actions import Action, Given
 from exactly_once.wire.identity import uuid_in
 from exactly_once.wire.text import fit
 from outbox.callbacks import registry
 from outbox.models import PendingCallback
-from outbox.operators import callbacks
+from outbox.operators import pending_calls
 from outbox.states import State
 
 _TONES = {State.PUBLISHED: Tone.DONE, State.DEAD: Tone.STOPPED}
@@ -48,14 +48,14 @@ CALL_NOW = Action(
     label=_("Call now"),
     done=_("to be called now"),
     permission="run",
-    run=lambda alias, pk, given: callbacks.call_now(alias, pk),
+    run=lambda alias, pk, given: pending_calls.call_now(alias, pk),
     why_not=_is_being_called,
 )
 DISCARD = Action(
     name="discard",
     label=_("Discard"),
     done=_("discarded"),
-    run=lambda alias, pk, given: callbacks.discard_call(alias, pk),
+    run=lambda alias, pk, given: pending_calls.discard_call(alias, pk),
     why_not=_is_being_called,
     question=_("Discard these callbacks? They are never called, so the project is not notified about their messages."),
     button=_("Discard the callbacks"),

@@ -13,13 +13,13 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin import filters
-from exactly_once.admin.acting import counted
-from exactly_once.admin.columns import computed, instant
-from exactly_once.admin.failures import FailureFilter, failure_text
-from exactly_once.admin.messages import EXPORT, MessageAdmin
-from exactly_once.admin.sections import count_text
-from exactly_once.display import (
+from exactly_once.console.admin import filters
+from exactly_once.console.admin.acting import counted
+from exactly_once.console.admin.columns import computed, instant
+from exactly_once.console.admin.failure_groups import FailureFilter, failure_text
+from exactly_once.console.admin.messages import EXPORT, MessageAdmin
+from exactly_once.console.admin.sections import count_text
+from exactly_once.console.display import (
     NOTHING,
     age,
     as_json,
@@ -32,9 +32,9 @@ from exactly_once.display import (
     stacked,
     warning,
 )
-from exactly_once.operators.actions import Action, OperatedMessages, by_name, register_messages
-from exactly_once.operators.redaction import Redaction
-from exactly_once.plurals import ngettext
+from exactly_once.console.operators.actions import Action, OperatedMessages, by_name, register_messages
+from exactly_once.console.operators.redaction import Redaction
+from exactly_once.console.plurals import ngettext
 from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import JSON

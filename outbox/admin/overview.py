@@ -9,16 +9,16 @@ from django.utils.html import format_html
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin import sections
-from exactly_once.display import duration, headline, identifier, number, visible
+from exactly_once.console.admin import sections
+from exactly_once.console.display import duration, headline, identifier, number, visible
 from exactly_once.models import Busy, Process
-from exactly_once.operators.minutes import database_time
 from exactly_once.sql.counts import Count
+from exactly_once.upkeep.minutes import database_time
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic, PendingCallback
 from outbox.operators import alerting, figures
-from outbox.operators.callbacks import hanging
 from outbox.operators.operations import groups
+from outbox.operators.pending_calls import hanging
 from outbox.states import State
 from outbox.store import selecting
 from outbox.store.heartbeats import relays

@@ -10,12 +10,12 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.acting import counted
-from exactly_once.admin.columns import shown
-from exactly_once.admin.filters import MOST_OFFERED
-from exactly_once.admin.paused import PausedAdmin, PauseForm
-from exactly_once.display import NOTHING, age, identifier, labelled
-from exactly_once.operators.actions import Action, Given, ReasonForm
+from exactly_once.console.admin.acting import counted
+from exactly_once.console.admin.columns import shown
+from exactly_once.console.admin.filters import MOST_OFFERED
+from exactly_once.console.admin.paused import PausedAdmin, PauseForm
+from exactly_once.console.display import NOTHING, age, identifier, labelled
+from exactly_once.console.operators.actions import Action, Given, ReasonForm
 from exactly_once.wire.text import NAME_LENGTH, why_no_topic
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.pausing import pause, resume

@@ -13,10 +13,22 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.admin.acting import counted
-from exactly_once.admin.columns import instant, shown
-from exactly_once.admin.filters import ConditionFilter, Conditions, StateFilter
-from exactly_once.display import NOTHING, Tone, age, badge, clock, duration, headline, identifier, number, stacked, warning
+from exactly_once.console.admin.acting import counted
+from exactly_once.console.admin.columns import instant, shown
+from exactly_once.console.admin.filters import ConditionFilter, Conditions, StateFilter
+from exactly_once.console.display import (
+    NOTHING,
+    Tone,
+    age,
+    badge,
+    clock,
+    duration,
+    headline,
+    identifier,
+    number,
+    stacked,
+    warning,
+)
 from exactly_once.sql.now import DatabaseTime
 from outbox.admin.messages import OutboxMessageAdmin
 from outbox.callbacks import checkers

@@ -7,21 +7,21 @@ from typing import Any
 
 from django.utils.translation import gettext as _
 
-from exactly_once.cli.parts import Part
-from exactly_once.cli.terminal import BOLD, RED, YELLOW, Line, Table, age, sentence
-from exactly_once.plurals import ngettext
+from exactly_once.console.cli.parts import Part
+from exactly_once.console.cli.terminal import BOLD, RED, YELLOW, Line, Table, age, sentence
+from exactly_once.console.plurals import ngettext
 from exactly_once.sql.days import date_of, last_day
 from outbox.callbacks import checkers
 from outbox.conf import outbox_options
 from outbox.models import TrailEntry
-from outbox.operators.callbacks import PendingCalls, pending_calls
 from outbox.operators.counts import count_states, topics_unchecked
 from outbox.operators.dead_letters import letters
 from outbox.operators.figures import DATED
 from outbox.operators.operations import operations
+from outbox.operators.pending_calls import PendingCalls, pending_calls
 from outbox.operators.relays import RELAYS
 from outbox.states import State
-from outbox.store import history, pausing
+from outbox.store import history, paused_topics
 
 _STYLES = {State.DEAD: RED, State.STUCK: RED, State.RETRYING: YELLOW, State.WAITING: YELLOW, State.PAUSED: YELLOW}
 
@@ -46,7 +46,7 @@ class OutboxPart(Part):
             "estimated": sorted(counts.estimated),
             "oldest_waiting": counts.oldest_waiting,
             "callbacks": asdict(pending_calls(alias)),
-            "paused_topics": [_topic_as_json(topic) for topic in pausing.paused_topics(alias)],
+            "paused_topics": [_topic_as_json(topic) for topic in paused_topics.paused_topics(alias)],
         }
 
     def tables(self, alias: str, rates: Callable[[str, int], str], *, conflicts: bool) -> Iterator[Table]:
@@ -61,7 +61,7 @@ class OutboxPart(Part):
         calls = pending_calls(alias)
         if calls.pending:
             yield _calls(calls)
-        if paused := list(pausing.paused_topics(alias)):
+        if paused := list(paused_topics.paused_topics(alias)):
             yield _paused(paused)
         if days := history.days_with_pending_callbacks(alias, last_day(alias, outbox_options().keeps)):
             words = _("History of %(dates)s is older than OUTBOX['KEEP_HISTORY'] and stays until its callbacks have returned.")

@@ -8,9 +8,9 @@ from typing import Any
 from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.prometheus import Sample, TableGauges, processes_by_state, seconds_since
 from outbox import metrics
-from outbox.operators.callbacks import pending_calls
 from outbox.operators.counts import count_states
-from outbox.store import pausing
+from outbox.operators.pending_calls import pending_calls
+from outbox.store import paused_topics
 from outbox.store.heartbeats import relays
 
 _MOST_TOPICS = 100
@@ -27,7 +27,7 @@ def _read(alias: str) -> Iterator[Sample]:
         yield metrics.MESSAGES, (str(state),), count
     yield metrics.OLDEST_DUE, (), seconds_since(counted.oldest_waiting, utcnow())
     yield metrics.PENDING_CALLBACKS, (), pending_calls(alias).pending
-    paused: list[Any] = list(pausing.paused_topics(alias).filter(allowed_at=None)[:_MOST_TOPICS])
+    paused: list[Any] = list(paused_topics.paused_topics(alias).filter(allowed_at=None)[:_MOST_TOPICS])
     for topic in paused:
         yield metrics.PAUSED_MESSAGES, (topic.topic,), topic.messages
     yield from processes_by_state(metrics.RELAYS, relays.rows(alias))

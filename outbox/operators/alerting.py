@@ -1,20 +1,20 @@
-"""The conditions that raise alerts of the outbox; see `exactly_once.operators.alerts`.
+"""The conditions that raise alerts of the outbox; see `exactly_once.console.operators.alerts`.
 
 No query reads more than one row for each shard, topic or dead message.
 """
 
-from exactly_once.app_options import AlertOptions
-from exactly_once.display import duration
-from exactly_once.operators.alerts import Conditions, Key, failing, silent
-from exactly_once.operators.minutes import Minutes
+from exactly_once.conf.app_options import AlertOptions
+from exactly_once.console.display import duration
+from exactly_once.console.operators.alerts import Conditions, Key, failing, silent
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.transport import PublishOutcome
+from exactly_once.transport.interface import PublishOutcome
+from exactly_once.upkeep.minutes import Minutes
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic
-from outbox.operators.callbacks import hanging
 from outbox.operators.figures import has_ready_for
 from outbox.operators.operations import groups
+from outbox.operators.pending_calls import hanging
 from outbox.states import State
 from outbox.store.heartbeats import relays
 

@@ -6,13 +6,13 @@ from typing import Any
 from django.db import IntegrityError
 from django.utils.translation import gettext as _
 
-from exactly_once.operators.audit import Subject
-from exactly_once.operators.dead_letters import Letters, Refused
+from exactly_once.console.operators.audit import Subject
+from exactly_once.console.operators.dead_letters import Letters, Refused
 from exactly_once.wire.identity import uuid_in
 from exactly_once.wire.text import why_no_topic
 from outbox.models import OutboxMessage
 from outbox.states import State
-from outbox.store.trail import record
+from outbox.store.trail_entries import record
 from outbox.store.unique import require_unpublished
 from outbox.store.writing import shard_of
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from django.db.models import Max
 
-from exactly_once.operators.dry_run import WouldPublish
+from exactly_once.console.operators.dry_run import WouldPublish
 from exactly_once.sql.connections import with_table
 from exactly_once.sql.days import LIVE
 from exactly_once.wire.envelope import JSON

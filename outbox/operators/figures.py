@@ -5,12 +5,12 @@ from datetime import datetime, timedelta
 
 from django.db import connections
 
-from exactly_once.operators.clock import Dated
-from exactly_once.operators.minutes import database_time
+from exactly_once.console.operators.clock_ahead import Dated
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.counts import Count, count_each, count_up_to_limit, earliest, estimated, instant
 from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.now import now_after
+from exactly_once.upkeep.minutes import database_time
 from outbox.models import SHARDS, PausedTopic, PendingCallback, TrailEntry
 from outbox.states import SETTLED, State
 from outbox.store.claiming import SECONDARY, STREAM

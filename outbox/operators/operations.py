@@ -11,11 +11,11 @@ from django.utils import timezone
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.display import exact
-from exactly_once.operators.actions import Action, Canary, CanaryResult, Given, Perform, ReasonForm, by_name
-from exactly_once.operators.failure_groups import FailureGroups, Notes
-from exactly_once.operators.operation_rows import OperationTable, RowOutcome
-from exactly_once.operators.operations import why_not_permitted
+from exactly_once.console.display import exact
+from exactly_once.console.operators.actions import Action, Canary, CanaryResult, Given, Perform, ReasonForm, by_name
+from exactly_once.console.operators.failure_groups import FailureGroups, Notes
+from exactly_once.console.operators.operation_rows import OperationTable, RowOutcome
+from exactly_once.console.operators.operations import why_not_permitted
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.days import LIVE
 from exactly_once.states import Transition
@@ -35,8 +35,8 @@ from outbox.states import (
     UNDECIDED,
     State,
 )
-from outbox.store import deciding, preparing, unique
-from outbox.store.deciding import WHY, why
+from outbox.store import decision_rows, prepared_rows, unique
+from outbox.store.decision_rows import WHY, why
 from outbox.store.dialect import live
 from outbox.store.restoring import OVERDUE, REPLACED
 from outbox.store.selecting import placed
@@ -59,7 +59,7 @@ def _decided(
 ) -> Sequence[RowOutcome]:
     names = names_of(alias, rows)
     told, overdue = f"{by}: {reason}" if reason else by, bool(given.get("overdue", True))
-    left = deciding.decide(alias, transition, rows, sources=sources, reason=told, overdue=overdue).left
+    left = decision_rows.decide(alias, transition, rows, sources=sources, reason=told, overdue=overdue).left
     return [RowOutcome(row, names.get(row, f"number {row}"), why(left[row]) if row in left else "") for row in rows]
 
 
@@ -192,7 +192,7 @@ def _decides(transition: Transition) -> Callable[[str, Any, Given], bool]:
 
     def decide(alias: str, position: int, given: Given) -> bool:
         due, overdue = given.values.get("due"), given.values.get("overdue", True)
-        return bool(deciding.decide(alias, transition, [position], reason=given.text, due=due, overdue=overdue))
+        return bool(decision_rows.decide(alias, transition, [position], reason=given.text, due=due, overdue=overdue))
 
     return decide
 
@@ -200,7 +200,7 @@ def _decides(transition: Transition) -> Callable[[str, Any, Given], bool]:
 def _ask_again(alias: str, position: Any, given: Given) -> bool:
     """Resume the checks of a stuck message; for one that is not stuck, make the next check due at once."""
     resume = _decides(RESUME_CHECKS)
-    return resume(alias, position, given) or preparing.make_check_due(alias, position)
+    return resume(alias, position, given) or prepared_rows.make_check_due(alias, position)
 
 
 def _why_not_restored(row: Any, given: Given) -> str:

@@ -7,11 +7,11 @@ from django.db.models import Q
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.operators.heartbeat_table import ProcessKind
-from exactly_once.plurals import number
+from exactly_once.console.plurals import number
 from exactly_once.sql.connections import with_table
 from exactly_once.sql.counts import LIMIT
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep.heartbeat_table import ProcessKind
 from outbox.models import SHARDS, OutboxMessage
 from outbox.states import State
 from outbox.store.heartbeats import relays

@@ -20,22 +20,22 @@ from typing import Any, NamedTuple
 from django.db import transaction
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.broker import queue_name
+from exactly_once.console.operators.actions import Action
+from exactly_once.console.operators.audit import Actor, Subject, record
+from exactly_once.console.operators.operation_rows import Plan, RowOutcome
+from exactly_once.console.operators.operations import Operations
 from exactly_once.models import Lease, Operation
-from exactly_once.operators.actions import Action
-from exactly_once.operators.audit import Actor, Subject, record
-from exactly_once.operators.operation_rows import Plan, RowOutcome
-from exactly_once.operators.operations import Operations
 from exactly_once.process.clock import monotonic
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Transport, Verdict
+from exactly_once.transport.broker import queue_name
+from exactly_once.transport.interface import BrokerUnavailable, OutgoingMessage, PublishOutcome, Transport, Verdict
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import NAME_LENGTH
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.models import PausedTopic
 from outbox.operators.operations import ACTIONS, names_of, operations, why_not
 from outbox.states import State
-from outbox.store import trail
+from outbox.store import trail_entries
 from outbox.store.claiming import DamagedRow, RelayedMessage, parts_of_published, read_published
 from outbox.store.outgoing import outgoing
 from outbox.store.selecting import Selection
@@ -186,7 +186,7 @@ def _send_again(alias: str, rows: Sequence[int], *, given: Mapping[str, Any], by
     to = f" to {to_group}" if to_group else ""
     said = f"sent again{to}: {by}: {reason}" if reason else f"sent again{to}: {by}"
     published = State.PUBLISHED.value
-    trail.record(alias, [found[position].message_id for position in sent], was=published, became=published, reason=said)
+    trail_entries.record(alias, [found[position].message_id for position in sent], was=published, became=published, reason=said)
     names = names_of(alias, [row for row in rows if row not in sent]) if len(sent) < len(rows) else {}
     return [
         RowOutcome(row)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from exactly_once.operators.trail import ChainRow, HistoryEvent, PartOfHistory, PresentState, moment_of
+from exactly_once.console.operators.trail import ChainRow, HistoryEvent, PartOfHistory, PresentState, moment_of
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.rows import value_of
 from exactly_once.wire.identity import uuid_in
@@ -25,7 +25,7 @@ _NEVER_SENT = (State.PREPARED, State.STUCK, State.ROLLED_BACK)
 
 
 def part_of_history(alias: str, message_id: str) -> PartOfHistory:
-    """See `exactly_once.operators.trail`. Without trail entries the row gives the first and, once settled, the last moment."""
+    """See `console.operators.trail`. Without trail entries the row gives the first and, once settled, the last moment."""
     if (name := uuid_in(message_id)) is None:  # the outbox's ids are UUIDs
         return PartOfHistory()
     row = identified(alias, [name]).defer("body", "headers", "wire").first()
@@ -45,13 +45,13 @@ def part_of_history(alias: str, message_id: str) -> PartOfHistory:
 
 
 def ids_of(alias: str, topic: str, biz_id: str) -> list[str]:
-    """See `exactly_once.operators.trail`."""
+    """See `console.operators.trail`."""
     rows = OutboxMessage.objects.using(alias).filter(topic=topic, biz_id=biz_id).order_by("pk")
     return [str(message_id) for message_id in rows.values_list("message_id", flat=True)]
 
 
 def rows_of(alias: str, correlation_id: str, most: int) -> list[ChainRow]:
-    """See `exactly_once.operators.trail`. The first message of a chain has the chain's correlation id as its own id."""
+    """See `console.operators.trail`. The first message of a chain has the chain's correlation id as its own id."""
     rows, name = OutboxMessage.objects.using(alias).only(*_OF_A_CHAIN), uuid_in(correlation_id)
     found = [] if name is None else list(rows.filter(message_id=name))
     found += rows.filter(CHAINED, correlation_id=correlation_id).order_by("id")[: most - len(found)]
@@ -72,7 +72,7 @@ def rows_of(alias: str, correlation_id: str, most: int) -> list[ChainRow]:
 
 
 def correlation_of(alias: str, message_id: str) -> str:
-    """See `exactly_once.operators.trail`."""
+    """See `console.operators.trail`."""
     if (name := uuid_in(message_id)) is None:
         return ""
     return identified(alias, [name]).values_list("correlation_id", flat=True).first() or ""

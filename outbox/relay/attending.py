@@ -27,8 +27,8 @@ from exactly_once.process import work
 from exactly_once.process.clock import awake, monotonic
 from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import Bell, StopRequest
+from exactly_once.process.main_thread import stack_of
 from exactly_once.process.outage import Outage, OutageLog
-from exactly_once.process.running import stack_of
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.turns import Turns

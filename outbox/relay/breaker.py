@@ -22,8 +22,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from exactly_once.process.clock import monotonic
-from exactly_once.transport import PublishOutcome, Verdict
-from outbox.store import pausing
+from exactly_once.transport.interface import PublishOutcome, Verdict
+from outbox.store import paused_topics
 from outbox.store.claiming import TopicPause
 from outbox.store.dialect import PAUSED_TOPICS
 from outbox.store.unwritable_rows import UnwritableRows
@@ -131,7 +131,7 @@ class PausedTopics:
         taken, self._taken = self._taken, set()
         answered, self._answered = self._answered, {}
         for topic in taken:
-            if pausing.begin_resuming(self._alias, topic):
+            if paused_topics.begin_resuming(self._alias, topic):
                 logger.warning(_RESUMED, topic)
         for topic, verdict in answered.items():
             self._pause(topic, verdict, self._refusals.pop(topic, 0))
@@ -139,11 +139,11 @@ class PausedTopics:
     def _pause(self, topic: str, verdict: Verdict, refusals: int) -> None:
         reason, is_forbidden = verdict.reason, verdict.outcome is PublishOutcome.FORBIDDEN
         if self.is_paused(topic):
-            before = pausing.prolong(self._alias, topic, verdict, _LONGEST_PAUSE_SECONDS, _spread())
+            before = paused_topics.prolong(self._alias, topic, verdict, _LONGEST_PAUSE_SECONDS, _spread())
             is_new = is_forbidden and before not in {None, reason}
         else:
             first = timedelta(seconds=_spread() * _FIRST_PAUSE_SECONDS)
-            is_new = pausing.pause_refused(self._alias, topic, verdict, _FIRST_PAUSE_SECONDS, first)
+            is_new = paused_topics.pause_refused(self._alias, topic, verdict, _FIRST_PAUSE_SECONDS, first)
         if is_new and is_forbidden:
             logger.warning(_FORBIDDEN, topic, _LONGEST_PAUSE_SECONDS, reason)
         elif is_new:
@@ -155,19 +155,19 @@ class PausedTopics:
         Returns the number of messages, and of topics whose rate begins to allow some.
         """
         to_limit, self._to_limit = self._to_limit, {}
-        moved = sum(pausing.limit(self._alias, topic, self._rate(topic), first) for topic, first in to_limit.items())
+        moved = sum(paused_topics.limit(self._alias, topic, self._rate(topic), first) for topic, first in to_limit.items())
         since = monotonic() - self._looked_at
         allowed = [topic for topic, one in self._limited.items() if one.probe_in <= since]
         for topic in _some(allowed, _TOPICS_TRIED_PER_ROUND):
-            moved += pausing.release_allowed(self._alias, topic, self._rate(topic), self._unwritable)
+            moved += paused_topics.release_allowed(self._alias, topic, self._rate(topic), self._unwritable)
         due = [topic for topic, one in self._paused.items() if one.probe_in <= since]
         for topic in _some(due, _TOPICS_TRIED_PER_ROUND):
-            moved += pausing.begin_trial(self._alias, topic, _PROBES, _spread(), self._unwritable)
+            moved += paused_topics.begin_trial(self._alias, topic, _PROBES, _spread(), self._unwritable)
         for topic in _some(self._resuming, 1):
-            moved += pausing.resume_some(self._alias, topic, most, self._unwritable)
+            moved += paused_topics.resume_some(self._alias, topic, most, self._unwritable)
         if monotonic() >= self._sweep_at:
             self._sweep_at = monotonic() + _SWEEP_SECONDS
-            for topic in pausing.resume_stranded(self._alias):
+            for topic in paused_topics.resume_stranded(self._alias):
                 logger.warning(_STRANDED, topic)
         return moved
 

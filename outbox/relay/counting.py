@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.statistics import Tally
-from exactly_once.transport import OutgoingMessage
+from exactly_once.transport.interface import OutgoingMessage
 from outbox import metrics
 from outbox.store.claiming import RelayedMessage
 from outbox.store.settling import Settlement

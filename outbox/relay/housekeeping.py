@@ -11,11 +11,11 @@ from math import inf
 
 from django.db import connections
 
-from exactly_once.operators.day_keeper import DayKeeper
-from exactly_once.operators.housekeeping import CHUNK, Housekeeping
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import date_of, last_day
+from exactly_once.upkeep.day_keeper import DayKeeper
+from exactly_once.upkeep.housekeeping import CHUNK, Housekeeping
 from outbox.conf import OutboxOptions
 from outbox.models import TrailEntry
 from outbox.operators.operations import operations

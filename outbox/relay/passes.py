@@ -21,7 +21,7 @@ from django.dispatch import Signal
 from exactly_once.process.clock import monotonic
 from exactly_once.telemetry import tracing
 from exactly_once.telemetry.statistics import Tally
-from exactly_once.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
+from exactly_once.transport.interface import BrokerUnavailable, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
 from exactly_once.wire.retry import RetryPolicy
 from outbox import signals
 from outbox.conf import OutboxOptions

@@ -18,7 +18,7 @@ from exactly_once.process.loop import Bell, StopRequest, Watchdog
 from exactly_once.process.outage import Outage, OutageLog, wait_for_broker
 from exactly_once.sql.faults import is_lock_timeout
 from exactly_once.sql.turns import Fault, Turns
-from exactly_once.transport import BrokerRefused, BrokerUnavailable, Transport
+from exactly_once.transport.interface import BrokerRefused, BrokerUnavailable, Transport
 from exactly_once.wire.retry import Pause
 from outbox.conf import OutboxOptions
 from outbox.doorbell import ALERT_SECONDS

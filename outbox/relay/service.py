@@ -9,17 +9,17 @@ from typing import Any, Protocol
 
 from django.db import connections
 
-from exactly_once.masking import masked
-from exactly_once.operators.alerts import alerting
+from exactly_once.conf.masking import masked
+from exactly_once.console.operators.alerts import alerting
 from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import StopRequest, Watchdog
 from exactly_once.process.outage import OutageLog
 from exactly_once.sql.connections import leave_pools
-from exactly_once.transport import Companion, Transport
+from exactly_once.transport.interface import Companion, Transport
 from outbox.conf import outbox_options
 from outbox.models import SHARDS
 from outbox.operators.replaying import executor
-from outbox.relay.calling import askers, callers
+from outbox.relay.callback_worker import askers, callers
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.housekeeping import housekeepers
 from outbox.relay.listening import Listener

@@ -24,12 +24,12 @@ from django.apps import apps
 from django.db import connections, transaction
 from django.utils.module_loading import import_string
 
-from exactly_once.operators.minutes import database_time
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.turns import Fault, Turns
-from exactly_once.transport import CONFIRMED, Companion, OutgoingMessage, PublishOutcome, Sent
+from exactly_once.transport.interface import CONFIRMED, Companion, OutgoingMessage, PublishOutcome, Sent
+from exactly_once.upkeep.minutes import database_time
 from outbox.conf import OutboxOptions
 from outbox.store import backfilling
 from outbox.store.claiming import DamagedRow, RelayedMessage

@@ -24,11 +24,11 @@ from datetime import timedelta
 
 from django.db import connections
 
-from exactly_once.operators.leases import TableLease
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import Bell, StopRequest, Watchdog
 from exactly_once.process.outage import Outage, OutageLog
 from exactly_once.sql.turns import Turns
+from exactly_once.upkeep.loop_leases import TableLease
 from outbox.conf import OutboxOptions
 from outbox.relay.timetable import OF_A_TOPIC, Timetable
 from outbox.store import claiming, scheduling

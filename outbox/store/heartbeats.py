@@ -1,5 +1,5 @@
 """Heartbeats of relays; see `exactly_once.process.heartbeat`."""
 
-from exactly_once.operators.heartbeat_table import HeartbeatTable
+from exactly_once.upkeep.heartbeat_table import HeartbeatTable
 
 relays = HeartbeatTable("outbox")

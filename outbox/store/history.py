@@ -6,8 +6,8 @@ from functools import partial
 from django.db import connections
 from django.db.models import Exists, OuterRef, Q
 
-from exactly_once.operators.history import History
 from exactly_once.sql.days import date_of
+from exactly_once.upkeep.history import History
 from outbox.models import OutboxMessage, PendingCallback
 from outbox.store.dialect import TABLE
 

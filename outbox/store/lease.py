@@ -7,8 +7,8 @@ from datetime import timedelta
 from django.db import transaction
 
 from exactly_once.models import Lease
-from exactly_once.operators.leases import TableLease
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep.loop_leases import TableLease
 from outbox.store.claiming import NOTHING_SKIPPED, UNBOUNDED_BYTES, BusyShard, RelayedMessage, claim_ready
 
 RELAYING = "outbox: relaying"

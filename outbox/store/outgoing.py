@@ -1,6 +1,6 @@
 """The message that a transport sends for a row."""
 
-from exactly_once.transport import OutgoingMessage
+from exactly_once.transport.interface import OutgoingMessage
 from exactly_once.wire.envelope import REPLAY_HEADER, Envelope
 from outbox.conf import OutboxOptions
 from outbox.store.claiming import RelayedMessage

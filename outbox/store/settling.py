@@ -24,9 +24,9 @@ from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
 from outbox.states import CONFIRM, DIE, EXPIRE, FIRE, HOLD, HOLDING_KEY, RELEASE, RETRY, TRY_AGAIN
 from outbox.store.dialect import EVER, any_of, live
-from outbox.store.pausing import pause_in_hand
+from outbox.store.paused_topics import pause_in_hand
 from outbox.store.pending_callbacks import record_calls, topics_with_callbacks
-from outbox.store.trail import is_recorded
+from outbox.store.trail_entries import is_recorded
 from outbox.store.transitions import Found, Locked, count_moved, delete, move, move_and_commit
 from outbox.store.unwritable_rows import SAVEPOINT, Changed, Rows, UnwritableRows, change_in_parts, change_writable
 

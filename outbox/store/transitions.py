@@ -26,7 +26,7 @@ from exactly_once.wire.envelope import BY_OPERATOR, REPLAY_HEADER
 from outbox.models import OutboxMessage
 from outbox.states import SETTLED, State
 from outbox.store.dialect import COLUMNS, DRAWN, HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live, places
-from outbox.store.trail import is_recorded, record
+from outbox.store.trail_entries import is_recorded, record
 
 _PARAMETER = re.compile(r"\{(\w+)\}")
 _EXPIRY = {

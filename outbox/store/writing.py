@@ -21,7 +21,7 @@ from exactly_once.sql.prepared_statements import PreparedStatement, is_worthwhil
 from outbox.models import SHARDS
 from outbox.states import State
 from outbox.store.dialect import DRAWN, HISTORY, LIVE_PART, TABLE, as_uuid, chunks, live
-from outbox.store.trail import record_insert
+from outbox.store.trail_entries import record_insert
 from outbox.store.unique import UNLESS_FOUND, is_published_already
 
 ORDER_SPACE = zlib.crc32(f"{TABLE}.key".encode()) - 2**31

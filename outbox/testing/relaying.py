@@ -10,10 +10,19 @@ from typing import Any
 from django.apps import apps
 from django.utils.module_loading import import_string
 
-from exactly_once.broker import is_local
 from exactly_once.testing.database import require_tests
 from exactly_once.testing.matching import decoded
-from exactly_once.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
+from exactly_once.transport.broker import is_local
+from exactly_once.transport.interface import (
+    CONFIRMED,
+    Capabilities,
+    Companion,
+    OutgoingMessage,
+    PublishOutcome,
+    Sent,
+    Transport,
+    Verdict,
+)
 from exactly_once.wire.formats import Wire
 from outbox.api import in_transaction
 from outbox.conf import outbox_options
@@ -90,7 +99,7 @@ class _TestTransport(Transport):
             transport_class(options.BROKER_URL)
         if handlers and apps.is_installed("inbox"):
             # By its name, as in `outbox.transports`, because the outbox imports nothing of the inbox.
-            self._local = import_string("inbox.testing.delivering.LocalTestTransport")(alias, is_broker=self._is_local)
+            self._local = import_string("inbox.testing.deliveries.LocalTestTransport")(alias, is_broker=self._is_local)
 
     def raising_errors(self) -> AbstractContextManager[None]:
         """At the end of the block, raise the first error of a handler in it."""

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from django.apps import apps
 from django.utils.module_loading import import_string
 
-from exactly_once.broker import is_local, scheme_of, why_unusable
-from exactly_once.transport import Transport
+from exactly_once.transport.broker import is_local, scheme_of, why_unusable
+from exactly_once.transport.interface import Transport
 from outbox.conf import outbox_options
 
 _BY_SCHEME = {

@@ -19,7 +19,9 @@ from typing import Any, Self
 import kombu
 from amqp.exceptions import NotFound, RecoverableConnectionError
 
-from exactly_once.broker import (
+from exactly_once.conf.tls import DEFAULT_TLS, TlsOptions
+from exactly_once.process.clock import monotonic
+from exactly_once.transport.broker import (
     BROKER_FAILURES,
     EXCHANGE_TYPE,
     BrokerConnection,
@@ -30,9 +32,7 @@ from exactly_once.broker import (
     is_refusal,
     read_in_chunks,
 )
-from exactly_once.process.clock import monotonic
-from exactly_once.tls import DEFAULT_TLS, TlsOptions
-from exactly_once.transport import (
+from exactly_once.transport.interface import (
     CONFIRMED,
     BrokerRefused,
     BrokerUnavailable,

@@ -9,7 +9,7 @@ This module uses no socket and no clock.
 
 from collections.abc import Iterable
 
-from exactly_once.transport import CONFIRMED, PublishOutcome, Verdict
+from exactly_once.transport.interface import CONFIRMED, PublishOutcome, Verdict
 
 
 class ConfirmTracker:

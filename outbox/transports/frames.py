@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from amqp.basic_message import Message
 from amqp.serialization import dumps
 
-from exactly_once.transport import OutgoingMessage
+from exactly_once.transport.interface import OutgoingMessage
 from exactly_once.wire.envelope import COPIES, Envelope
 from exactly_once.wire.formats import Wire
 

@@ -11,7 +11,9 @@ from typing import Any
 import kombu
 from kombu.transport.virtual import Channel as VirtualChannel
 
-from exactly_once.broker import (
+from exactly_once.conf.tls import DEFAULT_TLS, TlsOptions
+from exactly_once.process.clock import monotonic
+from exactly_once.transport.broker import (
     BROKER_FAILURES,
     EXCHANGE_TYPE,
     BrokerConnection,
@@ -20,9 +22,7 @@ from exactly_once.broker import (
     is_refusal,
     scheme_of,
 )
-from exactly_once.process.clock import monotonic
-from exactly_once.tls import DEFAULT_TLS, TlsOptions
-from exactly_once.transport import (
+from exactly_once.transport.interface import (
     CONFIRMED,
     BrokerRefused,
     BrokerUnavailable,

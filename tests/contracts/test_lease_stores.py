@@ -15,7 +15,7 @@ from inbox.receiving.in_hand import is_quarantined
 from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import claims
-from inbox.store.rows import Failure
+from inbox.store.message_rows import Failure
 from tests.support.deliveries import OPTIONS, an_envelope, at_once, make_due, options, the_row
 from tests.support.waiting import wait_until
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from exactly_once.broker import scheme_of
 from exactly_once.process.clock import monotonic
-from exactly_once.transport import OutgoingMessage, PublishOutcome
+from exactly_once.transport.broker import scheme_of
+from exactly_once.transport.interface import OutgoingMessage, PublishOutcome
 from exactly_once.wire.envelope import Envelope, from_delivery
 from inbox.handlers.decorator import idempotent_handler
 from inbox.handlers.registry import registry

@@ -17,18 +17,18 @@ from tests.support.servers.private import LOOPBACK
 pytestmark = pytest.mark.every_database
 
 PUBLISHING = {
-    "before outbox.http.publishing.publish_many": 0,
-    "after outbox.http.publishing.publish_many": 0,
-    "after outbox.http.api.publish_with_key": 1,
+    "before outbox.contrib.http.publishing.publish_many": 0,
+    "after outbox.contrib.http.publishing.publish_many": 0,
+    "after outbox.contrib.http.api.publish_with_key": 1,
 }
 """Where the server is killed while it publishes, and how many messages are committed then."""
 READING = {
-    "after inbox.http.reading._claim_due": 1,
-    "before inbox.store.leases.lease_stored": 1,
-    "after inbox.http.reading.claim": 1,
+    "after inbox.contrib.http.queries._claim_due": 1,
+    "before inbox.store.lease_rows.lease_stored": 1,
+    "after inbox.contrib.http.queries.claim": 1,
 }
 """Where it is killed while a client reads, and how many attempts are counted then."""
-ACKNOWLEDGING = {"before inbox.store.leases.consume": "running", "after inbox.store.leases.consume": "done"}
+ACKNOWLEDGING = {"before inbox.store.lease_rows.consume": "running", "after inbox.store.lease_rows.consume": "done"}
 """Where it is killed while a client acknowledges, and the state of the message then."""
 
 

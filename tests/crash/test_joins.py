@@ -10,8 +10,8 @@ import pytest
 from django.db import transaction
 
 from exactly_once.models import Lease
-from inbox.joins.models import Part, Run
-from inbox.joins.store import TOPIC
+from inbox.contrib.joins.models import Part, Run
+from inbox.contrib.joins.store import TOPIC
 from inbox.models import InboxMessage
 from inbox.testing import travel
 from outbox import publish

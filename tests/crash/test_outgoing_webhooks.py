@@ -9,19 +9,19 @@ import pytest
 from django.db import transaction
 
 from exactly_once.models import Lease
+from inbox.contrib.outgoing_webhooks import Endpoint
 from inbox.models import InboxMessage
-from inbox.outgoing_webhooks import Endpoint
 from inbox.testing import travel
 from outbox import publish
-from outbox.incoming_webhooks import StandardWebhooks
+from outbox.contrib.incoming_webhooks import StandardWebhooks
 from tests.support.apps.hooked import TOPIC
 from tests.support.crash.points import COMMIT
 from tests.support.fakes.receiver import Receiver, Reply
 
 SETTINGS = "tests.support.apps.hooked.settings"
 COMMAND = "inbox_outgoing_webhooks"
-INSERT = "inbox.outgoing_webhooks.fanning_out.insert"
-POST = "inbox.outgoing_webhooks.delivering.post"
+INSERT = "inbox.contrib.outgoing_webhooks.fanning_out.insert"
+POST = "inbox.contrib.outgoing_webhooks.delivering.post"
 CONSUME = "inbox.leases.stores.DatabaseLeases.consume"
 SENDING = {
     "before the request": (f"before {POST}", 1),

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.every_database
 
 OPERATIONS = 60
 """More than the refusals that pause a topic."""
-PAUSING = "outbox.store.pausing"
+PAUSING = "outbox.store.paused_topics"
 
 WHILE_REFUSED = {
     "refused, pause not stored": f"before {PAUSING}.pause_refused",

@@ -8,8 +8,8 @@ from django.db.models import F
 
 from exactly_once.models import Lease
 from exactly_once.wire.context import Cause, caused_by
-from inbox.joins.models import Part
-from inbox.joins.store import TOPIC
+from inbox.contrib.joins.models import Part
+from inbox.contrib.joins.store import TOPIC
 from inbox.models import InboxMessage
 from inbox.states import DUE
 from inbox.testing import travel

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.django_db(transaction=True, databases=["default", SAVIN
 
 ADA, AMOUNT, AT_FIRST = "Ada", 10, 1000
 DEBIT = "tests.support.apps.bank.transfers.debit"
-DECIDE = "outbox.store.deciding.decide"
+DECIDE = "outbox.store.decision_rows.decide"
 ASK = "outbox.callbacks.Checkers.ask"
 TOMBSTONE = "django.db.models.query.QuerySet.get_or_create"
 

@@ -15,9 +15,9 @@ from tests.support.crash.urls import SECRET
 from tests.support.servers.private import LOOPBACK
 
 POINTS = {
-    "before outbox.incoming_webhooks.endpoint.publish": 0,
-    "after outbox.incoming_webhooks.endpoint.publish": 0,
-    "after outbox.incoming_webhooks.endpoint.Endpoint.store": 1,
+    "before outbox.contrib.incoming_webhooks.endpoint.publish": 0,
+    "after outbox.contrib.incoming_webhooks.endpoint.publish": 0,
+    "after outbox.contrib.incoming_webhooks.endpoint.Endpoint.store": 1,
 }
 """Where the server is killed, and how many events are stored then."""
 BODY = json.dumps({"operation": "paid-1", "how": ""}).encode()

@@ -115,8 +115,8 @@ def main() -> int:
             "exactly_once",
             "outbox",
             "inbox",
-            "inbox.joins",
-            "inbox.outgoing_webhooks",
+            "inbox.contrib.joins",
+            "inbox.contrib.outgoing_webhooks",
         ],
         OUTBOX={"BROKER_URL": "amqp://broker//"},
         STRIPE_WEBHOOK_SECRET="whsec_eA==",
@@ -186,21 +186,21 @@ def _defaults(block: Block, tree: ast.Module, names: dict) -> dict:
 def well_known() -> dict:
     """What pages use without importing it."""
     import inbox.celery  # noqa: PLC0415 - needs configured settings, as do the others
-    import inbox.http  # noqa: PLC0415
-    import inbox.joins  # noqa: PLC0415
-    import inbox.outgoing_webhooks  # noqa: PLC0415
+    import inbox.contrib.http  # noqa: PLC0415
+    import inbox.contrib.joins  # noqa: PLC0415
+    import inbox.contrib.outgoing_webhooks  # noqa: PLC0415
     import inbox.testing  # noqa: PLC0415
     import outbox.celery  # noqa: PLC0415
-    import outbox.incoming_webhooks  # noqa: PLC0415
+    import outbox.contrib.incoming_webhooks  # noqa: PLC0415
     import outbox.testing  # noqa: PLC0415
 
     modules: Iterable = (
         outbox.testing,
         inbox.testing,
-        outbox.incoming_webhooks,
-        inbox.http,
-        inbox.joins,
-        inbox.outgoing_webhooks,
+        outbox.contrib.incoming_webhooks,
+        inbox.contrib.http,
+        inbox.contrib.joins,
+        inbox.contrib.outgoing_webhooks,
         outbox,
         inbox,
     )
@@ -212,7 +212,7 @@ def well_known() -> dict:
 
 
 def _check_options(names: dict) -> None:
-    from exactly_once.settings import parse  # noqa: PLC0415
+    from exactly_once.conf.settings import parse  # noqa: PLC0415
     from inbox.conf import InboxOptions  # noqa: PLC0415 - as above
     from outbox.conf import OutboxOptions  # noqa: PLC0415
 

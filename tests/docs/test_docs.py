@@ -29,22 +29,22 @@ from django.dispatch import Signal
 import exactly_once.checks
 import inbox
 import inbox.checks
-import inbox.http
-import inbox.joins
+import inbox.contrib.http
+import inbox.contrib.joins
+import inbox.contrib.outgoing_webhooks
+import inbox.contrib.outgoing_webhooks.checks
 import inbox.metrics
-import inbox.outgoing_webhooks
-import inbox.outgoing_webhooks.checks
 import inbox.signals
 import inbox.testing
 import outbox
 import outbox.checks
-import outbox.incoming_webhooks
-import outbox.incoming_webhooks.signals
+import outbox.contrib.incoming_webhooks
+import outbox.contrib.incoming_webhooks.signals
 import outbox.metrics
 import outbox.signals
 import outbox.testing
 from exactly_once import metrics
-from exactly_once.tls import TlsOptions
+from exactly_once.conf.tls import TlsOptions
 from inbox import states
 from inbox.conf import InboxOptions
 from inbox.models import InboxMessage, Receipt
@@ -166,7 +166,13 @@ def test_every_argument_of_a_command_is_documented_and_no_other(name):
 def test_every_check_is_documented_and_no_other():
     ids = {
         found
-        for module in (exactly_once.checks, outbox.checks, inbox.checks, inbox.joins.checks, inbox.outgoing_webhooks.checks)
+        for module in (
+            exactly_once.checks,
+            outbox.checks,
+            inbox.checks,
+            inbox.contrib.joins.checks,
+            inbox.contrib.outgoing_webhooks.checks,
+        )
         for found in re.findall(
             r'id="((?:exactly_once|outbox|inbox|inbox_joins|inbox_outgoing_webhooks)\.[EWI]\d{3})"',
             Path(module.__file__).read_text(),
@@ -179,12 +185,12 @@ def test_every_check_is_documented_and_no_other():
 PACKAGES = [
     outbox,
     inbox,
-    inbox.http,
-    inbox.joins,
-    inbox.outgoing_webhooks,
+    inbox.contrib.http,
+    inbox.contrib.joins,
+    inbox.contrib.outgoing_webhooks,
     outbox.testing,
     inbox.testing,
-    outbox.incoming_webhooks,
+    outbox.contrib.incoming_webhooks,
 ]
 
 
@@ -282,7 +288,11 @@ def test_every_index_of_messages_is_documented_and_no_other():
 
 @pytest.mark.parametrize(
     ("module", "title"),
-    [(outbox.signals, "Outbox"), (inbox.signals, "Inbox"), (outbox.incoming_webhooks.signals, "outbox.incoming_webhooks")],
+    [
+        (outbox.signals, "Outbox"),
+        (inbox.signals, "Inbox"),
+        (outbox.contrib.incoming_webhooks.signals, "outbox.contrib.incoming_webhooks"),
+    ],
 )
 def test_every_signal_is_documented_and_no_other(module, title):
     table = rows(section(page("reference/signals.md"), title), "signal", "sent when", "arguments")

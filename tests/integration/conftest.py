@@ -110,7 +110,7 @@ def joins(own_handlers):
 
     def register(function, *, topics=TOPICS, name=NAME, **arguments):
         arguments = {"correlate": "run_id", "deadline": timedelta(hours=2), **arguments}
-        return import_string("inbox.joins.joined_handler")(all_of=topics, name=name, **arguments)(function)
+        return import_string("inbox.contrib.joins.joined_handler")(all_of=topics, name=name, **arguments)(function)
 
     return register
 

@@ -13,7 +13,7 @@ def write_in_a_request(request):
 
 urlpatterns = [
     path("admin/", admin.site.urls),
-    path("health/", include("exactly_once.health")),
+    path("health/", include("exactly_once.console.health")),
     path("write/", write_in_a_request),
 ]
 if apps.is_installed("grappelli"):

@@ -100,7 +100,10 @@ class NodeClient:
 def documents():
     """The committed OpenAPI documents, by the module of their API."""
     reference = Path(ROOT, "docs", "reference")
-    return {"outbox.http.api": reference / "outbox-openapi.json", "inbox.http.api": reference / "inbox-openapi.json"}
+    return {
+        "outbox.contrib.http.api": reference / "outbox-openapi.json",
+        "inbox.contrib.http.api": reference / "inbox-openapi.json",
+    }
 
 
 def rendered(api):

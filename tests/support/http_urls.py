@@ -2,4 +2,4 @@
 
 from django.urls import include, path
 
-urlpatterns = [path("api/outbox/", include("outbox.http.urls")), path("api/inbox/", include("inbox.http.urls"))]
+urlpatterns = [path("api/outbox/", include("outbox.contrib.http.urls")), path("api/inbox/", include("inbox.contrib.http.urls"))]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from inbox.contrib.joins.join import Join
 from inbox.handlers.registry import registry
-from inbox.joins.join import Join
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, deliver
 

@@ -23,9 +23,9 @@ from exactly_once.models import Alert, AuditEntry, FailureNote, Lease, Minute, O
 from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.statistics import ALL, bucket_of
 from exactly_once.wire.identity import new_message_id
-from inbox.joins.models import Part, Run
+from inbox.contrib.joins.models import Part, Run
+from inbox.contrib.outgoing_webhooks import Endpoint
 from inbox.models import InboxMessage
-from inbox.outgoing_webhooks import Endpoint
 from inbox.states import State as InboxState
 from outbox.models import OutboxMessage, PendingCallback
 from outbox.states import State

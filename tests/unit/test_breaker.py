@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from exactly_once.transport import PublishOutcome, Verdict
+from exactly_once.transport.interface import PublishOutcome, Verdict
 from outbox.relay import breaker
 from outbox.relay.breaker import PausedTopics
 from outbox.store.claiming import TopicPause

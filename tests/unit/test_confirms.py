@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from exactly_once.transport import PublishOutcome
+from exactly_once.transport.interface import PublishOutcome
 from outbox.transports.confirms import ConfirmTracker
 
 

@@ -8,7 +8,7 @@ from amqp.exceptions import UnexpectedFrame
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exactly_once.broker import dispatch_what_is_read
+from exactly_once.transport.broker import dispatch_what_is_read
 from tests.support.fakes import amqp_wire as wire
 
 FRAMES = st.lists(st.tuples(st.sampled_from([1, 2, 3, 8]), st.integers(0, 2**16 - 1), st.binary(max_size=40)), max_size=8)

@@ -10,7 +10,7 @@ from amqp.serialization import dumps
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from exactly_once.transport import OutgoingMessage, PublishOutcome
+from exactly_once.transport.interface import OutgoingMessage, PublishOutcome
 from exactly_once.wire.envelope import Envelope
 from outbox.transports.frames import FrameWriter
 from tests.support.deliveries import at_once

@@ -7,9 +7,9 @@ import pytest
 
 from exactly_once.wire.retry import RetryPolicy
 from inbox import Backoff, Batch, Lease, Ordered, Retry, Shed, batch_handler, idempotent_handler, leased_handler
+from inbox.contrib.http import subscribe
 from inbox.errors import Reject, RetryLater, StepInterrupted, TransactionEnded
 from inbox.handlers.registry import registry
-from inbox.http import subscribe
 
 A_SECOND, A_MINUTE, AN_HOUR = timedelta(seconds=1), timedelta(minutes=1), timedelta(hours=1)
 DEFAULT = RetryPolicy(max_attempts=17, base=timedelta(seconds=10), factor=2.5, cap=2 * AN_HOUR)

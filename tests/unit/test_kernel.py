@@ -26,15 +26,15 @@ from django.db import (
     connection,
 )
 
-from exactly_once import broker
-from exactly_once.cli import command, live_view, terminal
-from exactly_once.plurals import ngettext
+from exactly_once.console.cli import command, live_view, terminal
+from exactly_once.console.plurals import ngettext
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import EXIT_SILENT, StopRequest, running_until_signalled
+from exactly_once.process.main_thread import run_until_signalled
 from exactly_once.process.outage import Outage, OutageLog
-from exactly_once.process.running import run_until_signalled
 from exactly_once.sql.faults import is_about_values, is_collision, is_lost, is_outage, remedy
 from exactly_once.sql.schema import is_missing
+from exactly_once.transport import broker
 from exactly_once.wire.context import Cause, caused_by, current_cause
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.retry import Pause
@@ -389,7 +389,7 @@ class TestRunUntilSignalled:
         program = (
             "import os, signal, threading; from datetime import timedelta\n"
             "from django.conf import settings; settings.configure()\n"
-            "from exactly_once.process.running import run_until_signalled\n"
+            "from exactly_once.process.main_thread import run_until_signalled\n"
             "def sleeping(stop):\n    os.kill(os.getpid(), signal.SIGTERM); threading.Event().wait()\n"
             "run_until_signalled(sleeping, grace=timedelta(seconds=0.05))"
         )

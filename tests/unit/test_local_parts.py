@@ -2,7 +2,7 @@
 
 import pytest
 
-from exactly_once.transport import OutgoingMessage
+from exactly_once.transport.interface import OutgoingMessage
 from exactly_once.wire.envelope import Envelope
 from inbox import local
 from inbox.consumer import lanes

@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from exactly_once.masking import masked, masked_path, quoted
+from exactly_once.conf.masking import masked, masked_path, quoted
 from outbox.conf import OutboxOptions
 
 SECRET = "Xy7secret7yX"

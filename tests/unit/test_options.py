@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 
-from exactly_once import settings as options
-from exactly_once.settings import InvalidOptions
+from exactly_once.conf import settings as options
+from exactly_once.conf.settings import InvalidOptions
 from outbox.conf import OutboxOptions, outbox_options
 
 

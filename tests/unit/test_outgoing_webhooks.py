@@ -8,8 +8,8 @@ import pytest
 
 from exactly_once.process.clock import utcnow
 from inbox.conf import InboxOptions
-from inbox.outgoing_webhooks.addresses import NotAllowed, allowed_addresses, networks
-from inbox.outgoing_webhooks.delivering import retry_after
+from inbox.contrib.outgoing_webhooks.addresses import NotAllowed, allowed_addresses, networks
+from inbox.contrib.outgoing_webhooks.delivering import retry_after
 
 PUBLIC = ["93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946"]
 NOT_PUBLIC = [

@@ -6,10 +6,10 @@ from io import StringIO
 
 import pytest
 
-from exactly_once import cli
-from exactly_once.cli import terminal
-from exactly_once.cli.command import TranslatedCommand
-from exactly_once.cli.terminal import BOLD, RED, Line, Progress, Table, sentence, show
+from exactly_once.console import cli
+from exactly_once.console.cli import terminal
+from exactly_once.console.cli.command import TranslatedCommand
+from exactly_once.console.cli.terminal import BOLD, RED, Line, Progress, Table, sentence, show
 
 SENTENCE = f"No consumer is running for: {', '.join(f'orders.handler_{number}' for number in range(9))}."
 COUNTS = Table([Line(["outbox", "default"], BOLD), Line(["ready", "1,200", "+2.0/s"]), Line(["dead", "3"], RED)])
@@ -33,7 +33,9 @@ def width(monkeypatch):
 def without_rich(monkeypatch):
     """As in an environment where `import rich` fails."""
     monkeypatch.delattr(cli, "drawing", raising=False)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "rich" or name == "exactly_once.cli.drawing"]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] == "rich" or name == "exactly_once.console.cli.drawing"
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)
 

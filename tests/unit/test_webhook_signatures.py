@@ -9,7 +9,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.http.request import HttpHeaders
 
-from outbox.incoming_webhooks import GitHub, InvalidSignature, StandardWebhooks, Stripe, signatures
+from outbox.contrib.incoming_webhooks import GitHub, InvalidSignature, StandardWebhooks, Stripe, signatures
 
 STANDARD_SECRET = "whsec_plJ3nmyCDGBKInavdOK15jsl"
 STANDARD_BODY = b'{"event_type":"ping","data":{"success":true}}'

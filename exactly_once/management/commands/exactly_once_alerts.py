@@ -6,10 +6,10 @@ from django.db import transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import DatabaseCommand
-from exactly_once.cli.terminal import BOLD, Line, Table, age, show
-from exactly_once.operators.alerts import Evaluator, acknowledge, evaluated_apps, raised
-from exactly_once.operators.audit import Actor, Subject, record
+from exactly_once.console.cli.command import DatabaseCommand
+from exactly_once.console.cli.terminal import BOLD, Line, Table, age, show
+from exactly_once.console.operators.alerts import Evaluator, acknowledge, evaluated_apps, raised
+from exactly_once.console.operators.audit import Actor, Subject, record
 from exactly_once.sql.schema import require_schema
 
 

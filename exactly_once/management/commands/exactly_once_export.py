@@ -4,10 +4,10 @@ from django.core.management.base import CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.parts import Part, PartsCommand
-from exactly_once.cli.terminal import STANDARD, Progress, opened
-from exactly_once.operators.audit import Subject, actor_of_command, record
-from exactly_once.plurals import ngettext
+from exactly_once.console.cli.parts import Part, PartsCommand
+from exactly_once.console.cli.terminal import STANDARD, Progress, opened
+from exactly_once.console.operators.audit import Subject, actor_of_command, record
+from exactly_once.console.plurals import ngettext
 
 
 class Command(PartsCommand):

@@ -7,9 +7,9 @@ from django.core.management.base import CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.parts import NONE_RUNNING, OK, Check, Part, PartsCommand, chosen_parts
-from exactly_once.cli.terminal import sentence, show
-from exactly_once.health import readiness
+from exactly_once.console.cli.parts import NONE_RUNNING, OK, Check, Part, PartsCommand, chosen_parts
+from exactly_once.console.cli.terminal import sentence, show
+from exactly_once.console.health import readiness
 
 
 class Command(PartsCommand):

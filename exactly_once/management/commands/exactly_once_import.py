@@ -8,10 +8,10 @@ from django.db import DatabaseError, transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.parts import Part, PartsCommand
-from exactly_once.cli.terminal import opened
-from exactly_once.operators.audit import actor_of_command, record
-from exactly_once.operators.dead_letters import Letters, Refused, numbered, read
+from exactly_once.console.cli.parts import Part, PartsCommand
+from exactly_once.console.cli.terminal import opened
+from exactly_once.console.operators.audit import actor_of_command, record
+from exactly_once.console.operators.dead_letters import Letters, Refused, numbered, read
 from exactly_once.sql.faults import is_about_values, is_collision
 from exactly_once.wire.text import describe, visible
 

@@ -6,12 +6,12 @@ from django.db import transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import DatabaseCommand
-from exactly_once.cli.parts import process_table
-from exactly_once.cli.terminal import sentence, show
-from exactly_once.operators.audit import Actor, Subject, record
-from exactly_once.operators.heartbeat_table import HeartbeatTable
+from exactly_once.console.cli.command import DatabaseCommand
+from exactly_once.console.cli.parts import process_table
+from exactly_once.console.cli.terminal import sentence, show
+from exactly_once.console.operators.audit import Actor, Subject, record
 from exactly_once.process.loop import Request
+from exactly_once.upkeep.heartbeat_table import HeartbeatTable
 
 _LEAST_OF_AN_ID = 4
 _PROCESSES = HeartbeatTable()

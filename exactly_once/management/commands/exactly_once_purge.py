@@ -5,11 +5,11 @@ from django.core.management.base import CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.parts import Part, PartsCommand
-from exactly_once.cli.terminal import BOLD, Line, Progress, Table, days, show
-from exactly_once.operators.audit import Subject, actor_of_command, record
-from exactly_once.operators.housekeeping import old_rows
+from exactly_once.console.cli.parts import Part, PartsCommand
+from exactly_once.console.cli.terminal import BOLD, Line, Progress, Table, days, show
+from exactly_once.console.operators.audit import Subject, actor_of_command, record
 from exactly_once.sql.rows import delete_in_chunks
+from exactly_once.upkeep.housekeeping import old_rows
 
 
 class Command(PartsCommand):

@@ -8,7 +8,7 @@ from django.db.models import Q
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import TranslatedCommand
+from exactly_once.console.cli.command import TranslatedCommand
 from exactly_once.sql.schema import our_apps
 
 _BY_HAND = Q(codename__startswith="unredacted_") | Q(codename__startswith="secret_") | Q(codename__regex="^export_.*message$")

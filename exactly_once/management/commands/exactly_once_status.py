@@ -7,9 +7,9 @@ from django.core.management.base import CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.live_view import LiveView, Rates
-from exactly_once.cli.parts import Part, PartsCommand, process_as_json, process_table
-from exactly_once.cli.terminal import RED, Table, sentence, show
+from exactly_once.console.cli.live_view import LiveView, Rates
+from exactly_once.console.cli.parts import Part, PartsCommand, process_as_json, process_table
+from exactly_once.console.cli.terminal import RED, Table, sentence, show
 from exactly_once.process.loop import StopRequest, running_until_signalled
 
 _REDRAW_SECONDS = 2.0

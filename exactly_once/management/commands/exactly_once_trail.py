@@ -12,11 +12,19 @@ from django.utils.text import Truncator
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import TranslatedCommand
-from exactly_once.cli.terminal import BOLD, Line, Table, show
-from exactly_once.display import exact
-from exactly_once.operators.trail import HistoryEvent, MessageHistory, PresentState, apps_asked, history_of, ids_of, searched
-from exactly_once.plurals import ngettext
+from exactly_once.console.cli.command import TranslatedCommand
+from exactly_once.console.cli.terminal import BOLD, Line, Table, show
+from exactly_once.console.display import exact
+from exactly_once.console.operators.trail import (
+    HistoryEvent,
+    MessageHistory,
+    PresentState,
+    apps_asked,
+    history_of,
+    ids_of,
+    searched,
+)
+from exactly_once.console.plurals import ngettext
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.schema import why_unmigrated
 

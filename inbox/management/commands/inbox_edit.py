@@ -6,9 +6,9 @@ from django.core.management.base import CommandError, CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import DatabaseCommand
-from exactly_once.cli.terminal import refuse_unknown
-from exactly_once.operators.audit import Actor, Subject, record
+from exactly_once.console.cli.command import DatabaseCommand
+from exactly_once.console.cli.terminal import refuse_unknown
+from exactly_once.console.operators.audit import Actor, Subject, record
 from exactly_once.sql.connections import decision_transaction
 from inbox.errors import NotEditable
 from inbox.models import InboxMessage

@@ -6,11 +6,11 @@ from django.core.management.base import CommandError, CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import DatabaseCommand
-from exactly_once.cli.terminal import Progress, refuse_unknown
-from exactly_once.operators.audit import Actor, Subject, record
-from exactly_once.operators.operations import BATCH
-from exactly_once.plurals import ngettext
+from exactly_once.console.cli.command import DatabaseCommand
+from exactly_once.console.cli.terminal import Progress, refuse_unknown
+from exactly_once.console.operators.audit import Actor, Subject, record
+from exactly_once.console.operators.operations import BATCH
+from exactly_once.console.plurals import ngettext
 from exactly_once.sql.connections import decision_transaction
 from inbox.handlers.registry import may_exist, registry
 from inbox.models import InboxMessage

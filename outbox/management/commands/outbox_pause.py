@@ -5,8 +5,8 @@ from django.db import transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import DatabaseCommand
-from exactly_once.operators.audit import Actor, Subject, record
+from exactly_once.console.cli.command import DatabaseCommand
+from exactly_once.console.operators.audit import Actor, Subject, record
 from outbox.errors import InvalidMessage
 from outbox.pausing import TopicState, pause
 

@@ -8,12 +8,12 @@ from django.core.management.base import CommandError, CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.broker import is_local
-from exactly_once.cli.process_command import ProcessCommand
-from exactly_once.masking import masked
+from exactly_once.conf.masking import masked
+from exactly_once.console.cli.process_command import ProcessCommand
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.schema import require_usable
 from exactly_once.telemetry import prometheus
+from exactly_once.transport.broker import is_local
 from outbox.conf import outbox_options
 from outbox.monitoring import table_gauges
 from outbox.relay.service import serve

@@ -7,13 +7,13 @@ from django.core.management.base import CommandError, CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import DatabaseCommand, log_to_console
-from exactly_once.cli.terminal import BOLD, Line, Progress, Table, age, instant, sentence, show
+from exactly_once.console.cli.command import DatabaseCommand, log_to_console
+from exactly_once.console.cli.terminal import BOLD, Line, Progress, Table, age, instant, sentence, show
+from exactly_once.console.operators.audit import Actor
 from exactly_once.models import Operation, OperationState
-from exactly_once.operators.audit import Actor
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
-from exactly_once.process.running import run_until_signalled
+from exactly_once.process.main_thread import run_until_signalled
 from outbox.conf import outbox_options
 from outbox.operators.operations import operations
 from outbox.operators.previews import Replayable, preview_replaying

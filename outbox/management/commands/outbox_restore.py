@@ -5,14 +5,25 @@ from django.core.management.base import CommandError, CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import DatabaseCommand
-from exactly_once.cli.terminal import BOLD, Line, Progress, Table, age, instant, message_id, refuse_unknown, sentence, show
-from exactly_once.operators.audit import Actor, Subject, record
-from exactly_once.plurals import ngettext
+from exactly_once.console.cli.command import DatabaseCommand
+from exactly_once.console.cli.terminal import (
+    BOLD,
+    Line,
+    Progress,
+    Table,
+    age,
+    instant,
+    message_id,
+    refuse_unknown,
+    sentence,
+    show,
+)
+from exactly_once.console.operators.audit import Actor, Subject, record
+from exactly_once.console.plurals import ngettext
 from exactly_once.sql.connections import decision_transaction
 from outbox.operators.previews import Restorable, preview_restoring
 from outbox.states import RESTORE
-from outbox.store import deciding
+from outbox.store import decision_rows
 from outbox.store.dialect import chunks
 from outbox.store.restoring import restored_by_default
 from outbox.store.selecting import Selection
@@ -61,7 +72,7 @@ class Command(DatabaseCommand):
         with Progress(_("restored"), expected) as progress:
             for chunk in chunks(found, _AT_ONCE):
                 with decision_transaction(alias):
-                    decided = deciding.decide(
+                    decided = decision_rows.decide(
                         alias, RESTORE, chunk, sources=selection.states, overdue=overdue, reason="outbox_restore"
                     )
                     if decided:

@@ -5,16 +5,16 @@ from django.db import transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.cli.command import DatabaseCommand
-from exactly_once.cli.terminal import Progress, message_id, refuse_unknown
-from exactly_once.operators.audit import Actor, Subject, record
-from exactly_once.plurals import ngettext
+from exactly_once.console.cli.command import DatabaseCommand
+from exactly_once.console.cli.terminal import Progress, message_id, refuse_unknown
+from exactly_once.console.operators.audit import Actor, Subject, record
+from exactly_once.console.plurals import ngettext
 from exactly_once.sql.connections import decision_transaction
 from outbox.errors import InvalidMessage
 from outbox.models import OutboxMessage
 from outbox.pausing import TopicState, resume
 from outbox.states import RESUME_CHECKS, State
-from outbox.store import deciding
+from outbox.store import decision_rows
 
 _NOT_PAUSED = {TopicState.ACTIVE, TopicState.LIMITED}
 
@@ -72,7 +72,7 @@ class Command(DatabaseCommand):
         with Progress(_("resumed"), len(found)) as progress:
             for position, identity in found.items():
                 with decision_transaction(alias):
-                    resumed = deciding.decide(alias, RESUME_CHECKS, [position], reason="outbox_resume --checks")
+                    resumed = decision_rows.decide(alias, RESUME_CHECKS, [position], reason="outbox_resume --checks")
                     if resumed:
                         record("outbox", alias, actor, "ask_again", [Subject(kind="message", id=str(identity))])
                 progress.advance(int(bool(resumed)))

@@ -11,10 +11,10 @@ from django.core.management import call_command
 from django.test import AsyncClient
 from django.urls import reverse
 
-from exactly_once.admin import acting as acting_admin
-from exactly_once.admin import downloads
+from exactly_once.console.admin import acting as acting_admin
+from exactly_once.console.admin import downloads
+from exactly_once.console.operators.audit import Actor, Subject, record
 from exactly_once.models import AuditEntry
-from exactly_once.operators.audit import Actor, Subject, record
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
 from inbox.states import State as InboxState

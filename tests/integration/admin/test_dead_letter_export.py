@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from exactly_once.console.operators import dead_letters
 from exactly_once.models import AuditEntry
-from exactly_once.operators import dead_letters
 from outbox.states import State
 from tests.support.admin_pages import VIEW, Page, a_message, act, an_inbox_message, said, staff_client
 

@@ -4,8 +4,8 @@ import pytest
 from django.db import connection
 from django.urls import reverse
 
-from inbox.joins.models import Run
-from inbox.outgoing_webhooks import Endpoint
+from inbox.contrib.joins.models import Run
+from inbox.contrib.outgoing_webhooks import Endpoint
 from tests.support.admin_pages import a_message, act, act_on_all, an_inbox_message, superuser_client
 from tests.support.joins import TOPICS, comes, report
 from tests.support.sql import executed

@@ -7,8 +7,8 @@ from django.contrib.admin.models import LogEntry
 from django.urls import reverse
 
 from exactly_once.models import AuditEntry
+from inbox.contrib.outgoing_webhooks import Endpoint, endpoints
 from inbox.models import InboxMessage
-from inbox.outgoing_webhooks import Endpoint, endpoints
 from tests.support.admin_pages import Page, act, said, staff_client
 from tests.support.inbox_rows import store_message
 

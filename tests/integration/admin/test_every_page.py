@@ -5,7 +5,7 @@ from django.contrib import admin
 from django.db import transaction
 from django.urls import reverse
 
-from exactly_once.admin.pages import PageAdmin
+from exactly_once.console.admin.pages import PageAdmin
 from exactly_once.models import Flow
 from tests.support.admin_pages import NASTY, Page
 from tests.support.shop_day import hostile_rows

@@ -8,8 +8,8 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
+from exactly_once.console.operators.trail import MOST_ROWS, chain_of
 from exactly_once.models import AuditEntry
-from exactly_once.operators.trail import MOST_ROWS, chain_of
 from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage
 from outbox.models import OutboxMessage

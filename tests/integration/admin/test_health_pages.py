@@ -7,9 +7,9 @@ import pytest
 from django.db import connection, connections
 from django.urls import reverse
 
-from exactly_once.admin.health import horizon_warnings
-from exactly_once.operators import database_health as health
-from exactly_once.operators.database_health import Pin
+from exactly_once.console.admin.database_health import horizon_warnings
+from exactly_once.console.operators import database_health as health
+from exactly_once.console.operators.database_health import Pin
 from exactly_once.process.clock import utcnow
 from outbox.models import TrailEntry
 from outbox.store import history

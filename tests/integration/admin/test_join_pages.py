@@ -9,8 +9,8 @@ from django.contrib.admin.models import LogEntry
 from django.urls import reverse
 
 from exactly_once.models import AuditEntry
+from inbox.contrib.joins.models import Part, Run
 from inbox.handlers.registry import registry
-from inbox.joins.models import Part, Run
 from inbox.testing import travel
 from tests.support.admin_pages import Page, act, said, staff_client
 from tests.support.deliveries import drain

@@ -9,9 +9,9 @@ from exactly_once.models import AuditEntry, Operation
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
 from inbox import Lease
+from inbox.contrib.outgoing_webhooks import Endpoint
 from inbox.models import InboxMessage
 from inbox.operators.operations import executor
-from inbox.outgoing_webhooks import Endpoint
 from inbox.states import State
 from tests.support.admin_pages import Page, a_message, act, act_on_all, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, fails, options

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 from django.urls import reverse
 
-from exactly_once.display import brief
+from exactly_once.console.display import brief
 from exactly_once.process.clock import utcnow
 from inbox.models import TrailEntry as InboxTrailEntry
 from outbox.models import TrailEntry

@@ -9,8 +9,8 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from exactly_once.admin import acting as acting_admin
-from exactly_once.admin import message_search
+from exactly_once.console.admin import acting as acting_admin
+from exactly_once.console.admin import message_search
 from exactly_once.models import Operation, Process
 from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage

@@ -9,9 +9,9 @@ from django.db import DatabaseError
 from django.test import override_settings
 from django.urls import reverse
 
+from exactly_once.console.operators import operations as executing
+from exactly_once.console.operators.operation_rows import Plan
 from exactly_once.models import AuditEntry, Operation, OperationPart
-from exactly_once.operators import operations as executing
-from exactly_once.operators.operation_rows import Plan
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from inbox import Ordered

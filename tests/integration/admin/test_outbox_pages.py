@@ -13,14 +13,14 @@ from django.db import DatabaseError, connection
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from exactly_once import display
+from exactly_once.console import display
 from exactly_once.process.clock import utcnow
 from outbox.admin import OutboxMessageAdmin
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
 from outbox.operators.operations import RESTORE_THEM
 from outbox.states import State
-from outbox.store import deciding
+from outbox.store import decision_rows
 from tests.support.admin_pages import (
     CANCEL,
     DETAIL,
@@ -320,14 +320,14 @@ class TestRestore:
 
     def test_restore_continues_after_a_database_error_on_one_message(self, monkeypatch):
         first, second = a_message(State.DEAD), a_message(State.DEAD)
-        decide = deciding.decide
+        decide = decision_rows.decide
 
         def fails_for_the_first(alias, transition, positions, **options):
             if positions == [first.pk]:
                 raise DatabaseError("canceling statement due to <b>lock timeout</b>")
             return decide(alias, transition, positions, **options)
 
-        monkeypatch.setattr(deciding, "decide", fails_for_the_first)
+        monkeypatch.setattr(decision_rows, "decide", fails_for_the_first)
 
         report = said(act(staff_client(VIEW, RESTORE), "restore", first, second, confirmed="yes", overdue="on"))
 
@@ -365,7 +365,7 @@ class TestCancel:
 
     def test_cancel_reports_a_message_that_a_relay_has_claimed(self, monkeypatch):
         row = a_message(State.READY)
-        monkeypatch.setattr(deciding, "decide", lambda *args, **options: deciding.Decided({}, {row.pk: "locked"}))
+        monkeypatch.setattr(decision_rows, "decide", lambda *args, **options: decision_rows.Decided({}, {row.pk: "locked"}))
 
         response = act(staff_client(VIEW, CANCEL), "cancel", row, confirmed="yes")
 

@@ -13,14 +13,14 @@ from django.contrib.auth.models import Group, Permission, User
 from django.test import Client
 from django.urls import reverse
 
-from exactly_once.admin.pages import PageAdmin
+from exactly_once.console.admin.pages import PageAdmin
 from exactly_once.models import Alert, AuditEntry, FailureNote, Operation, Process
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.now import DatabaseTime
-from inbox.joins.models import Run
+from inbox.contrib.joins.models import Run
+from inbox.contrib.outgoing_webhooks import Endpoint
 from inbox.models import InboxMessage, PausedHandler
 from inbox.operators.editing import conflict_token
-from inbox.outgoing_webhooks import Endpoint
 from outbox.models import PausedTopic, PendingCallback
 from outbox.states import State
 from tests.support.admin_pages import a_message, staff_client, superuser_client

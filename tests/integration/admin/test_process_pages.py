@@ -9,7 +9,7 @@ from django.contrib.admin.models import LogEntry
 from django.test import override_settings
 from django.urls import reverse
 
-from exactly_once.admin.processes import ProcessAdmin
+from exactly_once.console.admin.processes import ProcessAdmin
 from exactly_once.models import AuditEntry, Process
 from exactly_once.process.heartbeat import SILENT_AFTER, STOPPED_SHOWN_FOR
 from exactly_once.process.loop import Mode, Request

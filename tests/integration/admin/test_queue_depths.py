@@ -8,8 +8,8 @@ from http.client import HTTPException
 import kombu
 import pytest
 
-from exactly_once import management_api
-from exactly_once.management_api import QueueDepths, read_list
+from exactly_once.transport import management_api
+from exactly_once.transport.management_api import QueueDepths, read_list
 from tests.support.servers import RabbitServer
 from tests.support.servers.private import LOOPBACK, free_port
 from tests.support.waiting import wait_until

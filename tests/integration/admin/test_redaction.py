@@ -7,7 +7,7 @@ import pytest
 from django.core.checks import run_checks
 from django.urls import reverse
 
-from exactly_once.operators.redaction import Redaction, RedactionFailed
+from exactly_once.console.operators.redaction import Redaction, RedactionFailed
 from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage
 from outbox import publish
@@ -76,7 +76,7 @@ def test_payload_is_shown_as_the_function_returns_it(page_of, redacting):
 def test_function_that_fails_shows_nothing_of_the_payload_and_the_page_says_so(page_of, redacting, name, caplog):
     redacting(name)
 
-    with caplog.at_level(logging.CRITICAL, logger="exactly_once.operators.redaction"):
+    with caplog.at_level(logging.CRITICAL, logger="exactly_once.console.operators.redaction"):
         page = page_of()
 
     assert SECRET not in page.text
@@ -220,7 +220,7 @@ class TestErrors:
     def test_function_that_fails_lets_nothing_be_stored_but_class_and_place(self, redacting_errors, handles, name, caplog):
         redacting_errors(name)
 
-        with caplog.at_level(logging.CRITICAL, logger="exactly_once.redactors"):
+        with caplog.at_level(logging.CRITICAL, logger="exactly_once.conf.redactors"):
             deliver(handles(refuse), an_envelope(PAYLOAD), given=options(MAX_ATTEMPTS=1))
 
         row = the_row()

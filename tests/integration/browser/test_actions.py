@@ -11,9 +11,9 @@ from django.contrib import admin
 from exactly_once.models import Alert, AuditEntry, FailureNote, Operation
 from exactly_once.models import Process as ProcessRow
 from exactly_once.sql.now import DatabaseTime
-from inbox.joins.models import Run
+from inbox.contrib.joins.models import Run
+from inbox.contrib.outgoing_webhooks import Endpoint
 from inbox.models import InboxMessage, PausedHandler
-from inbox.outgoing_webhooks import Endpoint
 from outbox.models import OutboxMessage, PausedTopic, PendingCallback
 from outbox.states import State
 from tests.support.admin_pages import NASTY, a_message

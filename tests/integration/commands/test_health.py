@@ -23,7 +23,7 @@ from tests.support.workers import GROUP, migrate
 mortal_database = mortal.mortal_database
 pytestmark = pytest.mark.django_db(transaction=True)
 
-urlpatterns = [path("health/", include("exactly_once.health"))]
+urlpatterns = [path("health/", include("exactly_once.console.health"))]
 A_PROBE = 10.0
 """Seconds: an answer takes two, and longer on a busy machine; a driver that waits for the database takes much longer."""
 COMMANDS = {"outbox": "outbox_relay", "inbox": "inbox_consume"}

@@ -13,10 +13,10 @@ from django.core.management import CommandError, call_command
 from exactly_once.models import Lease
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.transport import PublishOutcome, Verdict
+from exactly_once.transport.interface import PublishOutcome, Verdict
 from outbox.relay.service import serve
 from outbox.states import State
-from outbox.store import pausing
+from outbox.store import paused_topics
 from tests.support.relaying import ids, published, row_of, set_columns, state_of
 from tests.support.servers.private import free_port
 
@@ -62,14 +62,14 @@ class TestPauseAndResume:
 
     def test_status_names_what_the_circuit_breaker_has_paused(self):
         assert "paused topic" not in run("exactly_once_status")
-        pausing.pause_refused("default", "shop.stock", Verdict(PublishOutcome.RETURNED, "no queue"), 1.0, DAY)
+        paused_topics.pause_refused("default", "shop.stock", Verdict(PublishOutcome.RETURNED, "no queue"), 1.0, DAY)
 
         assert "the broker refuses it: no queue" in run("exactly_once_status")
         [topic] = json.loads(run("exactly_once_status", "--json"))["outbox"]["paused_topics"]
         assert (topic["by"], topic["messages"], bool(topic["next_try"])) == ("circuit breaker", 0, True)
 
     def test_limited_topic_is_listed_as_limited_and_may_be_paused_but_not_resumed(self):
-        pausing.limit("default", "shop.stock", 5.0, [])
+        paused_topics.limit("default", "shop.stock", 5.0, [])
 
         assert "its rate in OUTBOX['TOPICS'] limits it" in run("exactly_once_status")
         [topic] = json.loads(run("exactly_once_status", "--json"))["outbox"]["paused_topics"]

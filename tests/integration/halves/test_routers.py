@@ -7,7 +7,7 @@ from tests.support.projects import ADMIN_URLS, SHOP_HANDLERS, SHOP_SETTINGS, run
 SETTINGS = f"""\
 {SHOP_SETTINGS}
 INSTALLED_APPS = [
-    *ADMIN_APPS, "exactly_once", "outbox", "inbox", "inbox.joins", "inbox.outgoing_webhooks", "shop",
+    *ADMIN_APPS, "exactly_once", "outbox", "inbox", "inbox.contrib.joins", "inbox.contrib.outgoing_webhooks", "shop",
 ]
 DATABASE_ROUTERS = ["shop.router.Router"]
 """

@@ -7,9 +7,9 @@ from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from exactly_once.models import Minute
-from exactly_once.operators.minutes import KEPT, Minutes, MinuteWriter, _beginning, database_time
 from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.statistics import ALL, Tally
+from exactly_once.upkeep.minutes import KEPT, Minutes, MinuteWriter, _beginning, database_time
 from tests.support.apps.worker import JOB
 from tests.support.relaying import TOPIC, published
 from tests.support.workers import send

@@ -4,8 +4,8 @@ from datetime import timedelta
 
 import pytest
 
+from inbox.contrib.http import queries, subscribe
 from inbox.handlers.registry import registry
-from inbox.http import reading, subscribe
 from inbox.models import InboxMessage
 from inbox.states import State
 from tests.support.waiting import wait_until
@@ -33,8 +33,8 @@ def test_messages_from_rabbitmq_are_stored_and_read_once_although_they_are_deliv
 
     assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.RECEIVED, 0)}
     read = []
-    while leased := reading.claim(handler, 100, timedelta(minutes=1), options):
+    while leased := queries.claim(handler, 100, timedelta(minutes=1), options):
         read += [message.id for _lease, message in leased]
-        assert all(reading.acknowledge(handler, [lease for lease, _message in leased], options).values())
+        assert all(queries.acknowledge(handler, [lease for lease, _message in leased], options).values())
     assert sorted(read) == MESSAGES
     assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}

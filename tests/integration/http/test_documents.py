@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from django.test import override_settings
 
-from inbox.http import subscribe
+from inbox.contrib.http import subscribe
 from outbox.models import OutboxMessage
 from tests.support.http_api import AUDITOR, HTTP, Api, documents, rendered
 
@@ -107,7 +107,7 @@ def test_generated_client_publishes_and_gets_typed_answers(served, tmp_path, mon
                 "--config",
                 config,
             ),
-            *("--path", documents()["outbox.http.api"], "--output-path", tmp_path / "generated"),
+            *("--path", documents()["outbox.contrib.http.api"], "--output-path", tmp_path / "generated"),
         ],
         cwd=tmp_path,
         capture_output=True,

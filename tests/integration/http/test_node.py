@@ -3,7 +3,7 @@
 import pytest
 from django.test import override_settings
 
-from inbox.http import subscribe
+from inbox.contrib.http import subscribe
 from inbox.models import InboxMessage
 from inbox.states import State
 from outbox.models import OutboxMessage

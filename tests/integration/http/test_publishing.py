@@ -8,8 +8,8 @@ from django.core.handlers.wsgi import WSGIRequest
 from django.db import DEFAULT_DB_ALIAS, OperationalError, connection, transaction
 from django.test import override_settings
 
+from exactly_once.console.operators.operation_rows import Plan
 from exactly_once.models import AuditEntry
-from exactly_once.operators.operation_rows import Plan
 from exactly_once.process.loop import StopRequest
 from outbox import Draft, publish_many
 from outbox.models import OutboxMessage, TrailEntry
@@ -554,9 +554,9 @@ def test_unavailable_database_is_answered_with_503_and_an_unexpected_error_with_
 
         return publish_many
 
-    monkeypatch.setattr("outbox.http.publishing.publish_many", fails(OperationalError("password=secret")))
+    monkeypatch.setattr("outbox.contrib.http.publishing.publish_many", fails(OperationalError("password=secret")))
     unavailable = push()
-    monkeypatch.setattr("outbox.http.publishing.publish_many", fails(ZeroDivisionError("secret")))
+    monkeypatch.setattr("outbox.contrib.http.publishing.publish_many", fails(ZeroDivisionError("secret")))
     unexpected = push()
 
     assert (unavailable.status_code, unavailable["Retry-After"]) == (503, "1")

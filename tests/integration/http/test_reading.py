@@ -20,9 +20,9 @@ from django.test import AsyncClient, override_settings
 
 from exactly_once.models import Minute
 from inbox import Ordered, Retry
+from inbox.contrib.http import queries, subscribe
+from inbox.contrib.http.waiting import waiting
 from inbox.handlers.registry import registry
-from inbox.http import reading, subscribe
-from inbox.http.waiting import waiting
 from inbox.models import InboxMessage, TrailEntry
 from inbox.operators.decisions import retry as retry_by_operator
 from inbox.operators.decisions import skip
@@ -31,7 +31,7 @@ from inbox.operators.pausing import pause_handler, resume_handler
 from inbox.outcome import Outcome
 from inbox.signals import duplicate_suppressed, message_dead, message_handled
 from inbox.states import State
-from inbox.store import leases, statistics
+from inbox.store import lease_rows, minutes
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import make_message, travel
 from inbox.transactions.running import DatabaseUnavailable
@@ -221,7 +221,7 @@ def test_reported_errors_use_up_the_attempts_and_make_a_dead_letter(orders, capl
 
     assert message["attempt"] == 3
     row = the_row()
-    assert (row.state, row.attempts, row.error_class) == (State.DEAD, 3, reading.REPORTED)
+    assert (row.state, row.attempts, row.error_class) == (State.DEAD, 3, queries.REPORTED)
     assert row.last_error == "no such order"
     assert "is a dead letter after attempt 3: no such order" in caplog.text
     assert retry_by_operator("default", row.pk)
@@ -287,14 +287,14 @@ def test_payload_that_clients_cannot_read_is_a_dead_letter_and_the_other_message
 
 def test_messages_that_were_claimed_before_the_database_became_unavailable_are_answered(orders, monkeypatch):
     arrive(orders, 3)
-    grants = iter([leases.lease_stored])
+    grants = iter([lease_rows.lease_stored])
 
     def lease_one(*given, **options):
         for grant in grants:
             return grant(*given, **options)
         raise DatabaseUnavailable("default")
 
-    monkeypatch.setattr(leases, "lease_stored", lease_one)
+    monkeypatch.setattr(lease_rows, "lease_stored", lease_one)
 
     assert len(read(max_messages=3)) == 1
     assert Api().post(f"{PATH}/read", {}).status_code == 503
@@ -615,8 +615,8 @@ def test_transitions_are_in_the_trail_and_handled_messages_in_the_statistics(ord
 @pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
 def test_web_process_writes_what_it_has_counted(orders, monkeypatch):
-    monkeypatch.setattr("inbox.http.reading._writers", {})
-    statistics.writer("default").write()  # what earlier tests have counted would be written before, and this a minute later
+    monkeypatch.setattr("inbox.contrib.http.queries._writers", {})
+    minutes.writer("default").write()  # what earlier tests have counted would be written before, and this a minute later
     arrive(orders)
     settle("acknowledge", read()[0])
 
@@ -638,7 +638,7 @@ def test_name_that_cannot_be_part_of_a_url_is_refused(name):
 
 @pytest.mark.every_database
 def test_large_bodies_are_not_read_all_at_once(orders, monkeypatch):
-    monkeypatch.setattr(reading, "_LARGEST_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(queries, "_LARGEST_ANSWER_BYTES", 1000)
     arrive(orders, 4, payload={"text": "x" * 900})
 
     assert [len(read(max_messages=4)) for _ in range(2)] == [2, 2]
@@ -648,7 +648,7 @@ def test_log_of_failed_requests_has_no_lease_and_no_token(orders, caplog, monkey
     caplog.set_level(logging.DEBUG)
     arrive(orders)
     [message] = read(Api(AUDITOR))
-    monkeypatch.setattr(leases, "consume", "broken")
+    monkeypatch.setattr(lease_rows, "consume", "broken")
     statuses = [settle("acknowledge", message, api=Api(token)).status_code for token in ("wrong-token", AUDITOR)]
 
     assert statuses == [401, 500]

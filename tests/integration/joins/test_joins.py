@@ -13,14 +13,14 @@ from django.core.management import call_command
 from django.db import connection, transaction
 from django.utils.module_loading import import_string
 
+from exactly_once.console.operators.dead_letters import Refused
+from exactly_once.console.operators.dead_letters import read as read_dead_letter
 from exactly_once.models import AuditEntry
-from exactly_once.operators.dead_letters import Refused
-from exactly_once.operators.dead_letters import read as read_dead_letter
+from inbox.contrib.joins import deciding, store
+from inbox.contrib.joins.join import TOPIC
+from inbox.contrib.joins.models import Part, Run
 from inbox.errors import NotCallable, NotEditable
 from inbox.handlers.registry import registry
-from inbox.joins import deciding, store
-from inbox.joins.join import TOPIC
-from inbox.joins.models import Part, Run
 from inbox.models import InboxMessage
 from inbox.operators.dead_letters import letters
 from inbox.operators.decisions import retry, skip
@@ -581,11 +581,11 @@ class TestDeclaring:
             joins(generates)
 
     def test_join_without_the_app_is_refused(self, joins, settings):
-        settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.joins"]
-        with pytest.raises(ImproperlyConfigured, match=r"add 'inbox.joins' to INSTALLED_APPS"):
+        settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.contrib.joins"]
+        with pytest.raises(ImproperlyConfigured, match=r"add 'inbox.contrib.joins' to INSTALLED_APPS"):
             joins(report)
 
     def test_correlated_without_the_app_is_refused(self, settings):
-        settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.joins"]
-        with pytest.raises(ImproperlyConfigured, match=r"add 'inbox.joins' to INSTALLED_APPS"):
-            import_string("inbox.joins.correlated")
+        settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.contrib.joins"]
+        with pytest.raises(ImproperlyConfigured, match=r"add 'inbox.contrib.joins' to INSTALLED_APPS"):
+            import_string("inbox.contrib.joins.correlated")

@@ -7,9 +7,9 @@ import pytest
 from django.db import connection, transaction
 
 from exactly_once.wire.context import OUTER_CORRELATION, Cause, caused_by
+from inbox.contrib.joins import correlated, store
+from inbox.contrib.joins.models import Run
 from inbox.handlers.registry import registry
-from inbox.joins import correlated, store
-from inbox.joins.models import Run
 from inbox.models import InboxMessage
 from inbox.operators.decisions import retry, skip
 from inbox.operators.pausing import pause_handler, resume_handler

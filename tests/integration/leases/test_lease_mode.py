@@ -14,7 +14,7 @@ import redis
 from django.core.management import call_command
 from django.db import connection, transaction
 
-from exactly_once.app_options import AlertOptions
+from exactly_once.conf.app_options import AlertOptions
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime

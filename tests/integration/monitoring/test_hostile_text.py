@@ -12,11 +12,11 @@ from django.urls import reverse
 
 from exactly_once.process.loop import StopRequest
 from inbox.consumer.runner import Runner
+from inbox.contrib.http import subscribe
+from inbox.contrib.outgoing_webhooks import Endpoint, send_webhooks
+from inbox.contrib.outgoing_webhooks.service import EndpointHandlers
 from inbox.handlers.registry import registry
-from inbox.http import subscribe
 from inbox.models import InboxMessage
-from inbox.outgoing_webhooks import Endpoint, send_webhooks
-from inbox.outgoing_webhooks.service import EndpointHandlers
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import make_message
 from tests.support.admin_pages import Page, act, staff_client

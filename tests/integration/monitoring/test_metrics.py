@@ -25,7 +25,7 @@ from inbox.receiving.in_hand import InHand
 from inbox.receiving.receive import Policy
 from outbox import monitoring as outbox_tables
 from outbox.states import State
-from outbox.store import pausing
+from outbox.store import paused_topics
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, fails, options, the_effect
 from tests.support.heartbeats import a_relay
@@ -238,7 +238,7 @@ class TestTableGauges:
         call_command("outbox_pause", "t")
         set_columns(published("t"), state=State.PAUSED)
 
-        pausing.limit("default", "limited", 5.0, [])
+        paused_topics.limit("default", "limited", 5.0, [])
 
         found = scraped(outbox_tables.table_gauges("default"))
         assert {name: value for name, value in found.items() if "outbox_paused_messages" in name} == {

@@ -32,7 +32,7 @@ from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.states import State
-from inbox.store import admitting, arrivals, claims, dialect, due, failures, ordering, sentinel
+from inbox.store import admitting, arrivals, claims, dialect, due, failure_columns, ordering, sentinel
 from inbox.transactions.running import DatabaseUnavailable
 from tests.integration.ordering.actors import Actor, Killed, gates, this_actor
 from tests.support.apps.effects.models import Effect
@@ -399,7 +399,10 @@ MUTATIONS = {
         ),
     ),
     "skip does not promote the next": (BLOCK, lambda patch: patch.setattr(decisions, "promote_next", do_nothing)),
-    "on_dead skip does not promote the next": (SKIP, lambda patch: patch.setattr(failures, "promote_behind", do_nothing)),
+    "on_dead skip does not promote the next": (
+        SKIP,
+        lambda patch: patch.setattr(failure_columns, "promote_behind", do_nothing),
+    ),
     "message after a duplicate waits": (BLOCK, lambda patch: patch.setattr(admitting, "_headless", lambda *given: [])),
     "retry ignores the head": (BLOCK, lambda patch: patch.setattr(decisions, "is_head", lambda *order: True)),
     "dead does not block its key": (

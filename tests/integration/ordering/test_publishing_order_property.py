@@ -26,14 +26,14 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.prepared_statements import PreparedStatement
-from exactly_once.transport import BrokerUnavailable
+from exactly_once.transport.interface import BrokerUnavailable
 from outbox import pause, publish, resume
 from outbox.models import SHARDS, OutboxMessage, PausedTopic
 from outbox.relay import passes
 from outbox.relay.batch_size import BatchSize
 from outbox.relay.passes import Pass
 from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE, RESTORE, State
-from outbox.store import claiming, deciding, pausing, settling
+from outbox.store import claiming, decision_rows, paused_topics, settling
 from tests.integration.ordering.actors import Actor, Killed, gates
 from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import SECONDS, TOPIC, connected, ids, published, quick, relay_for, set_columns, state_of
@@ -123,7 +123,7 @@ class TestKnownWaysToOvertake:
         relay._work(drain=False)
         assert state_of(first) == State.WAITING
         second = published(key=KEY)
-        assert deciding.decide("default", CANCEL, [head.position])
+        assert decision_rows.decide("default", CANCEL, [head.position])
 
         rounds(relay, 5, time)
 
@@ -202,7 +202,7 @@ LATE_SECONDS = 0.5
 """How long a relay waits for an answer that comes late."""
 KEYS = (KEY, KEY, NEIGHBOUR, "elsewhere", "")
 TOPICS = (TOPIC, "shop.other")
-GATES = ((claiming, "look"), (claiming, "claim_ready"), (settling, "settle"), (pausing, "resume_some"))
+GATES = ((claiming, "look"), (claiming, "claim_ready"), (settling, "settle"), (paused_topics, "resume_some"))
 BETWEEN_READ_AND_LOCK = (claiming, "_lock_rows")
 OPEN = (State.READY, State.SCHEDULED, State.RETRYING, State.WAITING, State.PAUSED, State.DEAD)
 
@@ -437,12 +437,12 @@ class Machine:
     def _operate(self):
         if self.chance.random() < 0.5:
             for position in self._some(State.DEAD).values_list("pk", flat=True):
-                deciding.decide("default", RESTORE, [position])
+                decision_rows.decide("default", RESTORE, [position])
         elif not any(actor.is_in_a_pass for actor in self._actors):
             for position in self._some(State.DEAD, State.RETRYING, State.WAITING, State.PAUSED).values_list("pk", flat=True)[
                 :1
             ]:
-                if deciding.decide("default", CANCEL, [position]):
+                if decision_rows.decide("default", CANCEL, [position]):
                     next(one for one in self._messages.values() if one.position == position).cancelled = True
 
     def _decide(self):
@@ -455,7 +455,7 @@ class Machine:
         transition, options, change = self.chance.choice(
             [(CANCEL, {}, {"cancelled": True}), (RESCHEDULE, {"due": HOUR}, {"delayed": True}), (PUBLISH_NOW, {}, {})]
         )
-        if owner.does(partial(deciding.decide, "default", transition, [position], **options)).result(SECONDS):
+        if owner.does(partial(decision_rows.decide, "default", transition, [position], **options)).result(SECONDS):
             self._undecided[owner] = position, change
             if self.chance.random() < 0.5:
                 self._end_decision()
@@ -541,7 +541,7 @@ class Machine:
             self.time.leapt += 2.5
             OutboxMessage.objects.filter(state__in=[State.RETRYING, State.SCHEDULED]).update(available_at=DatabaseTime())
             for position in OutboxMessage.objects.filter(state=State.DEAD).values_list("pk", flat=True):
-                deciding.decide("default", RESTORE, [position])
+                decision_rows.decide("default", RESTORE, [position])
             for actor in self._actors:
                 actor.goes_on()
                 actor.ends_its_round()
@@ -569,8 +569,8 @@ class Machine:
 
 def wrong_in(peer, seed, *, pausing=False, deciding=False):
     with gates([*GATES, *[BETWEEN_READ_AND_LOCK] * deciding], only_after=["look"]), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outbox.store.deciding.OPERATORS_WAIT", timedelta(milliseconds=20))  # the schedule goes on meanwhile
-        return Machine(peer, seed, pausing=pausing, deciding=deciding).run()
+        patch.setattr("outbox.store.decision_rows.OPERATORS_WAIT", timedelta(milliseconds=20))  # the schedule goes on meanwhile
+        return Machine(peer, seed, pausing=paused_topics, deciding=decision_rows).run()
 
 
 @pytest.mark.parametrize("schedule", [*range(9), "any"])
@@ -635,13 +635,13 @@ OF_PAUSED_TOPICS = {
         settling,
         "pause_in_hand",
         mutated(
-            pausing.pause_in_hand,
+            paused_topics.pause_in_hand,
             "for topic, those in in_trial.items()",
             "for topic, those in dict.fromkeys(positions, ()).items()",
         ),
     ),
     "the row is deleted while messages are paused": lambda patch: patch.setattr(
-        pausing, "resume_some", mutated(pausing.resume_some, "if not _has(alias, topic, State.PAUSED)", "if True")
+        paused_topics, "resume_some", mutated(paused_topics.resume_some, "if not _has(alias, topic, State.PAUSED)", "if True")
     ),
 }
 OF_DECISIONS = {

@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 from django.core.management import CommandError, call_command
 
+from inbox.contrib.joins import joined_handler
 from inbox.handlers.registry import registry
-from inbox.joins import joined_handler
 from inbox.models import InboxMessage
 from inbox.states import State
 from tests.support.apps.effects.models import Effect

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from exactly_once.cli import reloading
+from exactly_once.console.cli import reloading
 from tests.support.projects import environment_in, run_in
 from tests.support.waiting import wait_until
 from tests.support.workers import Process

@@ -19,10 +19,10 @@ from outbox import on_dead, on_published, restore
 from outbox.callbacks import registry
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PendingCallback
-from outbox.operators.callbacks import call_now, discard_call
-from outbox.relay import calling
+from outbox.operators.pending_calls import call_now, discard_call
+from outbox.relay import callback_worker
 from outbox.states import RESTORE, State
-from outbox.store import deciding, history, pending_callbacks, settling
+from outbox.store import decision_rows, history, pending_callbacks, settling
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.commands import output_of
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
@@ -114,7 +114,7 @@ class TestCallbackMessage:
         calls, others = add_callback(on=on_dead), add_callback()
         message = refused_at_its_last_attempt(peer)
         relay()
-        deciding.decide("default", RESTORE, [message.position])
+        decision_rows.decide("default", RESTORE, [message.position])
         set_columns(message, attempts=MAX_ATTEMPTS - 1)
         relay()
 
@@ -127,7 +127,7 @@ class TestCallbackMessage:
         calls = add_callback(lambda message: 1 / 0 if message.call == 1 else None, on=on_dead)
         message = refused_at_its_last_attempt(peer)
         relay()
-        deciding.decide("default", RESTORE, [message.position])
+        decision_rows.decide("default", RESTORE, [message.position])
         peer.script = lambda message: [partial(peer.ack, message)]
         relay()
         due_now()
@@ -205,7 +205,7 @@ class TestCallbackEffect:
 
         assert (len(unharmed), effects()) == (1, [])
         assert (pending().attempts, pending().last_error) == (1, "LookupError: no such order")
-        [record] = [record for record in caplog.records if record.name == "outbox.relay.calling"]
+        [record] = [record for record in caplog.records if record.name == "outbox.relay.callback_worker"]
         assert record.exc_info is not None
         assert record.levelno == logging.WARNING
         due_now()
@@ -223,7 +223,7 @@ class TestCallbackEffect:
 
         relay()
 
-        assert [record.levelname for record in caplog.records if record.name == "outbox.relay.calling"] == ["ERROR"]
+        assert [record.levelname for record in caplog.records if record.name == "outbox.relay.callback_worker"] == ["ERROR"]
         assert pending().attempts == attempts + 1
         deferred = PendingCallback.objects.filter(
             available_at__gt=DatabaseTime(timedelta(seconds=4)), available_at__lte=DatabaseTime(outbox_options().RETRY_CAP)
@@ -303,11 +303,11 @@ class TestCallbackClaim:
         due_now()
         [current] = claim()
 
-        calling._call(stale, outbox_options())
+        callback_worker._call(stale, outbox_options())
         assert calls == []
         assert pending().last_error == ""
-        calling._call(current, outbox_options())
-        calling._call(stale, outbox_options())
+        callback_worker._call(current, outbox_options())
+        callback_worker._call(stale, outbox_options())
 
         assert [one.call for one in calls] == [2]
         assert not PendingCallback.objects.exists()

@@ -144,7 +144,7 @@ class TestUnknownMessages:
 
 # On SQLite the only writer waits for the transaction before it: there are no row locks and no shard locks.
 def test_too_late_means_that_none_of_several_messages_was_changed(monkeypatch):
-    monkeypatch.setattr("outbox.store.deciding.OPERATORS_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr("outbox.store.decision_rows.OPERATORS_WAIT", timedelta(milliseconds=50))
     free, locked = (published(biz_id="order-1", delay=HOUR) for _ in range(2))
     decisions = []
     with transaction.atomic():

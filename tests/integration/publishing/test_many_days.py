@@ -6,8 +6,8 @@ import pytest
 from django.db import transaction
 from django.test import override_settings
 
+from exactly_once.console.operators.operation_rows import Plan
 from exactly_once.models import AuditEntry
-from exactly_once.operators.operation_rows import Plan
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime

@@ -28,10 +28,10 @@ from outbox import (
 from outbox.callbacks import checkers
 from outbox.conf import CheckOptions, OutboxOptions
 from outbox.models import OutboxMessage, TrailEntry
-from outbox.relay.calling import askers
+from outbox.relay.callback_worker import askers
 from outbox.relay.service import serve
 from outbox.states import COMMIT, RESUME_CHECKS, ROLL_BACK, State
-from outbox.store import deciding, preparing
+from outbox.store import decision_rows, prepared_rows
 from tests.support.deliveries import at_once
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import drained, ids, in_hand, in_threads, published, row_of, set_columns, state_of, states
@@ -178,8 +178,8 @@ class TestDecision:
 
     def test_opposite_decision_is_an_error_that_names_the_state(self):
         committed, dropped = prepare(TOPIC, {}), prepare(TOPIC, {})
-        deciding.decide("default", COMMIT, [row_of(committed).pk])
-        deciding.decide("default", ROLL_BACK, [row_of(dropped).pk])
+        decision_rows.decide("default", COMMIT, [row_of(committed).pk])
+        decision_rows.decide("default", ROLL_BACK, [row_of(dropped).pk])
 
         with pytest.raises(AlreadyDecided) as of_committed:
             committed.rollback()
@@ -260,8 +260,8 @@ class TestDecision:
             [
                 tried(lambda half: half.commit(), halves),
                 tried(lambda half: half.rollback(), halves[::-1]),
-                tried(lambda half: deciding.decide("default", COMMIT, [positions[half]]), halves),
-                tried(lambda half: deciding.decide("default", ROLL_BACK, [positions[half]]), halves[::-1]),
+                tried(lambda half: decision_rows.decide("default", COMMIT, [positions[half]]), halves),
+                tried(lambda half: decision_rows.decide("default", ROLL_BACK, [positions[half]]), halves[::-1]),
             ]
         )
 
@@ -300,17 +300,17 @@ class TestPrepareBlock:
 
     def test_prepare_block_does_not_commit_a_message_that_was_locked_when_it_was_rolled_back(self, monkeypatch):
         with prepare(TOPIC, {}) as half, monkeypatch.context() as patch:
-            patch.setattr(deciding, "_despite_locks", lambda change: ((), {}))
+            patch.setattr(decision_rows, "_despite_locks", lambda change: ((), {}))
             assert half.rollback() == Decision(Outcome.TOO_LATE, State.PREPARED)
 
         assert state_of(half) == State.PREPARED
 
     def test_prepare_block_accepts_the_same_decision_of_the_checker_and_refuses_the_opposite(self):
         with prepare(TOPIC, {}) as half:
-            deciding.decide("default", COMMIT, [row_of(half).pk])
+            decision_rows.decide("default", COMMIT, [row_of(half).pk])
         assert state_of(half) == State.READY
         with pytest.raises(AlreadyDecided), prepare(TOPIC, {}) as half:
-            deciding.decide("default", ROLL_BACK, [row_of(half).pk])
+            decision_rows.decide("default", ROLL_BACK, [row_of(half).pk])
         assert state_of(half) == State.ROLLED_BACK
 
     @pytest.mark.parametrize("trail", ["decisions", "all"])
@@ -409,7 +409,7 @@ class TestCheck:
     def test_check_overtaken_by_another_decision_logs_an_error_only_when_they_differ(self, caplog, answers):
         def decided_meanwhile(message):
             transition = {"commit": COMMIT, "rollback": ROLL_BACK}[message.payload["decide"]]
-            assert deciding.decide("default", transition, [OutboxMessage.objects.get(message_id=message.id).pk])
+            assert decision_rows.decide("default", transition, [OutboxMessage.objects.get(message_id=message.id).pk])
             return Answer.COMMIT
 
         answers[:] = [decided_meanwhile]
@@ -426,7 +426,7 @@ class TestCheck:
     def test_answer_to_an_older_check_is_not_counted(self, answers):
         half = overdue(prepare(TOPIC, {}))
         position = row_of(half).pk
-        answers[:] = [lambda _: preparing.count_unknown("default", position, 0, 15, "another") and Answer.UNKNOWN]
+        answers[:] = [lambda _: prepared_rows.count_unknown("default", position, 0, 15, "another") and Answer.UNKNOWN]
         asked()
 
         assert (row_of(half).attempts, row_of(half).last_error) == (1, "another")
@@ -442,7 +442,7 @@ class TestCheck:
         assert asked() == 0
         assert "1 prepared messages of the topic 'bank.unregistered'" in caplog.text
         assert "has a checker" in row_of(half).last_error
-        assert [row.pk for row in preparing.claim_checks("default", ["bank.unregistered"], 10, HOUR)] == [row_of(half).pk]
+        assert [row.pk for row in prepared_rows.claim_checks("default", ["bank.unregistered"], 10, HOUR)] == [row_of(half).pk]
 
     def test_draining_relay_runs_checks(self, answers):
         answers[:] = [Answer.COMMIT]
@@ -475,7 +475,7 @@ class TestResume:
         half = stuck()
         position = row_of(half).pk
 
-        resumed = [deciding.decide("default", RESUME_CHECKS, [position], reason="looked into it") for _ in range(2)]
+        resumed = [decision_rows.decide("default", RESUME_CHECKS, [position], reason="looked into it") for _ in range(2)]
         assert [bool(one) for one in resumed] == [True, False]
         assert (state_of(half), row_of(half).attempts) == (State.PREPARED, 0)
         assert OutboxMessage.objects.filter(pk=position, available_at__lte=DatabaseTime()).exists()

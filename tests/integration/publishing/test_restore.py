@@ -18,7 +18,7 @@ from exactly_once.sql.now import DatabaseTime
 from outbox import Decision, InvalidMessage, Outcome, cancel, publish, reschedule, restore
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import RESTORE, State
-from outbox.store import deciding
+from outbox.store import decision_rows
 from tests.support.open_transactions import lock_waits
 from tests.support.relaying import TOPIC, drained, ids, in_threads, published, row_of, set_columns, state_of
 from tests.support.waiting import wait_until
@@ -199,7 +199,7 @@ class TestRestore:
         counts = []
 
         def bring_back():
-            counts.append(sum(bool(deciding.decide("default", RESTORE, [position])) for position in positions))
+            counts.append(sum(bool(decision_rows.decide("default", RESTORE, [position])) for position in positions))
 
         with in_threads(bring_back, bring_back):
             pass
@@ -210,7 +210,7 @@ class TestRestore:
 # On SQLite the only writer waits for the transaction before it: no row is locked.
 @pytest.mark.django_db(transaction=True)
 def test_restore_leaves_all_unchanged_if_another_transaction_has_locked_one(monkeypatch):
-    monkeypatch.setattr("outbox.store.deciding.OPERATORS_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr("outbox.store.decision_rows.OPERATORS_WAIT", timedelta(milliseconds=50))
     locked, free = ended(biz_id="b"), ended(biz_id="b")
     answers = []
     with transaction.atomic():
@@ -326,7 +326,7 @@ def test_restore_waits_for_a_concurrent_publish_of_the_same_unique_message(endin
 @pytest.mark.long
 @pytest.mark.django_db(transaction=True)
 def test_restore_leaves_a_message_that_a_long_transaction_is_replacing_and_restores_the_others(monkeypatch):
-    monkeypatch.setattr("outbox.store.deciding.OPERATORS_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr("outbox.store.decision_rows.OPERATORS_WAIT", timedelta(milliseconds=50))
     messages = [ended(biz_id=f"b{n}", unique=True) for n in range(20)]
     answers = []
     with transaction.atomic():

@@ -9,7 +9,7 @@ from django.db import transaction
 from outbox import cancel, publish
 from outbox.models import OutboxMessage
 from outbox.states import RESTORE, State
-from outbox.store import deciding
+from outbox.store import decision_rows
 from tests.support.relaying import TOPIC, in_state, in_threads, published, state_of
 from tests.support.sql import executed
 
@@ -42,7 +42,7 @@ def test_restore_leaves_the_message_that_was_replaced_since(level):
     with a_snapshot(level):
         with in_threads(lambda: published(biz_id="order-3", unique=True)):
             pass
-        decided = deciding.decide("default", RESTORE, [message.position for message in messages])
+        decided = decision_rows.decide("default", RESTORE, [message.position for message in messages])
 
     assert (len(decided.became), len(decided.left)) == (7, 1)
     assert [message.biz_id for message in messages if state_of(message) == State.CANCELLED] == ["order-3"]

@@ -9,10 +9,10 @@ from html import unescape
 import pytest
 from django.db import connections
 
-from exactly_once.cli.parts import process_table
-from exactly_once.operators.minutes import database_time
+from exactly_once.console.cli.parts import process_table
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
+from exactly_once.upkeep.minutes import database_time
 from inbox import Lease
 from inbox.admin.overview import _attention
 from inbox.consumer.heartbeat import Heartbeats

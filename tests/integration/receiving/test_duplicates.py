@@ -7,7 +7,7 @@ import pytest
 from django.core.management import call_command
 from django.urls import reverse
 
-from exactly_once.app_options import AlertOptions
+from exactly_once.conf.app_options import AlertOptions
 from exactly_once.models import AuditEntry
 from inbox.models import InboxMessage
 from inbox.operators.alerting import CONDITIONS
@@ -16,7 +16,7 @@ from inbox.states import State
 from outbox.models import OutboxMessage
 from outbox.states import RESTORE
 from outbox.states import State as OutboxState
-from outbox.store import deciding
+from outbox.store import decision_rows
 from tests.support.admin_pages import said, staff_client
 from tests.support.deliveries import (
     OPTIONS,
@@ -176,7 +176,7 @@ class TestOnTheWire:
                 wait_until(lambda: effects("order-1"))
                 other.take_all()
 
-            assert deciding.decide("default", RESTORE, [OutboxMessage.objects.get().pk])
+            assert decision_rows.decide("default", RESTORE, [OutboxMessage.objects.get().pk])
             one_pass(transport)
             wait_until(lambda: the_row(biz_id="order-1").duplicates)
 
@@ -193,7 +193,7 @@ def test_replay_header_is_set_by_restoring_only_and_not_passed_to_the_handler(ha
     message = published(headers={"tenant": "acme"})
     assert row_of(message).headers == {"tenant": "acme"}
     OutboxMessage.objects.update(state=OutboxState.DEAD)
-    assert deciding.decide("default", RESTORE, [OutboxMessage.objects.get().pk])
+    assert decision_rows.decide("default", RESTORE, [OutboxMessage.objects.get().pk])
     assert row_of(message).headers == {"tenant": "acme", "cloudEvents:replay": "operator"}
 
     with connected("local://") as transport:

@@ -14,7 +14,7 @@ from inbox.receiving.parking import park
 from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import arrivals, duplicates, sentinel
-from inbox.store.rows import ABANDONED
+from inbox.store.message_rows import ABANDONED
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, InAThread, an_envelope, deliver, drain, make_due, the_effect

@@ -30,7 +30,7 @@ from inbox.receiving import outcomes
 from inbox.receiving.reading import read
 from inbox.receiving.receive import receive
 from inbox.states import DUE, State
-from inbox.store import claims, rows
+from inbox.store import claims, message_rows
 from inbox.transactions.running import TRIES_AT_ONCE, DatabaseUnavailable
 from outbox import publish
 from outbox.models import OutboxMessage
@@ -481,7 +481,7 @@ class TestCarefulPath:
         slow = claims.claim_due(handler.using, [handler.name], timedelta())
         make_due()
         fresh = claims.claim_due(handler.using, [handler.name], OPTIONS.REDELIVERY_AFTER)
-        failure = rows.Failure(error="stale", retry_after=None, attempts=1)
+        failure = message_rows.Failure(error="stale", retry_after=None, attempts=1)
 
         assert not claims.fail_stored(handler.using, slow, failure)
         with transaction.atomic():
@@ -510,14 +510,14 @@ class TestCarefulPath:
         slow = claims.claim_due(handler.using, [handler.name], timedelta())
         make_due()
         fresh = claims.claim_due(handler.using, [handler.name], OPTIONS.REDELIVERY_AFTER)
-        newer = rows.Failure(error="newer", retry_after=timedelta(), attempts=2)
+        newer = message_rows.Failure(error="newer", retry_after=timedelta(), attempts=2)
         if not meanwhile.startswith("it is claimed"):
             assert claims.fail_stored(handler.using, fresh, newer)
         if meanwhile == "an operator has retried it":
             assert decisions.retry(handler.using, slow.pk)
             InboxMessage.objects.update(last_error="", failed_at=None)
 
-        outcomes.fail_stored(handler, slow, rows.Failure(error="stale", retry_after=timedelta(), attempts=1))
+        outcomes.fail_stored(handler, slow, message_rows.Failure(error="stale", retry_after=timedelta(), attempts=1))
 
         assert the_row().last_error == shown
 

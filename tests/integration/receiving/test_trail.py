@@ -17,7 +17,7 @@ from inbox.models import InboxMessage, TrailEntry
 from inbox.operators import decisions
 from inbox.receiving.reading import read
 from inbox.states import State
-from inbox.store import arrivals, claims, leases, rows
+from inbox.store import arrivals, claims, lease_rows, message_rows
 from tests.support.deliveries import (
     OPTIONS,
     admitted,
@@ -92,7 +92,7 @@ class TestFailedAttempts:
         deliver(handler, envelope)
         before = trail_of(envelope.id)
 
-        failure = rows.Failure(error="late", retry_after=None, attempts=9)
+        failure = message_rows.Failure(error="late", retry_after=None, attempts=9)
         assert not claims.fail_stored("default", InboxMessage(pk=the_row().pk, fence=9), failure)
 
         assert trail_of(envelope.id) == before
@@ -102,7 +102,7 @@ class TestFailedAttempts:
         arrival = read(handler, envelope, OPTIONS)
 
         with transaction.atomic():
-            arrivals.store_failed("default", arrival.row, rows.Failure(error="x", retry_after=None, attempts=1), LEASE)
+            arrivals.store_failed("default", arrival.row, message_rows.Failure(error="x", retry_after=None, attempts=1), LEASE)
             transaction.set_rollback(True)
 
         assert trail_of(envelope.id) == []
@@ -147,7 +147,7 @@ class TestOtherTransitions:
         for take_over in (partial(deliver, handler, envelope), drain):
             delete_messages()
             TrailEntry.objects.all().delete()
-            leases.lease_fresh("default", row, LEASE, LEASE)
+            lease_rows.lease_fresh("default", row, LEASE, LEASE)
             InboxMessage.objects.update(next_attempt_at=DatabaseTime())
 
             take_over()
@@ -164,7 +164,7 @@ class TestOtherTransitions:
 
         assert len(claims.dead_letter_abandoned("default")) == 1
 
-        assert trail_of(envelope.id)[1:] == [(State.RETRYING, State.DEAD, rows.ABANDONED)]
+        assert trail_of(envelope.id)[1:] == [(State.RETRYING, State.DEAD, message_rows.ABANDONED)]
 
     def test_refused_message_of_an_ordered_handler_is_recorded_as_dead(self, handles):
         handler = handles(the_effect, name=HANDLER, ordered=True)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exactly_once.process.clock import monotonic
-from exactly_once.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome
+from exactly_once.transport.interface import BrokerUnavailable, OutgoingMessage, PublishOutcome
 from exactly_once.wire.envelope import Envelope
 from outbox.transports import amqp
 from outbox.transports.amqp import AmqpTransport

@@ -27,7 +27,7 @@ from outbox.models import OutboxMessage, PausedTopic
 from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
 from outbox.states import CANCEL, RESTORE, SETTLED, State
-from outbox.store import claiming, deciding, pausing, scheduling, settling, writing
+from outbox.store import claiming, decision_rows, paused_topics, scheduling, settling, writing
 from outbox.store.claiming import Bounds, RelayedMessage
 from outbox.store.dialect import EVER, LOCK_SPACE
 from outbox.store.scheduling import Offset
@@ -205,7 +205,7 @@ class TestCancelling:
 
     @pytest.fixture(autouse=True)
     def long_operators_wait(self, monkeypatch):
-        monkeypatch.setattr(deciding, "OPERATORS_WAIT", timedelta(seconds=SECONDS))
+        monkeypatch.setattr(decision_rows, "OPERATORS_WAIT", timedelta(seconds=SECONDS))
 
     @pytest.mark.parametrize(
         ("outcome", "state"),
@@ -221,7 +221,7 @@ class TestCancelling:
         answers = []
         with ExitStack() as beside, transaction.atomic():
             assert message.position in {row.position for row in in_hand(10)}
-            cancel = partial(deciding.decide, "default", CANCEL, [message.position])
+            cancel = partial(decision_rows.decide, "default", CANCEL, [message.position])
             beside.enter_context(in_threads(lambda: answers.append(cancel())))
             wait_until(a_session_waits_for_a_row)
             assert not answers, "it waits for the pass"
@@ -233,7 +233,7 @@ class TestCancelling:
         message = published()
         for decided in (False, True):
             with transaction.atomic():
-                assert deciding.decide("default", CANCEL, [message.position])
+                assert decision_rows.decide("default", CANCEL, [message.position])
                 assert claimed_elsewhere() == set()
                 transaction.set_rollback(not decided)
             assert claimed_elsewhere() == (set() if decided else {message.position})
@@ -242,7 +242,7 @@ class TestCancelling:
         message, of_its_key, another = published(key="k"), published(key="k"), published()
         OutboxMessage.objects.update(shard=7)
         with transaction.atomic():
-            assert deciding.decide("default", CANCEL, [message.position])
+            assert decision_rows.decide("default", CANCEL, [message.position])
             assert claimed_elsewhere() == {another.position}
         assert claimed_elsewhere() == {of_its_key.position, another.position}
 
@@ -266,7 +266,7 @@ class TestCancelling:
         message = published()
         with transaction.atomic():
             executed("SET LOCAL lock_timeout = '1234ms'")
-            assert deciding.decide("default", CANCEL, [message.position])
+            assert decision_rows.decide("default", CANCEL, [message.position])
 
             assert shown("lock_timeout") == "1234ms"
 
@@ -417,9 +417,9 @@ class TestIndexes:
         resume("topic.1")
         PausedTopic.objects.filter(topic="empty").update(paused_by="", probe_at=DatabaseTime(-HOUR))
 
-        plans = explained(lambda: pausing.resume_some("default", "topic.1", 500))
-        plans += explained(lambda: pausing.begin_trial("default", "empty", 5, 1.0))
-        plans += explained(lambda: pausing.resume_stranded("default"))
+        plans = explained(lambda: paused_topics.resume_some("default", "topic.1", 500))
+        plans += explained(lambda: paused_topics.begin_trial("default", "empty", 5, 1.0))
+        plans += explained(lambda: paused_topics.resume_stranded("default"))
 
         assert not PausedTopic.objects.filter(topic="empty").exists()
         assert sum("outbox_paused" in plan for plan in plans) >= 4, plans
@@ -824,7 +824,7 @@ class TestFloors:
         with relaying(peer.url) as relays:
             self.passed_by_publishing(relays, message)
             if of == "restore":
-                assert deciding.decide("default", RESTORE, [message.position])
+                assert decision_rows.decide("default", RESTORE, [message.position])
             else:
                 set_columns(message, state=state, available_at=DatabaseTime())
             wait_until(lambda: state_of(message) == State.PUBLISHED)

@@ -20,7 +20,7 @@ from outbox.models import OutboxMessage, PendingCallback, TrailEntry
 from outbox.operators.counts import count_states
 from outbox.relay.housekeeping import Housekeeper, housekeepers
 from outbox.states import CANCEL, RESTORE, ROLL_BACK, SETTLED, State
-from outbox.store import claiming, deciding, history, restoring, settling
+from outbox.store import claiming, decision_rows, history, restoring, settling
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
 from outbox.store.settling import Settlement
 from outbox.store.writing import NewRow, insert_formed
@@ -230,7 +230,7 @@ class TestWhereAMessageIs:
 
 def settle_as(state, message):
     if state == State.ROLLED_BACK:
-        assert deciding.decide("default", ROLL_BACK, [message.position])
+        assert decision_rows.decide("default", ROLL_BACK, [message.position])
     else:
         outcome = {"expired" if state == State.EXPIRED else "published": [message.position]}
         assert settling.settle("default", Settlement(**outcome)) == 1
@@ -430,12 +430,12 @@ class TestUnique:
                         if random.random() < 0.3:
                             settling.settle("default", Settlement(published=[position]))
                         else:
-                            deciding.decide("default", CANCEL, [position])
+                            decision_rows.decide("default", CANCEL, [position])
 
         def restoring_them():
             while not (stop and TrailEntry.objects.filter(was=State.CANCELLED, became=State.READY).exists()):
                 given_up = OutboxMessage.objects.filter(state=State.CANCELLED).values_list("pk", flat=True)
-                deciding.decide("default", RESTORE, list(given_up))
+                decision_rows.decide("default", RESTORE, list(given_up))
 
         with in_threads(settling_them, restoring_them, stop=stop), in_threads(publishing, publishing):
             pass
@@ -724,7 +724,7 @@ class TestKeepNothing:
     def test_without_keep_history_an_unpublished_message_stays_for_seven_days(self, state):
         message = in_state(State.PREPARED if state == State.ROLLED_BACK else State.READY)
         if state == State.CANCELLED:
-            deciding.decide("default", CANCEL, [message.position])
+            decision_rows.decide("default", CANCEL, [message.position])
         else:
             with transaction.atomic():
                 settle_as(state, message)

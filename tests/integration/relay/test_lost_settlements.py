@@ -10,7 +10,7 @@ from django.core.management import call_command
 from django.db import connection
 from django.test import override_settings
 
-from exactly_once.transport import CONFIRMED, Capabilities, Sent, Transport
+from exactly_once.transport.interface import CONFIRMED, Capabilities, Sent, Transport
 from inbox.models import InboxMessage
 from outbox import on_published
 from outbox.callbacks import registry

@@ -9,7 +9,7 @@ import pytest
 from django.db import transaction
 
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.transport import BrokerUnavailable
+from exactly_once.transport.interface import BrokerUnavailable
 from outbox import signals
 from outbox.models import OutboxMessage
 from outbox.pausing import pause

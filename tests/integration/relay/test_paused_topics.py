@@ -11,12 +11,12 @@ from django.db import connection, transaction
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.transport import PublishOutcome, Verdict
+from exactly_once.transport.interface import PublishOutcome, Verdict
 from outbox import TopicState, cancel, pause, publish_now, reschedule, resume
 from outbox.errors import InvalidMessage
 from outbox.models import OutboxMessage, PausedTopic, TrailEntry
 from outbox.states import State
-from outbox.store import claiming, pausing, settling
+from outbox.store import claiming, paused_topics, settling
 from outbox.store.dialect import LIVE_PART
 from tests.support.relaying import (
     connected,
@@ -243,24 +243,24 @@ class TestProbes:
     def test_refused_probes_double_the_pause_once_for_all_relays(self):
         refused_by_breaker(in_trial=[1, 2, 3])
 
-        assert pausing.prolong("default", BAD, FULL, 30.0, 1.0) == "nacked"
-        assert pausing.prolong("default", BAD, FULL, 30.0, 1.0) is None
+        assert paused_topics.prolong("default", BAD, FULL, 30.0, 1.0) == "nacked"
+        assert paused_topics.prolong("default", BAD, FULL, 30.0, 1.0) is None
         row = the_pause()
         assert (row.pause_seconds, row.reason, row.error_class, row.in_trial) == (2.0, "full", "nacked", [])
 
         for _ in range(6):
             PausedTopic.objects.update(in_trial=[1])
-            pausing.prolong("default", BAD, FULL, 30.0, 1.0)
+            paused_topics.prolong("default", BAD, FULL, 30.0, 1.0)
         assert the_pause().pause_seconds == 30.0
 
     def test_trial_is_claimed_once_and_no_earlier_than_it_is_due(self):
         messages = many(8)
         of(BAD).update(state=State.PAUSED)
         refused_by_breaker()
-        assert pausing.begin_trial("default", BAD, 5, 1.0) == 0
+        assert paused_topics.begin_trial("default", BAD, 5, 1.0) == 0
 
         PausedTopic.objects.update(probe_at=DatabaseTime(-HOUR))
-        assert [pausing.begin_trial("default", BAD, 5, 1.0) for _ in range(2)] == [5, 0]
+        assert [paused_topics.begin_trial("default", BAD, 5, 1.0) for _ in range(2)] == [5, 0]
         positions = [row_of(one).pk for one in messages[:5]]
         assert sorted(the_pause().in_trial) == positions == sorted(of(BAD, State.READY).values_list("pk", flat=True))
 
@@ -268,12 +268,12 @@ class TestProbes:
         message, other = published(BAD), published(GOOD)
         set_columns(message, state=State.RETRYING)
         refused_by_breaker(probe_at=DatabaseTime(-HOUR))
-        pausing.begin_trial("default", BAD, 5, 1.0)
+        paused_topics.begin_trial("default", BAD, 5, 1.0)
         assert the_pause(), "one is to be tried again"
 
         set_columns(message, state=State.CANCELLED)
         PausedTopic.objects.update(probe_at=DatabaseTime(-HOUR))
-        pausing.begin_trial("default", BAD, 5, 1.0)
+        paused_topics.begin_trial("default", BAD, 5, 1.0)
         assert not PausedTopic.objects.exists()
         assert state_of(other) == State.READY
 
@@ -281,11 +281,11 @@ class TestProbes:
     def test_topic_that_is_refused_while_it_is_resumed_is_paused_again(self, paused_by):
         refused_by_breaker(paused_by=paused_by, is_resuming=True, probe_at=None)
 
-        assert pausing.pause_refused("default", BAD, FULL, 1.0, timedelta(seconds=1))
+        assert paused_topics.pause_refused("default", BAD, FULL, 1.0, timedelta(seconds=1))
         row = the_pause()
         assert (row.is_resuming, row.paused_by, row.pause_seconds) == (False, "", 1.0)
         assert (row.reason, row.error_class) == ("full", "nacked")
-        assert not pausing.pause_refused("default", BAD, FULL, 1.0, timedelta(seconds=1)), "another relay has done it"
+        assert not paused_topics.pause_refused("default", BAD, FULL, 1.0, timedelta(seconds=1)), "another relay has done it"
 
     @pytest.mark.long
     def test_queue_that_accepts_a_few_messages_and_is_full_again_costs_few_others_an_attempt(self, peer):
@@ -315,7 +315,7 @@ class TestResuming:
         self.resuming(1300)
         batches = []
         while PausedTopic.objects.exists():
-            if moved := pausing.resume_some("default", BAD, 500):
+            if moved := paused_topics.resume_some("default", BAD, 500):
                 ready = list(of(BAD, State.READY).order_by("pk").values_list("pk", flat=True))
                 assert len(ready) == moved
                 batches.append(moved)
@@ -326,18 +326,18 @@ class TestResuming:
 
     def test_next_batch_waits_until_half_of_the_last_one_has_left(self):
         self.resuming(100)
-        assert pausing.resume_some("default", BAD, 500) == 10
-        assert pausing.resume_some("default", BAD, 500) == 0
+        assert paused_topics.resume_some("default", BAD, 500) == 10
+        assert paused_topics.resume_some("default", BAD, 500) == 0
 
         left = of(BAD, State.READY).values_list("pk", flat=True)
         of(BAD).filter(pk__in=list(left[:5])).update(state=State.PUBLISHED, day=day_of("default"))
-        assert pausing.resume_some("default", BAD, 500) == 20
+        assert paused_topics.resume_some("default", BAD, 500) == 20
 
     def test_batch_that_does_not_leave_stops_the_others_for_seconds_only(self):
         self.resuming(100)
-        assert pausing.resume_some("default", BAD, 500) == 10
+        assert paused_topics.resume_some("default", BAD, 500) == 10
         PausedTopic.objects.update(probe_at=DatabaseTime(-HOUR))
-        assert pausing.resume_some("default", BAD, 500) == 20
+        assert paused_topics.resume_some("default", BAD, 500) == 20
 
     def test_messages_whose_row_was_deleted_by_hand_are_resumed(self, peer, caplog):
         many(10)
@@ -427,7 +427,7 @@ class TestConcurrency:
             assert settling.settle("default", settling.Settlement(paused={BAD: [position]})) == expected
 
         def resume_elsewhere():
-            with in_threads(lambda: [resume(BAD), pausing.resume_some("default", BAD, 500)]):
+            with in_threads(lambda: [resume(BAD), paused_topics.resume_some("default", BAD, 500)]):
                 pass
 
         expected = 0
@@ -445,9 +445,9 @@ class TestConcurrency:
 
         with open_transaction(settle):
             resume(BAD)
-            assert pausing.resume_some("default", BAD, 500) == 0
+            assert paused_topics.resume_some("default", BAD, 500) == 0
             assert PausedTopic.objects.exists(), "the pass has locked it"
-        assert pausing.resume_some("default", BAD, 500) == 1
+        assert paused_topics.resume_some("default", BAD, 500) == 1
         assert state_of(message) == State.READY
 
     def test_row_of_a_resuming_topic_stays_while_another_transaction_locks_a_message_of_it(self):
@@ -456,11 +456,11 @@ class TestConcurrency:
         pause(BAD)
         resume(BAD)
         with open_transaction(lambda: OutboxMessage.objects.select_for_update().get(pk=row_of(first).pk)):
-            assert pausing.resume_some("default", BAD, 500) == 1
+            assert paused_topics.resume_some("default", BAD, 500) == 1
             set_columns(second, state=State.PUBLISHED, day=day_of("default"))
-            assert pausing.resume_some("default", BAD, 500) == 0
+            assert paused_topics.resume_some("default", BAD, 500) == 0
             assert PausedTopic.objects.exists()
-        assert pausing.resume_some("default", BAD, 500) == 1
+        assert paused_topics.resume_some("default", BAD, 500) == 1
 
     @pytest.mark.long
     def test_pausing_and_resuming_at_random_beside_relays_strands_and_loses_nothing(self, peer):

@@ -11,7 +11,7 @@ from outbox import TopicState, pause, resume
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.relay.passes import Pass
 from outbox.states import State
-from outbox.store import claiming, pausing
+from outbox.store import claiming, paused_topics
 from outbox.testing import run_relay
 from tests.support.relaying import connected, drained, ids, published, published_many, quick, relaying, row_of, state_of, states
 from tests.support.waiting import wait_until
@@ -145,7 +145,7 @@ def test_rate_saves_up_no_more_than_a_burst_and_waits_no_longer_than_for_one_mes
     """However long nothing was sent, and if the database's clock was set back by an hour."""
     limited(20, allowed_at=DatabaseTime(-ago))
 
-    assert pausing.release_allowed("default", LIMITED, PER_SECOND) == released
+    assert paused_topics.release_allowed("default", LIMITED, PER_SECOND) == released
     assert len(the_row().in_trial) == count(State.READY) == released
     allowed_in = the_row().allowed_at - OutboxMessage.objects.annotate(now=DatabaseTime()).first().now
     assert allowed_in <= timedelta(seconds=1 / PER_SECOND)
@@ -157,7 +157,7 @@ def test_messages_that_are_not_sent_yet_count(peer):
     limited(50, allowed_at=DatabaseTime(-HOUR))
     for _ in range(3):
         PausedTopic.objects.update(allowed_at=DatabaseTime(-HOUR))
-        pausing.release_allowed("default", LIMITED, PER_SECOND)
+        paused_topics.release_allowed("default", LIMITED, PER_SECOND)
 
     assert count(State.READY) == len(the_row().in_trial) == BURST
 
@@ -169,7 +169,7 @@ def test_message_that_is_allowed_after_a_pass_has_looked_is_not_paused_by_that_p
         late = Pass("default", transport, quick(**at("1/h")))
         found = claiming.look("default")
         late.topics.update(found.paused)
-        pausing.limit("default", LIMITED, 1 / 3600, [row_of(first).pk])
+        paused_topics.limit("default", LIMITED, 1 / 3600, [row_of(first).pk])
         late.run(found.shards, 500)
         late.close()
 

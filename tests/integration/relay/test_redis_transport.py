@@ -2,7 +2,7 @@
 
 import pytest
 
-from exactly_once.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome
+from exactly_once.transport.interface import BrokerUnavailable, OutgoingMessage, PublishOutcome
 from exactly_once.wire.envelope import Envelope
 from outbox.states import State
 from outbox.transports.virtual import VirtualTransport, capabilities_of

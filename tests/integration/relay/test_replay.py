@@ -11,9 +11,9 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.test import override_settings
 
+from exactly_once.console.operators import operations as executing
+from exactly_once.console.operators.audit import Actor
 from exactly_once.models import AuditEntry, Operation
-from exactly_once.operators import operations as executing
-from exactly_once.operators.audit import Actor
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime

@@ -8,11 +8,11 @@ import pytest
 from django.db import connection, transaction
 
 from exactly_once.models import Lease
-from exactly_once.operators.leases import TableLease
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep.loop_leases import TableLease
 from outbox.relay.passes import Pass
 from outbox.states import CANCEL, State
-from outbox.store import claiming, deciding, settling
+from outbox.store import claiming, decision_rows, settling
 from outbox.store.lease import RELAYING, LeaseLost, RelayLease, in_hand
 from outbox.store.settling import Settlement
 from tests.support.relaying import connected, drained, ids, in_threads, published, quick, relaying, state_of, states, waiting
@@ -142,7 +142,7 @@ class TestCancel:
         take(ours)
         message = published()
 
-        assert deciding.decide("default", CANCEL, [message.position])
+        assert decision_rows.decide("default", CANCEL, [message.position])
         assert state_of(message) == State.CANCELLED
 
     def test_cancel_after_the_lease_expired_succeeds_and_its_holder_settles_nothing(self, ours):
@@ -150,7 +150,7 @@ class TestCancel:
         take(ours)
         expire_the_lease()
 
-        assert deciding.decide("default", CANCEL, [message.position])
+        assert decision_rows.decide("default", CANCEL, [message.position])
         with pytest.raises(LeaseLost):
             settle(ours, Settlement(published=[message.position]))
         assert state_of(message) == State.CANCELLED
@@ -160,7 +160,7 @@ class TestCancel:
         take(ours)
         settle(ours, Settlement())
 
-        assert deciding.decide("default", CANCEL, [message.position])
+        assert decision_rows.decide("default", CANCEL, [message.position])
         assert state_of(message) == State.CANCELLED
 
 
@@ -248,5 +248,5 @@ def test_message_that_is_being_sent_is_not_cancelled_while_other_leases_are_held
 
     assert in_hand("default") == {message.position}
     if connection.vendor == "sqlite":
-        assert not deciding.decide("default", CANCEL, [message.position])
+        assert not decision_rows.decide("default", CANCEL, [message.position])
         assert state_of(message) == State.READY

@@ -13,9 +13,9 @@ from django.core.checks import run_checks
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError, call_command
 
-from exactly_once import broker
-from exactly_once.management_api import QueueDepths
-from exactly_once.tls import TlsOptions
+from exactly_once.conf.tls import TlsOptions
+from exactly_once.transport import broker
+from exactly_once.transport.management_api import QueueDepths
 from inbox.consumer.service import serve
 from outbox.states import State
 from tests.support.certificates import Authority

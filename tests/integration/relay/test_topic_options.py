@@ -7,7 +7,7 @@ import pytest
 from django.db import transaction
 from django.test import override_settings
 
-from exactly_once.transport import Capabilities, PublishOutcome, Sent, Transport, Verdict
+from exactly_once.transport.interface import Capabilities, PublishOutcome, Sent, Transport, Verdict
 from outbox import InvalidMessage, publish
 from outbox.states import State
 from tests.support.relaying import SECONDS, TOPIC, connected, one_pass, published, row_of, state_of

@@ -16,7 +16,7 @@ from exactly_once.wire.identity import process_name
 from outbox import cancel, publish_now, reschedule
 from outbox.models import TrailEntry
 from outbox.states import CANCEL, RESTORE, State
-from outbox.store import deciding, settling
+from outbox.store import decision_rows, settling
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import connected, in_state, one_pass, published, published_many, row_of, set_columns, state_of
 
@@ -70,7 +70,7 @@ class TestDecisions:
 
         assert not cancel(message.id)
         assert not reschedule(message.id, delay=HOUR)
-        assert not deciding.decide("default", RESTORE, [row_of(message).pk])
+        assert not decision_rows.decide("default", RESTORE, [row_of(message).pk])
 
         assert trail_of(message) == []
 

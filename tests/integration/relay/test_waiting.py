@@ -12,7 +12,7 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.prepared_statements import KEEP_PLANS
 from outbox.models import OutboxMessage
 from outbox.states import CANCEL, RESTORE, State
-from outbox.store import claiming, deciding, settling
+from outbox.store import claiming, decision_rows, settling
 from tests.support.relaying import (
     connected,
     drained,
@@ -100,7 +100,7 @@ class TestWaitingMessages:
     def test_waiting_message_can_be_cancelled_and_the_others_keep_their_order(self, peer, transport):
         head, (first, second, third) = behind_a_failed_head(peer, transport, "a", "b", "c")
 
-        assert deciding.decide("default", CANCEL, [second.position])
+        assert decision_rows.decide("default", CANCEL, [second.position])
         move(head, State.READY)
         drained(peer.url)
 
@@ -110,7 +110,7 @@ class TestWaitingMessages:
     def test_waiting_message_cannot_be_restored_ahead_of_its_head(self, peer, transport):
         _, (second,) = behind_a_failed_head(peer, transport, "a")
 
-        assert not deciding.decide("default", RESTORE, [second.position])
+        assert not decision_rows.decide("default", RESTORE, [second.position])
         assert state_of(second) == State.WAITING
 
     def test_message_that_expired_while_waiting_is_not_sent(self, peer, transport):
@@ -147,7 +147,7 @@ class TestEndOfWaiting:
     def test_restore_of_a_dead_head_releases_the_waiting_messages(self, peer, transport):
         head, _ = behind_a_failed_head(peer, transport, "a", "b")
         set_columns(head, state=State.DEAD)
-        assert deciding.decide("default", RESTORE, [head.position])
+        assert decision_rows.decide("default", RESTORE, [head.position])
 
         drained(peer.url)
 
@@ -189,7 +189,7 @@ class TestEndOfWaiting:
         assert arrived(peer) == ["head", "a"]
         assert [state_of(message) for message in (a, dead, b)] == [State.PUBLISHED, State.DEAD, State.WAITING]
 
-        assert deciding.decide("default", CANCEL, [dead.position])
+        assert decision_rows.decide("default", CANCEL, [dead.position])
         drained(peer.url)
         assert arrived(peer) == ["head", "a", "b"]
 
@@ -301,7 +301,7 @@ class TestOvertaking:
         shards = claiming.look("default").shards
         assert shards, "the second is ready"
 
-        assert deciding.decide("default", RESTORE, [head.position])
+        assert decision_rows.decide("default", RESTORE, [head.position])
         with transaction.atomic():
             rows = claiming.claim_ready("default", shards, 100).rows
 

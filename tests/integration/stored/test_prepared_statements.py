@@ -19,7 +19,7 @@ from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.states import State
-from inbox.store import arrivals, leases, sentinel
+from inbox.store import arrivals, lease_rows, sentinel
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
@@ -133,8 +133,8 @@ def test_lease_is_granted_alike_with_and_without_prepared_statements(handles):
     for name, writing in {"prepared": nullcontext, "plain": plain_cursors}.items():
         row = read(handles(the_effect, name="tests.leased"), an_envelope(biz_id="one", id="i", key="k"), OPTIONS).row
         with writing():
-            assert leases.lease_fresh("default", row, timedelta(minutes=1), timedelta(seconds=1)).fence == 1, name
-            assert leases.lease_fresh("default", row, timedelta(minutes=1), timedelta(seconds=1)) is None, name
+            assert lease_rows.lease_fresh("default", row, timedelta(minutes=1), timedelta(seconds=1)).fence == 1, name
+            assert lease_rows.lease_fresh("default", row, timedelta(minutes=1), timedelta(seconds=1)) is None, name
         stored = InboxMessage.objects.values(*columns).get()
         assert stored.pop("next_attempt_at") - stored.pop("received_at") == timedelta(minutes=1)
         granted.append({**stored, "created_at": None})

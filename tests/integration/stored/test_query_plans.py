@@ -8,14 +8,14 @@ from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from exactly_once.sql.prepared_statements import KEEP_PLANS
+from inbox.contrib.outgoing_webhooks import Endpoint, send_webhooks
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.outgoing_webhooks import Endpoint, send_webhooks
 from inbox.receiving.reading import read
 from inbox.receiving.receive import claim_next, run_stored
 from inbox.store import arrivals, claims, ordering, sentinel
-from inbox.store.rows import Successor
+from inbox.store.message_rows import Successor
 from inbox.testing import deliver, make_message
 from tests.support.deliveries import OPTIONS, an_envelope, stored_due, the_effect
 from tests.support.inbox_rows import NEXT_ID, RECEIPTS

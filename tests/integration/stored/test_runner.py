@@ -14,7 +14,7 @@ from inbox.models import InboxMessage
 from inbox.operators import decisions, housekeeping
 from inbox.outcome import Outcome
 from inbox.states import SETTLED, State
-from inbox.store import claims, due, rows
+from inbox.store import claims, due, message_rows
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
     A_WHILE,
@@ -123,9 +123,9 @@ def test_abandoned_message_without_a_due_time_is_dead_lettered_on_every_database
         drain()
 
     row = InboxMessage.objects.using(alias).get()
-    assert (row.state, row.last_error) == (State.DEAD, rows.ABANDONED)
+    assert (row.state, row.last_error) == (State.DEAD, message_rows.ABANDONED)
     assert row.settled_at is not None
-    said = {"handler": f"tests.{alias}", "message_id": row.message_id, "error": rows.ABANDONED}
+    said = {"handler": f"tests.{alias}", "message_id": row.message_id, "error": message_rows.ABANDONED}
     assert announced == [("message_dead", said)]
 
 

@@ -12,7 +12,7 @@ from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.receive import claim_next, run_stored
 from inbox.states import State
-from inbox.store.rows import Successor
+from inbox.store.message_rows import Successor
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, admitted, an_envelope, drain, effects, the_effect
 from tests.support.sql import executed

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.transport import OutgoingMessage, PublishOutcome
+from exactly_once.transport.interface import OutgoingMessage, PublishOutcome
 from exactly_once.wire.envelope import Envelope
 from outbox.states import State
 from tests.support.relaying import TOPIC, Queue, connected, drained, published, row_of, set_columns, soon, state_of

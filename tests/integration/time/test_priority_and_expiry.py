@@ -13,7 +13,7 @@ from outbox import Draft, InvalidMessage, cancel, publish_many, publish_now, res
 from outbox.models import OutboxMessage
 from outbox.relay import passes
 from outbox.states import RESTORE, State
-from outbox.store import claiming, deciding, settling
+from outbox.store import claiming, decision_rows, settling
 from tests.support.relaying import drained, ids, one_pass, published, row_of, set_columns, state_of
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
@@ -54,12 +54,12 @@ def retried(message):
 
 def restored_when_dead(message):
     failed(message, None)
-    assert deciding.decide("default", RESTORE, [message.position])
+    assert decision_rows.decide("default", RESTORE, [message.position])
 
 
 def restored(message):
     assert cancel(message.id)
-    assert deciding.decide("default", RESTORE, [message.position])
+    assert decision_rows.decide("default", RESTORE, [message.position])
 
 
 def sent_now(message):

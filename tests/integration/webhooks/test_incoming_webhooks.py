@@ -17,7 +17,7 @@ from django.urls import path
 
 from exactly_once.process.clock import utcnow
 from inbox import RetryLater
-from outbox.incoming_webhooks import GitHub, StandardWebhooks, Stripe, WebhookView, conflicting_event, header
+from outbox.contrib.incoming_webhooks import GitHub, StandardWebhooks, Stripe, WebhookView, conflicting_event, header
 from outbox.models import OutboxMessage
 from outbox.testing import published, run_relay, travel
 from tests.support.apps.effects.models import Effect
@@ -248,7 +248,7 @@ def test_only_the_published_part_has_to_be_the_same():
 
 
 def test_neither_a_body_nor_a_secret_is_logged(caplog):
-    caplog.set_level(logging.DEBUG, logger="outbox.incoming_webhooks")
+    caplog.set_level(logging.DEBUG, logger="outbox.contrib.incoming_webhooks")
     for request in (
         a_request(),
         a_request({**EVENT, "amount": "private-2"}),

@@ -16,19 +16,19 @@ from django.core.management import call_command
 from django.db import connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-import inbox.outgoing_webhooks
+import inbox.contrib.outgoing_webhooks
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
 from inbox.consumer.runner import Runner
+from inbox.contrib.outgoing_webhooks import Endpoint, endpoints, posting, send_webhooks
+from inbox.contrib.outgoing_webhooks.fanning_out import send_test
+from inbox.contrib.outgoing_webhooks.service import EndpointHandlers, serve
 from inbox.models import InboxMessage, KeptHandler
 from inbox.operators.decisions import retry
 from inbox.operators.housekeeping import Housekeeper
-from inbox.outgoing_webhooks import Endpoint, endpoints, posting, send_webhooks
-from inbox.outgoing_webhooks.fanning_out import send_test
-from inbox.outgoing_webhooks.service import EndpointHandlers, serve
 from inbox.testing import deliver, make_message, run_handler, travel
 from outbox import publish
-from outbox.incoming_webhooks import InvalidSignature, StandardWebhooks
+from outbox.contrib.incoming_webhooks import InvalidSignature, StandardWebhooks
 from outbox.testing import run_relay
 from tests.support.deliveries import OPTIONS, InAThread, at_once, make_due, options
 from tests.support.fakes.receiver import CERTIFICATE, Receiver, Reply
@@ -285,9 +285,9 @@ class TestFanOut:
 
     @pytest.mark.parametrize("name", ["Endpoint", "send_webhooks"])
     def test_use_without_the_app_is_refused(self, settings, name):
-        settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.outgoing_webhooks"]
-        with pytest.raises(ImproperlyConfigured, match=r"add 'inbox.outgoing_webhooks' to INSTALLED_APPS"):
-            getattr(inbox.outgoing_webhooks, name)
+        settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.contrib.outgoing_webhooks"]
+        with pytest.raises(ImproperlyConfigured, match=r"add 'inbox.contrib.outgoing_webhooks' to INSTALLED_APPS"):
+            getattr(inbox.contrib.outgoing_webhooks, name)
 
     def test_handler_of_a_topic_can_be_tested_as_any_other(self, endpoint):
         run_handler(f"webhooks/{TOPIC}", make_message(TOPIC, ORDER))

@@ -20,7 +20,7 @@ INSTALLED_APPS = [
     "exactly_once",
     "outbox",
     "inbox",
-    "inbox.joins",
+    "inbox.contrib.joins",
     "tests.projects.shop",
 ]
 MIDDLEWARE = [

@@ -2,7 +2,7 @@
 
 from django.urls import path
 
-from outbox.incoming_webhooks import StandardWebhooks, WebhookView, header
+from outbox.contrib.incoming_webhooks import StandardWebhooks, WebhookView, header
 
 SECRET = "whsec_c2VjcmV0IG9mIHRoZSBwcm92aWRlcg=="
 

@@ -18,7 +18,7 @@ from inbox.errors import NotCallable, NotRun, TransactionBroken, TransactionEnde
 from inbox.models import InboxMessage, KeptHandler
 from inbox.operators import decisions
 from inbox.states import State
-from inbox.store import arrivals, rows, sentinel
+from inbox.store import arrivals, message_rows, sentinel
 from outbox import publish
 from outbox.celery import OutboxTask
 from outbox.models import OutboxMessage
@@ -521,7 +521,7 @@ def test_copy_of_a_concurrent_duplicate_is_confirmed_before_the_acknowledgement(
     settings.INBOX = INBOX
 
     def busy(*args, **kwargs):
-        raise rows.ConcurrentDuplicate
+        raise message_rows.ConcurrentDuplicate
 
     monkeypatch.setattr(arrivals, "begin_fresh", busy)
     app = Celery("tests", broker=rabbitmq_url, backend="cache+memory://", set_as_current=False)

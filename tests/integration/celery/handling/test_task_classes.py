@@ -11,7 +11,7 @@ from inbox.celery import IdempotentTask, idempotent_task
 from inbox.errors import NotRun
 from inbox.models import InboxMessage
 from inbox.states import State
-from inbox.store import arrivals, dialect, rows
+from inbox.store import arrivals, dialect, message_rows
 from outbox.celery import OutboxTask
 from outbox.models import OutboxMessage
 from tests.integration.celery.handling.tracing import deliver
@@ -159,7 +159,7 @@ class TestRetries:
 
     def test_concurrent_duplicate_that_cannot_be_sent_again_is_requeued_despite_autoretry(self, a_task, monkeypatch):
         def busy(*args, **kwargs):
-            raise rows.ConcurrentDuplicate
+            raise message_rows.ConcurrentDuplicate
 
         monkeypatch.setattr(arrivals, "begin_fresh", busy)
         task = a_task(the_effect, autoretry_for=(Exception,))

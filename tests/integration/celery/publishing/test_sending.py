@@ -10,7 +10,7 @@ import pytest
 from amqp.method_framing import frame_writer
 from amqp.serialization import dumps
 
-from exactly_once.transport import OutgoingMessage, PublishOutcome
+from exactly_once.transport.interface import OutgoingMessage, PublishOutcome
 from exactly_once.wire.envelope import Envelope
 from exactly_once.wire.formats import Wire
 from outbox.transports.frames import FrameWriter

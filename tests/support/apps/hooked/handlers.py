@@ -1,4 +1,4 @@
-from inbox.outgoing_webhooks import send_webhooks
+from inbox.contrib.outgoing_webhooks import send_webhooks
 from tests.support.apps.hooked import TOPIC
 
 send_webhooks(TOPIC)

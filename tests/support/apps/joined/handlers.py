@@ -4,7 +4,7 @@ import os
 from datetime import timedelta
 
 from inbox import Message, idempotent_handler
-from inbox.joins import Join, correlated, joined_handler
+from inbox.contrib.joins import Join, correlated, joined_handler
 from outbox import publish
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.joined import ANSWERED, ASKED, TOPICS

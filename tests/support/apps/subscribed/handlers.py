@@ -1,4 +1,4 @@
-from inbox.http import subscribe
+from inbox.contrib.http import subscribe
 from tests.support.apps.subscribed import NAME, TOPIC
 
 subscribe(TOPIC, name=NAME)

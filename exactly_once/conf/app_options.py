@@ -1,0 +1,158 @@
+"""The options that `OUTBOX` and `INBOX` both have, and those of `ALERTS`, as dataclasses."""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from urllib.parse import urlsplit
+
+from exactly_once.conf import settings as options
+from exactly_once.conf.http_options import HttpOptions, read_http
+from exactly_once.conf.masking import masked, quoted
+from exactly_once.conf.tls import TlsOptions
+
+_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlertOptions:
+    """Every option of `ALERTS`, with its default.
+
+    Attributes:
+        ENABLED: whether the processes evaluate the conditions.
+        EVERY: time between two evaluations.
+        IGNORE: names of conditions that are not evaluated.
+        RAISE_AFTER: evaluations in a row that must meet a condition before it is raised.
+        CLEAR_AFTER: evaluations in a row that must not meet it before it is cleared.
+        LAG: a message that is due for longer raises an alert.
+        DEAD: this many new dead letters within DEAD_WITHIN raise an alert.
+        DEAD_WITHIN: see DEAD; also the time for which a conflicting duplicate raises one.
+        PAUSED_FOR: a topic or handler that is paused for longer raises an alert.
+        FAILING: this share of failed attempts raises an alert, of at least ten within ten minutes.
+        BACKLOG: more messages in the queues of a handler at the broker raise an alert.
+        MAIL_TO: recipients of an e-mail for each raised and cleared alert. Django's EMAIL settings, or its MAILERS, send it.
+        WEBHOOK_URL: receives a JSON object by POST for each raised and cleared alert; "" for none. It must be https://, except
+            on this host.
+        TIMEOUT: how long one delivery may take.
+        RETRY_CAP: the longest delay between two tries of a delivery; the first is a minute, and each is twice as long.
+        GIVE_UP_AFTER: tries after which a delivery is given up.
+    """
+
+    ENABLED: bool = True
+    EVERY: timedelta = timedelta(minutes=1)
+    IGNORE: tuple[str, ...] = ()
+    RAISE_AFTER: int = 2
+    CLEAR_AFTER: int = 3
+    LAG: timedelta = timedelta(minutes=5)
+    DEAD: int = 1
+    DEAD_WITHIN: timedelta = timedelta(minutes=15)
+    PAUSED_FOR: timedelta = timedelta(hours=1)
+    FAILING: float = 0.5
+    BACKLOG: int = 10_000
+    MAIL_TO: tuple[str, ...] = ()
+    WEBHOOK_URL: str = field(default="", repr=False)
+    TIMEOUT: timedelta = timedelta(seconds=10)
+    RETRY_CAP: timedelta = timedelta(hours=1)
+    GIVE_UP_AFTER: int = 20
+
+    def __post_init__(self) -> None:
+        options.require_positive(self)
+        if self.WEBHOOK_URL and (reason := _why_no_webhook(self.WEBHOOK_URL)):
+            raise ValueError(f"WEBHOOK_URL is {masked(self.WEBHOOK_URL)}: {reason}.")
+
+    @property
+    def channels(self) -> list[str]:
+        """Where alerts are sent, apart from the signal."""
+        return [*(["mail"] if self.MAIL_TO else []), *(["webhook"] if self.WEBHOOK_URL else [])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppOptions:
+    """The options that both apps have.
+
+    Attributes:
+        BROKER_SSL: the options of TLS to the broker and to its management API, see `exactly_once.conf.tls.TlsOptions`.
+        RETRY_BASE, RETRY_CAP: delay after the first failed attempt, and the longest one.
+        TRAIL: the transitions to record in the trail: "decisions", those that matter to an operator, or "all".
+        TRAIL_RETENTION: how long trail entries are kept, and bulk operations after their end, with their outcomes.
+        AUDIT_RETENTION: how long entries of the audit log are kept.
+        ALERTS: the options of alerts, see `AlertOptions`.
+        HTTP: the options of the HTTP API, see `exactly_once.conf.http_options.HttpOptions`.
+        REDACT: the dotted path of a function that redacts payloads for the admin, see `console.operators.redaction`; "": none.
+        REDACT_ERRORS: the dotted path of a function that redacts the text of errors and tracebacks before they are stored, see
+            `exactly_once.conf.redactors`; "": none.
+        POLL_INTERVAL: longest poll interval of a loop that nothing wakes up.
+        STUCK_AFTER: a message that is overdue by more than this is shown as stuck.
+        WATCHDOG: a process ends if one of its loops is silent for this long.
+        SHUTDOWN_GRACE: longest time from SIGTERM to the end of the process.
+    """
+
+    BROKER_SSL: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # see ALERTS
+    RETRY_BASE: timedelta = timedelta(seconds=10)
+    RETRY_CAP: timedelta = timedelta(hours=2)
+    TRAIL: str = "decisions"
+    TRAIL_RETENTION: timedelta = timedelta(days=30)
+    AUDIT_RETENTION: timedelta = timedelta(days=365)
+    ALERTS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
+    HTTP: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # see ALERTS
+    REDACT: str = ""
+    REDACT_ERRORS: str = ""
+    POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
+    STUCK_AFTER: timedelta = timedelta(minutes=5)
+    WATCHDOG: timedelta = timedelta(seconds=60)
+    SHUTDOWN_GRACE: timedelta = timedelta(seconds=25)
+
+    def __post_init__(self) -> None:
+        options.require_positive(self)
+        if self.TRAIL not in {"decisions", "all"}:
+            raise ValueError(f"TRAIL is {quoted(self.TRAIL)}: it must be 'decisions' or 'all'.")
+        _read_tls(self.BROKER_SSL)
+        _read_alerts(self.ALERTS)
+        read_http(self.HTTP)
+
+    def in_force(self, name: str) -> dict:  # type: ignore[type-arg] # see ALERTS
+        """The value of ALERTS, HTTP or BROKER_SSL."""
+        value: dict = getattr(self, name)  # type: ignore[type-arg] # see ALERTS
+        return value
+
+    @cached_property
+    def records_all(self) -> bool:
+        """Does the trail record also the transitions that do not matter to an operator?"""
+        return self.TRAIL == "all"
+
+    @cached_property
+    def tls(self) -> TlsOptions:
+        return _read_tls(self.in_force("BROKER_SSL"))
+
+    @cached_property
+    def own_tls(self) -> TlsOptions | None:
+        """None if this app has no BROKER_SSL."""
+        return _read_tls(self.BROKER_SSL) if self.BROKER_SSL else None
+
+    @cached_property
+    def alerts(self) -> AlertOptions:
+        return _read_alerts(self.in_force("ALERTS"))
+
+    @cached_property
+    def http(self) -> HttpOptions:
+        return read_http(self.in_force("HTTP"))
+
+
+def _read_tls(given: object) -> TlsOptions:
+    return options.parse(TlsOptions, "BROKER_SSL", given)
+
+
+def _read_alerts(given: object) -> AlertOptions:
+    return options.parse(AlertOptions, "ALERTS", given)
+
+
+def _why_no_webhook(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError as error:
+        return f"it cannot be read ({error})"
+    if parts.scheme == "https" and host:
+        return None
+    if parts.scheme == "http" and host in _LOOPBACK:
+        return None
+    return "it must be a URL like https://host/path"

@@ -1,0 +1,153 @@
+"""Parse settings dictionaries into frozen dataclasses.
+
+Each field of the dataclass is one option with its type and its default; a field that is a dataclass itself takes a dictionary.
+For a misspelt name the error suggests the nearest one. One error reports every problem of the dictionary. A value of the wrong
+type is not quoted, because it may contain a password.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from types import GenericAlias, NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+
+from exactly_once.conf.masking import kind, quoted
+
+Options = TypeVar("Options")
+
+_RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*/\s*(s|m|h)\s*")
+_NUMBER_FIRST = re.compile(r"\d[\w ./]{,20}")
+"""What looks like a rate, which may be shown."""
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+_EXAMPLES = {bool: True, int: 10, float: 0.5, str: "…", timedelta: timedelta(seconds=30), dict: {}}
+
+
+class InvalidOptions(ImproperlyConfigured, ValueError):
+    """A settings dictionary that cannot be read; `problems` has one sentence for each mistake."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__(" ".join(problems))
+        self.problems = problems
+
+
+def parse(options: type[Options], setting: str, given: object) -> Options:
+    """Parse `given`, the value of the Django setting `setting`, into the dataclass `options`.
+
+    Raises:
+        InvalidOptions: it has unknown names, wrong types or invalid values; the error lists all of them.
+    """
+    if not isinstance(given, Mapping):
+        raise InvalidOptions([f"{setting} must be a dict, not {kind(given)}."])
+    types = get_type_hints(options)
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}  # type: ignore[arg-type] # a dataclass
+    problems = [_unknown(setting, name, types) for name in given if name not in types]
+    values = dict(given)
+    for name, expected in types.items():
+        if name not in given:
+            continue
+        if isinstance(expected, type) and dataclasses.is_dataclass(expected):
+            try:
+                values[name] = parse(expected, f"{setting}[{name!r}]", given[name])
+            except InvalidOptions as error:
+                problems += error.problems
+        elif not _fits(given[name], expected):
+            allowed = f"{_describe(expected)}, such as {_example(expected, defaults[name])}"
+            problems.append(f"{setting}[{name!r}] is {_kind(given[name])}: it must be {allowed}.")
+    if problems:
+        raise InvalidOptions(problems)
+    try:
+        return options(**values)
+    except ValueError as error:
+        raise InvalidOptions([f"{setting}: {error}"]) from error
+
+
+def reader(options: type[Options], setting: str) -> Callable[[], Options]:
+    """A function that returns the options in force now; it parses each value of the setting once.
+
+    It raises `InvalidOptions`, which `manage.py check` reports, too.
+    """
+    latest: tuple[object, Options] | None = None
+
+    def read() -> Options:
+        nonlocal latest
+        given = getattr(settings, setting, None)
+        if latest is None or latest[0] is not given:
+            latest = given, parse(options, setting, {} if given is None else given)
+        return latest[1]
+
+    return read
+
+
+def require_positive(options: Any) -> None:
+    """For `__post_init__`: refuse zero and negative numbers and durations."""
+    for field in dataclasses.fields(options):
+        value: Any = getattr(options, field.name)
+        if type(value) in {timedelta, int, float} and value <= type(value)():
+            raise ValueError(f"{field.name} is {value!r}: it must be greater than zero.")
+
+
+def per_second(option: str, rate: object) -> float:
+    """`rate`, the value of `option`, as messages a second.
+
+    Raises:
+        ValueError: it is not a positive number per s, m or h, like "2000/s".
+    """
+    parts = _RATE.fullmatch(str(rate))
+    if parts is None or not float(parts[1]):
+        shown = repr(rate) if _NUMBER_FIRST.fullmatch(str(rate)) else quoted(rate)
+        raise ValueError(f'{option} is {shown}: it must be a positive number per s, m or h, like "2000/s", "90/m" or "5/h".')
+    return float(parts[1]) / _SECONDS[parts[2]]
+
+
+def _unknown(setting: str, name: object, types: Mapping[str, Any]) -> str:
+    known = {option.upper(): option for option in types}
+    close = difflib.get_close_matches(str(name).upper(), known, n=1)
+    remedy = f"Did you mean {known[close[0]]!r}?" if close else f"Known options: {', '.join(sorted(types))}."
+    return f"{setting} has no option {quoted(name)}. {remedy}"
+
+
+def _fits(value: object, expected: Any) -> bool:
+    if isinstance(expected, GenericAlias) and get_origin(expected) is tuple:
+        return isinstance(value, list | tuple) and all(isinstance(item, get_args(expected)[0]) for item in value)
+    if isinstance(expected, UnionType):
+        return any(_fits(value, kind) for kind in get_args(expected))
+    if isinstance(value, bool):
+        return expected is bool
+    return isinstance(value, int | float if expected is float else expected)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"{kind(value)} of {', '.join(sorted({type(item).__name__ for item in value})) or 'nothing'}"
+    return kind(value)
+
+
+def _example(expected: Any, default: object) -> str:
+    """A value of the expected type: the default, if that is an instance which is not empty."""
+    if get_origin(expected) is tuple:
+        kind = get_args(expected)[0]
+        given = list(default)[:2] if isinstance(default, tuple) and default else [_EXAMPLES[kind]]
+        return f"[{', '.join(_example(kind, one) for one in given)}]"
+    if isinstance(expected, UnionType):
+        return _example(get_args(expected)[0], default)
+    value = default if default and isinstance(default, expected) else _EXAMPLES[expected]
+    if not isinstance(value, timedelta):
+        return repr(value)
+    days = value // timedelta(days=1)
+    return f"timedelta(days={days})" if value == timedelta(days=days) else f"timedelta(seconds={value.total_seconds():g})"
+
+
+def _describe(expected: Any) -> str:
+    if get_origin(expected) is tuple:
+        return f"a list or tuple of {get_args(expected)[0].__name__}"
+    if isinstance(expected, UnionType):
+        return " or ".join(_describe(kind) if kind is not NoneType else "None" for kind in get_args(expected))
+    name = getattr(expected, "__name__", str(expected))
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

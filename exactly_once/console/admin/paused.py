@@ -1,0 +1,75 @@
+"""The admin page of pauses: topics in the outbox, handlers in the inbox. Adding a row pauses the topic or handler."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from django import forms
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
+
+from exactly_once.console.admin.acting import ActingAdmin
+from exactly_once.console.admin.columns import computed, instant, shown, text
+from exactly_once.console.display import Tone, age, badge, headline, identifier, labelled
+from exactly_once.console.operators.actions import ActionForm, reason_field
+
+
+class KnownNames(forms.TextInput):
+    """A text with proposals. Any other name may be written."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(attrs={"class": "vTextField", "list": "known-names", "autofocus": True})
+        self._names = names
+
+    def render(self, *args: Any, **options: Any) -> SafeString:
+        known = format_html_join("", '<option value="{}"></option>', ((name,) for name in self._names))
+        return format_html('{}<datalist id="known-names">{}</datalist>', super().render(*args, **options), known)
+
+
+class PauseForm(ActionForm):
+    """Asks for a name.
+
+    Attributes:
+        named_by: the field of the name.
+    """
+
+    named_by: ClassVar[str]
+    reason = reason_field(_("Optional. It is shown on the page of the pauses, and logged."), required=False)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.fields[self.named_by].widget = KnownNames(self.known())
+        self.order_fields((self.named_by, "reason"))
+
+    def known(self) -> Iterable[str]:
+        """The names to propose."""
+        raise NotImplementedError
+
+
+def pause_badge(row: Any) -> SafeString:
+    """What operators have paused, or a rate limits, is not a failure."""
+    if getattr(row, "allowed_at", None):
+        return badge(gettext("Limited"), Tone.LATER)
+    if getattr(row, "is_resuming", False):
+        return badge(gettext("Resuming"), Tone.LATER)
+    return badge(gettext("Paused"), Tone.LATER) if row.paused_by else badge(gettext("Refused"), Tone.FAILING)
+
+
+def paused_by(row: Any) -> SafeString:
+    if getattr(row, "allowed_at", None):
+        return format_html("{}", gettext("its rate"))
+    return identifier(row.paused_by) if row.paused_by else format_html("{}", gettext("circuit breaker"))
+
+
+class PausedAdmin(ActingAdmin):
+    """One row for each paused name."""
+
+    def badge_of(self, row: Any) -> SafeString:
+        return pause_badge(row)
+
+    by_whom = computed(_("by"), lambda row: labelled(_("by"), paused_by(row)))
+    since = instant(_("since"), "paused_at", age)
+    since_exactly = instant(_("since"), "paused_at")
+    why = shown(_("why"), "reason", headline)
+    reason_text = shown(_("why"), "reason", text)

@@ -1,0 +1,377 @@
+"""Render parts of a message: a state as a badge, an instant as an age, a payload as text, a correction as a difference.
+
+All content of a message is untrusted. It reaches the page through `format_html` only, limited in length, and characters that
+could disguise a line are made visible.
+"""
+
+import difflib
+import json
+import re
+from codecs import getincrementaldecoder
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import Enum
+from typing import Any
+
+from django.apps import apps
+from django.template.defaultfilters import filesizeformat
+from django.utils import timezone
+from django.utils.functional import Promise
+from django.utils.html import format_html, format_html_join
+from django.utils.http import urlencode
+from django.utils.safestring import SafeString
+from django.utils.text import Truncator
+from django.utils.translation import gettext
+
+from exactly_once.console.plurals import number as number  # noqa: PLC0414 - pages have it from here
+from exactly_once.wire.body import Undecodable, decode_payload
+from exactly_once.wire.text import visible as visible  # noqa: PLC0414 - pages have it from here
+
+TEXT_LIMIT_BYTES = 64 * 1024
+HEX_LIMIT_BYTES = 4 * 1024
+EDITABLE_LIMIT = 16 * 1024 * 1024
+NOTHING = "-"
+_ONE_DIGIT = 10
+
+
+# ----------------------------------------------------------------------------------------------------------------- text
+
+_PIECE = re.compile(r"[^._/:-]+[._/:-]*|[._/:-]+")
+_NOT_PRINTABLE = re.compile(rb"[^\x20-\x7e]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """Text for a page.
+
+    Attributes:
+        text: safe to encode, not yet escaped.
+        note: what is omitted or could not be read; "" if the text is complete.
+    """
+
+    text: str
+    note: str = ""
+
+    def as_html(self) -> SafeString:
+        if not (self.text or self.note):
+            return format_html("{}", NOTHING)
+        remark = note(self.note) if self.note else ""
+        text = format_html('<pre class="message-text" tabindex="0">{}</pre>', self.text) if self.text else ""
+        return format_html('<div class="message-block">{}{}</div>', remark, text)
+
+
+def as_text(text: str) -> Shown:
+    """An error, a traceback, a body that is not JSON."""
+    text = visible(text)
+    encoded = text.encode()
+    if len(encoded) <= TEXT_LIMIT_BYTES:
+        return Shown(text=text)
+    note = gettext("Only the first %(size)s kB are shown.") % {"size": TEXT_LIMIT_BYTES // 1024}
+    return Shown(text=encoded[:TEXT_LIMIT_BYTES].decode(errors="ignore"), note=note)
+
+
+def as_json(value: Any) -> Shown:
+    """Decoded headers or another value, as indented JSON."""
+    try:
+        return as_text(_laid_out(value, TEXT_LIMIT_BYTES))
+    except RecursionError:
+        return Shown(text="", note=gettext("It is nested too deeply to be formatted."))
+
+
+def _laid_out(value: Any, limit: int) -> str:
+    """The value as indented JSON, cut off soon after `limit` characters."""
+    pieces: list[str] = []
+    left = limit
+    # In pieces: indentation can make a deeply nested body a hundred times longer.
+    for piece in json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(value):
+        pieces.append(piece)
+        left -= len(piece)
+        if left < 0:
+            break
+    return "".join(pieces)
+
+
+def as_editable(value: Any) -> str:
+    r"""A decoded payload as complete, indented JSON; invisible and reordering characters are written as `\u202e`.
+
+    Raises:
+        RecursionError: it is nested too deeply.
+    """
+    # Python 3.13 reads 10,000 levels: a body of 20 kB would have 200 MB with its indentation.
+    text = _laid_out(value, EDITABLE_LIMIT)
+    if len(text) > EDITABLE_LIMIT:
+        raise RecursionError("nested too deeply")
+    return visible(text)
+
+
+def as_payload(body: bytes, content_type: str, compression: str = "") -> Shown:
+    """A body as JSON; if it cannot be decoded, as text or as bytes, with the reason."""
+    try:
+        value = decode_payload(body, content_type, compression=compression)
+        shown, reason = as_text(_laid_out(value, TEXT_LIMIT_BYTES)), ""
+    except Undecodable as error:
+        shown, reason = _undecoded(body), str(error)
+    except RecursionError:
+        shown, reason = _undecoded(body), gettext("The body is nested too deeply to be formatted.")
+    if shown.note:
+        shown = Shown(
+            text=shown.text,
+            note=gettext("%(note)s The body has %(size)s bytes.") % {"note": shown.note, "size": number(len(body))},
+        )
+    return Shown(text=shown.text, note=visible(f"{reason} {shown.note}".strip()))
+
+
+def _undecoded(body: bytes) -> Shown:
+    most = TEXT_LIMIT_BYTES + 4  # one character more than is shown
+    try:
+        return as_text(getincrementaldecoder("utf-8")().decode(body[:most], final=len(body) <= most))
+    except UnicodeDecodeError:
+        note = gettext("Only the first %(size)s kB are shown.") % {"size": HEX_LIMIT_BYTES // 1024}
+        note = note if len(body) > HEX_LIMIT_BYTES else ""
+        return Shown(text="\n".join(_hex_lines(body[:HEX_LIMIT_BYTES])), note=note)
+
+
+def _hex_lines(body: bytes) -> Iterator[str]:
+    for start in range(0, len(body), 16):
+        line = body[start : start + 16]
+        yield f"{start:06x}  {line.hex(' '):<47}  {_NOT_PRINTABLE.sub(b'.', line).decode()}"
+
+
+# ---------------------------------------------------------------------------------------------------------- small parts
+
+
+class Tone(Enum):
+    """The kind of a state, shown as a sign and a colour; its name is the class in the style sheet."""
+
+    DONE = "✓"
+    OPEN = "▸"
+    LATER = "◷"
+    FAILING = "↻"
+    STOPPED = "✕"
+    OVER = "○"
+
+
+def badge(label: object, tone: Tone) -> SafeString:
+    return format_html(
+        '<span class="message-state message-state-{}"><span aria-hidden="true">{}</span> {}</span>',
+        tone.name.lower(),
+        tone.value,
+        label,
+    )
+
+
+_TONES = {
+    "prepared": Tone.LATER,
+    "stuck": Tone.STOPPED,
+    "scheduled": Tone.LATER,
+    "ready": Tone.OPEN,
+    "received": Tone.OPEN,
+    "running": Tone.OPEN,
+    "retrying": Tone.FAILING,
+    "paused": Tone.LATER,
+    "later": Tone.LATER,
+    "waiting": Tone.LATER,
+    "published": Tone.DONE,
+    "done": Tone.DONE,
+    "dead": Tone.STOPPED,
+}
+"""By the name of a state in either app; the default is `Tone.OVER`."""
+
+
+def state_in_words(state: str) -> str:
+    """The label of a state of either app, which declares it for translation."""
+    return gettext(state.replace("_", " ").capitalize())
+
+
+def state_badge(state: str) -> SafeString:
+    """A state of either app."""
+    return badge(state_in_words(state), _TONES.get(state, Tone.OVER))
+
+
+def app_name(app: str) -> SafeString:
+    """The name of a half, as the admin shows it."""
+    return format_html("{}", next((config.verbose_name for config in apps.get_app_configs() if config.name == app), app))
+
+
+_UNITS = (
+    (timedelta(days=1), "d"),
+    (timedelta(hours=1), "h"),
+    (timedelta(minutes=1), "min"),
+    (timedelta(seconds=1), "s"),
+)
+
+
+def relative(instant: datetime, now: datetime) -> str:
+    """`instant` as seen from `now`: "3 min ago", "in 20 s"."""
+    distance = abs(now - instant)
+    if distance < timedelta(seconds=1):
+        return gettext("now")
+    words = gettext("in %(time)s") if instant > now else gettext("%(time)s ago")
+    return words % {"time": duration(distance)}
+
+
+def duration(length: timedelta) -> str:
+    """A duration in the largest unit of which it has at least two, so that rounding loses little."""
+    unit, symbol = next((unit for unit in _UNITS if length >= 2 * unit[0]), _UNITS[-1])
+    return f"{number(length // unit)} {symbol}"
+
+
+def figure(value: float | None) -> str:
+    return gettext("unknown") if value is None else number(value)
+
+
+def seconds_text(seconds: float | None) -> str:
+    """A latency, in two significant digits; a percentile has no more."""
+    if seconds is None:
+        return gettext("unknown")
+    for factor, unit in ((1 / 3600, "h"), (1 / 60, "min"), (1.0, "s"), (1000.0, "ms")):
+        value = seconds * factor
+        if value >= 1 or unit == "ms":
+            break
+    return f"{number(value, 1 if value < _ONE_DIGIT else 0)} {unit}"
+
+
+def bytes_text(size: int | None) -> str:
+    return gettext("unknown") if size is None else filesizeformat(size)
+
+
+def until(begin: datetime, end: datetime) -> str:
+    """The time from one instant to another, which is short."""
+    return brief(end - begin)
+
+
+def brief(length: timedelta) -> str:
+    """A short duration, which may be negative between two clocks: "12 ms", "-3 ms", "1.57 s", "4 s"."""
+    if abs(length) < timedelta(seconds=1):
+        return f"{length // timedelta(milliseconds=1)} ms"
+    return f"{number(length / timedelta(seconds=1), 2)} s" if length < timedelta(seconds=2) else duration(length)
+
+
+def exact(instant: datetime) -> str:
+    # The first and the last day of the calendar may not exist in the time zone.
+    with suppress(OverflowError):
+        instant = timezone.localtime(instant) if timezone.is_aware(instant) else instant
+    return instant.isoformat(sep=" ", timespec="milliseconds")
+
+
+def age(instant: datetime | None, now: datetime, prefix: str = "") -> SafeString:
+    """The time since or until `instant`; a tooltip shows the exact instant."""
+    if instant is None:
+        return format_html("{}", NOTHING)
+    return format_html(
+        '<time class="message-age" datetime="{}" title="{}">{}{}</time>',
+        instant.isoformat(),
+        exact(instant),
+        prefix,
+        relative(instant, now),
+    )
+
+
+def clock(instant: datetime) -> SafeString:
+    """The instant to the second, in the site's time zone; a tooltip shows the exact instant."""
+    return format_html('<span class="message-name message-age" title="{}">{}</span>', exact(instant), exact(instant)[:19])
+
+
+def moment(instant: datetime | None, now: datetime) -> SafeString:
+    """The exact instant and its age."""
+    if instant is None:
+        return format_html("{}", NOTHING)
+    return format_html('<span class="message-name">{}</span> ({})', exact(instant), age(instant, now))
+
+
+def identifier(text: str) -> SafeString:
+    """An id, a key or a topic, for copying; a line may break after its punctuation."""
+    pieces = ((piece,) for piece in _PIECE.findall(visible(text) or NOTHING))
+    return format_html('<bdi class="message-name">{}</bdi>', format_html_join("", "{}<wbr>", pieces))
+
+
+def flow_link(row: Any, name: object) -> SafeString:
+    """A message id or a correlation id, with a link to its flow if `row` was loaded for a user who may view that."""
+    return id_link(getattr(row, "flow_url", ""), name)
+
+
+def id_link(address: str, name: object) -> SafeString:
+    """A message id or a correlation id, with a link to its flow on the page at this address; "" for no link."""
+    if not (name and address):
+        return identifier(str(name))
+    return format_html('<a href="{}?{}">{}</a>', address, urlencode({"id": str(name)}), identifier(str(name)))
+
+
+def note(words: object) -> SafeString:
+    """A remark of the console."""
+    return format_html('<p class="message-note">{}</p>', words)
+
+
+def warning(words: str | Promise) -> SafeString:
+    """A warning of the console."""
+    return format_html('<p class="message-warning">{}</p>', words)
+
+
+def folded(summary: object, content: SafeString) -> SafeString:
+    """A part that is hidden until the operator asks for it."""
+    return format_html('<details class="message-block message-folded"><summary>{}</summary>{}</details>', summary, content)
+
+
+def stacked(*lines: SafeString) -> SafeString:
+    """Several lines in one cell of a list."""
+    return format_html_join("", '<span class="message-line">{}</span>', ((line,) for line in lines))
+
+
+def labelled(label: object, value: SafeString) -> SafeString:
+    """A cell of a list whose label is shown where the list has no columns, on a narrow window."""
+    return format_html('<span class="message-label">{}: </span>{}', label, value)
+
+
+def headline(error: str) -> SafeString:
+    """The first line of an error, for a list."""
+    lines = error.strip().splitlines()
+    return format_html("{}", Truncator(visible(lines[0])).chars(120) if lines else NOTHING)
+
+
+# ----------------------------------------------------------------------------------------------------------- a difference
+
+_CONTEXT = 3
+_MOST_COMPARED = 4_000_000
+"""Pairs of lines: comparing more would take seconds. Then all of one side is removed and all of the other added."""
+_MOST_SHOWN = 1_000
+_BEFORE_THE_FIRST_LINE = 3
+"""Lines of a unified diff: the names of both files, and the place of its first part."""
+_KINDS = {"+": "ins", "-": "del"}
+
+
+def difference(before: str, after: str) -> list[str]:
+    """Lines that begin with "-" (removed), "+" (added) or " " (context), or are "…" where unchanged lines are left out."""
+    old, new = before.splitlines(), after.splitlines()
+    begin = _common(old, new)
+    end = _common(old[begin:][::-1], new[begin:][::-1])
+    lines = [f"  {line}" for line in old[max(begin - _CONTEXT, 0) : begin]]
+    lines += _compared(old[begin : len(old) - end], new[begin : len(new) - end])
+    lines += [f"  {line}" for line in old[len(old) - end :][:_CONTEXT]]
+    return [*(["…"] if begin > _CONTEXT else []), *lines, *(["…"] if end > _CONTEXT else [])]
+
+
+def _common(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many lines at the beginning are the same."""
+    return next((number for number, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _compared(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
+    if len(old) * len(new) > _MOST_COMPARED:
+        yield from (f"- {line}" for line in old)
+        yield from (f"+ {line}" for line in new)
+        return
+    for line in list(difflib.unified_diff(old, new, n=_CONTEXT, lineterm=""))[_BEFORE_THE_FIRST_LINE:]:
+        yield "…" if line.startswith("@@") else f"{line[0]} {line[1:]}"
+
+
+def difference_as_html(lines: Sequence[str]) -> SafeString:
+    """The difference for a page. Signs distinguish the kinds of lines, for readers who do not see the colours."""
+    shown = format_html_join("", '<span class="message-{}">{}\n</span>', ((_kind(line), line) for line in lines[:_MOST_SHOWN]))
+    rest = f"… and {len(lines) - _MOST_SHOWN:,} lines more." if len(lines) > _MOST_SHOWN else ""
+    return format_html('<pre class="message-text message-difference" tabindex="0">{}{}</pre>', shown, rest)
+
+
+def _kind(line: str) -> str:
+    return _KINDS.get(line[:1], "same")

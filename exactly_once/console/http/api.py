@@ -1,0 +1,201 @@
+"""An HTTP API: Django Ninja, with bearer tokens (RFC 6750), a bounded body, and every error as a problem.
+
+A token says which client calls, and what it may do. Only the body of a known client is read, up to a limit.
+"""
+
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+from functools import wraps
+from http import HTTPStatus
+from inspect import iscoroutinefunction
+from typing import Annotated, Any
+
+from django.contrib.auth.decorators import login_not_required
+from django.core.handlers.wsgi import WSGIRequest
+from django.db import connections
+from django.db.transaction import non_atomic_requests
+from django.http import HttpRequest, UnreadablePostError
+from django.http.response import HttpResponseBase
+from django.urls import URLPattern, re_path
+from django.views.decorators.cache import never_cache
+from django.views.decorators.csrf import csrf_exempt
+from ninja import NinjaAPI
+from ninja.openapi.schema import OpenAPISchema
+from ninja.security.http import HttpAuthBase
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
+
+from exactly_once.conf.http_options import Client, HttpOptions
+from exactly_once.console.http import problems
+from exactly_once.console.http.problems import Problem, ProblemDetails
+from exactly_once.wire.text import NAME_LENGTH
+
+VERSION = "1"
+_ALWAYS = (400, 401, 403, 411, 413, 422, 500, 503)
+_View = Callable[..., Any]
+_LONGEST_LENGTH = 18
+"""Digits of a Content-Length."""
+_LONGEST_SECONDS = timedelta(days=3650).total_seconds()
+
+
+class BearerToken(HttpAuthBase):
+    """Finds the client of a request by its token. Ninja's own class would log a header that it does not understand."""
+
+    openapi_scheme = "bearer"
+
+    def __init__(self, options: Callable[[], HttpOptions], body_limit: Callable[[], int]) -> None:
+        super().__init__()
+        self._options = options
+        self._body_limit = body_limit
+
+    def __call__(self, request: HttpRequest) -> Client | None:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        client = self._options().client_of(token.strip()) if scheme.lower() == self.openapi_scheme else None
+        if client is not None:
+            _read_body(request, self._body_limit())
+        return client
+
+
+def client_of(request: HttpRequest) -> Client:
+    """The client that `BearerToken` has found."""
+    client = getattr(request, "auth", None)
+    if not isinstance(client, Client):
+        raise problems.unauthorized()
+    return client
+
+
+def require(request: HttpRequest, action: str, name: str) -> Client:
+    """The client, if it may do this with the topic or subscription.
+
+    Raises:
+        Problem: it may not.
+    """
+    client = client_of(request)
+    if not client.may(name, action):
+        raise problems.forbidden(f"{action}:{name}")
+    return client
+
+
+def _read_body(request: HttpRequest, limit: int) -> None:
+    """Read the body, of which at most one byte more than the limit is read.
+
+    Raises:
+        Problem: it is larger than the limit or of unknown length, or the client has closed the connection.
+    """
+    announced = request.headers.get("Content-Length", "")
+    if not announced and "Transfer-Encoding" in request.headers and isinstance(request, WSGIRequest):
+        raise Problem(
+            HTTPStatus.LENGTH_REQUIRED,
+            "The body has no Content-Length, without which it cannot be read under WSGI: do not send it in chunks.",
+        )
+    # A length of thousands of digits cannot be converted.
+    is_too_long = announced.isdecimal() and (len(announced) > _LONGEST_LENGTH or int(announced) > limit)
+    try:
+        body = b"" if is_too_long else bytes(request.read(limit + 1))
+    except UnreadablePostError:
+        raise Problem(HTTPStatus.BAD_REQUEST, "The connection was closed before the body was complete.") from None
+    if is_too_long or len(body) > limit:
+        raise Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The body is larger than {limit} bytes.", limit_bytes=limit)
+    request._body = body  # noqa: SLF001 - what was read is what `request.body` returns
+
+
+class Api(NinjaAPI):
+    """An API of one app.
+
+    Args:
+        name: namespace of its URLs.
+        options: the option `HTTP` of the app.
+        body_limit: maximum size of a request's body in bytes.
+        answered: what answers further exceptions, by their class.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        title: str,
+        description: str,
+        options: Callable[[], HttpOptions],
+        body_limit: Callable[[], int],
+        answered: Mapping[type[Exception], Callable[..., Any]],
+    ) -> None:
+        super().__init__(
+            title=title,
+            version=VERSION,
+            description=description,
+            urls_namespace=name,
+            auth=BearerToken(options, body_limit),
+            docs_url=None,
+        )
+        for kind, answer in {**problems.HANDLERS, **answered}.items():
+            self.add_exception_handler(kind, answer)
+
+    def get_openapi_schema(self, **given: Any) -> OpenAPISchema:
+        """The OpenAPI document."""
+        schema = super().get_openapi_schema(**given)
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                problems.documented(operation["responses"])
+        return schema
+
+    @property
+    def patterns(self) -> list[URLPattern]:
+        """For a URLconf whose `app_name` is the name of this API."""
+        own = [pattern for pattern in self.urls[0] if isinstance(pattern, URLPattern)]
+        for pattern in own:
+            # Ninja's own view of the root raises Http404 outside of its handlers.
+            pattern.callback = _guarded(problems.unknown if pattern.name == "api-root" else pattern.callback)
+        return [*own, re_path("", _guarded(problems.unknown))]
+
+
+def _guarded(view: _View) -> _View:
+    """The view without a transaction, a session, a login or a CSRF token; the error of a wrong method is a problem, too."""
+
+    @wraps(view, updated=())
+    async def async_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
+        return problems.as_problem(await view(request, *args, **kwargs))
+
+    @wraps(view, updated=())
+    def sync_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
+        return problems.as_problem(view(request, *args, **kwargs))
+
+    guarded: _View = async_view if iscoroutinefunction(view) else sync_view
+    for alias in connections:
+        guarded = non_atomic_requests(alias)(guarded)
+    return never_cache(csrf_exempt(login_not_required(guarded)))
+
+
+def answers(given: Mapping[int, type], *problems: int) -> dict[int, type]:
+    """The answers of an operation for its documentation.
+
+    Args:
+        problems: statuses of errors that not every operation has.
+    """
+    return {**given, **dict.fromkeys(sorted({*_ALWAYS, *problems}), ProblemDetails)}
+
+
+# ------------------------------------------------------------------------------------------------------ fields of bodies
+
+
+def _instant(value: object) -> datetime:
+    if not isinstance(value, str):
+        raise ValueError("it must be text, such as 2026-01-31T12:00:00Z")  # noqa: TRY004 - Pydantic's own protocol
+    return datetime.fromisoformat(value)
+
+
+class Body(BaseModel):
+    """The body of a request. An unknown field is an error.
+
+    Unlike Pydantic by default, these fields do not turn a text into a number, or a number into an instant.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+
+Name = Annotated[str, Field(min_length=1, max_length=NAME_LENGTH)]
+"""A topic, key or biz-id; also at most 255 bytes in UTF-8."""
+Instant = Annotated[AwareDatetime, BeforeValidator(_instant)]
+Seconds = Annotated[float, Field(strict=True, ge=0, le=_LONGEST_SECONDS, allow_inf_nan=False)]
+"""A duration."""
+PositiveSeconds = Annotated[float, Field(strict=True, gt=0, le=_LONGEST_SECONDS, allow_inf_nan=False)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+Flag = Annotated[bool, Field(strict=True)]

@@ -1,0 +1,39 @@
+"""Joins: a handler that is called once when messages of several topics have come, matched by a run id.
+
+    @joined_handler(all_of=["orders.exported", "stock.exported"], correlate="run_id", deadline=timedelta(hours=2))
+    def build_report(join: Join) -> None:
+        orders, stock = join["orders.exported"], join["stock.exported"]
+
+Each awaited message is an ordinary message of an ordinary handler, which stores it as a part of its run (`collecting`). The
+first part also stores the run's own inbox row, due at the deadline. The last part makes that row due now. The runner executes
+it as any stored message: retries, dead letters, timeouts and the exactly-once effect are those of the inbox.
+
+A request and its answer are a join, too, matched by the correlation id: `@correlated(request=..., answer=..., timeout=...)`.
+
+An optional app: add "inbox.contrib.joins" to INSTALLED_APPS.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from django.apps import apps as installed_apps
+from django.core.exceptions import ImproperlyConfigured
+
+from inbox.contrib.joins.join import Join
+
+if TYPE_CHECKING:
+    from inbox.contrib.joins.decorators import correlated, joined_handler
+
+__all__ = ["Join", "correlated", "joined_handler"]
+
+
+def __getattr__(name: str) -> Any:
+    # Looked up on first use, because Django imports this package before its models can be.
+    if name not in __all__:
+        raise AttributeError(f"module 'inbox.contrib.joins' has no attribute {name!r}")
+    # Without the app Django would take its models for those of the app "inbox", and makemigrations would add them there.
+    if not installed_apps.is_installed(__name__):
+        raise ImproperlyConfigured(f"{__name__}.{name} needs its app: add {__name__!r} to INSTALLED_APPS and run migrate.")
+    return getattr(import_module("inbox.contrib.joins.decorators"), name)

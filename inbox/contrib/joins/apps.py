@@ -1,0 +1,16 @@
+from django.apps import AppConfig
+from django.utils.translation import gettext_lazy as _
+
+
+class JoinsConfig(AppConfig):
+    name = "inbox.contrib.joins"
+    label = "inbox_joins"
+    verbose_name = _("Joins")
+    default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        from inbox.contrib.joins import checks  # noqa: F401 - importing it registers the checks
+        from inbox.contrib.joins.models import Run
+        from inbox.operators.housekeeping import Remains, add_remains
+
+        add_remains(Remains(name="runs", model=Run, message="row_id", at="opened_at"))

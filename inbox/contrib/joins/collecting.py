@@ -1,0 +1,144 @@
+"""Collecting the messages of a run, and giving them to the join's function.
+
+`collect` is the function of the handlers of the awaited topics. It runs in the transaction of its message's inbox row, so a
+message is a part of its run if and only if it is handled. The run id is its biz-id, so the inbox suppresses copies.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+
+from inbox.conf import inbox_options
+from inbox.contrib.joins import store
+from inbox.contrib.joins.join import TOPIC, Definition, Join
+from inbox.contrib.joins.models import Part
+from inbox.errors import Reject, RetryLater
+from inbox.handlers.message import Message
+from inbox.states import DUE, State
+
+logger = logging.getLogger(__name__)
+
+_RUNNING = timedelta(seconds=1)
+_EARLY = timedelta(minutes=1)
+"""A run that is retried before it is complete is run again after this, in case its last message came in between."""
+_LONGEST_OVERTIME = timedelta(hours=1)
+_SAME = ("key", "correlation_id", "causation_id", "created_at")
+"""The columns of a part that are attributes of its message."""
+
+
+def collect(join: Definition, message: Message) -> None:
+    """Store a message as a part of its run. The last one makes the run's inbox row due.
+
+    Raises:
+        RetryLater: the run is being changed by another transaction.
+        Reject: the run is over, and the join refuses late messages.
+    """
+    alias, run_id = join.using, message.biz_id
+    run = store.lock(alias, join.name, run_id) or _opened(join, message)
+    if run is None:
+        _late(join, message, "its run is over and was purged")
+        return
+    columns = {"message_id": message.id, "headers": dict(message.headers), **{name: getattr(message, name) for name in _SAME}}
+    store.add_part(alias, run, message.topic, message.payload, **columns)
+    state, attempts = store.state_of(alias, run)
+    if state not in DUE:
+        # An operator can still start a dead run, with this message.
+        report = _report_late if state == State.DEAD else _late
+        report(join, message, f"its run is {State(state).label.lower()}" if state else "its run was purged")
+    elif attempts > 0:
+        if join.refuses_late:
+            # The next attempt sees it, unless one is running now.
+            if not store.hold_back(alias, run):
+                raise RetryLater(_RUNNING, f"the run {run_id} of {join.name} is being handled without it")
+        elif store.may_lack_messages(alias, run):
+            _report_late(join, message, "an attempt of its run began without it")
+    elif not join.missing(store.topics_of(alias, run)) and not store.make_due(alias, run):
+        raise RetryLater(_RUNNING, f"another transaction is changing the run {run_id} of {join.name}")
+
+
+def _opened(join: Definition, first: Message) -> store.Locked | None:
+    """The run, opened by its first message, or by another transaction in between; None if its inbox row has had one."""
+    alias, run_id = join.using, first.biz_id
+    left = join.deadline - store.age(alias, run_id, join.collectors)
+    return store.open_run(alias, join.name, run_id, left, first) or store.lock(alias, join.name, run_id)
+
+
+def gather(join: Definition, given: Sequence[Message]) -> Join:
+    """The messages of a run.
+
+    Args:
+        given: the message of the run's inbox row; in a test, the messages of the run.
+
+    Raises:
+        Reject: the deadline has passed, and messages are missing.
+        RetryLater: messages are missing, and the deadline has not passed, or one that is stored is not handled yet. For those
+            it waits for as long as the deadline again, at least a minute and at most an hour.
+    """
+    if given[0].topic != TOPIC:
+        return _joined(join, given[0], {message.topic: message for message in given})
+    (of_the_run,) = given
+    found = store.collected(join.using, join.name, of_the_run.biz_id, join.collectors)
+    if found is None:
+        raise Reject(f"The messages of the run {of_the_run.biz_id} are not stored: its row was not made by this join.")
+    joined = _joined(join, of_the_run, {part.topic: _message_of(part, of_the_run) for part in found.parts})
+    if not joined.missing or found.started_by:
+        return joined
+    names = ", ".join(joined.missing)
+    if found.left > timedelta():
+        raise RetryLater(min(found.left, _EARLY), f"waits for {names}")
+    stored = ", ".join(found.unhandled)
+    if stored and -found.left < max(_EARLY, min(join.deadline, _LONGEST_OVERTIME)):
+        raise RetryLater(_EARLY, f"the deadline has passed, but what may be of {names} is stored and not handled yet: {stored}")
+    unhandled = stored and f" These stored messages may be of it, and are still not handled: {stored}."
+    if join.on_missing == "dead":
+        raise Reject(
+            f"The deadline has passed, and these messages have not come: {names}.{unhandled} Complete the run, extend its "
+            "deadline, or start it without them."
+        )
+    logger.warning("%s: run %s starts at its deadline without: %s.%s", join.name, joined.run_id, names, unhandled)
+    return joined
+
+
+def finish(join: Definition, given: Sequence[Message]) -> None:
+    """After the function, in its transaction: keep no payloads, if the inbox keeps none of messages that are done."""
+    if given[0].topic == TOPIC and not inbox_options().keeps_all_bodies:
+        store.empty_parts(join.using, join.name, given[0].biz_id)
+
+
+def _joined(join: Definition, of_the_run: Message, by_topic: dict[str, Message]) -> Join:
+    return Join(
+        id=of_the_run.id,
+        run_id=of_the_run.biz_id,
+        messages={topic: by_topic[topic] for topic in join.topics if topic in by_topic},
+        missing=join.missing(by_topic),
+        attempt=of_the_run.attempt,
+    )
+
+
+def _message_of(part: Part, of_the_run: Message) -> Message:
+    return Message(
+        id=part.message_id,
+        biz_id=of_the_run.biz_id,
+        payload=json.loads(bytes(part.body)),
+        attempt=of_the_run.attempt,
+        redelivered=of_the_run.redelivered,
+        **{name: getattr(part, name) for name in ("topic", "headers", *_SAME)},
+    )
+
+
+def _late(join: Definition, message: Message, why: str) -> None:
+    if join.refuses_late:
+        raise Reject(f"It came too late for the run {message.biz_id}: {why}. Check what has happened, then skip this message.")
+    _report_late(join, message, why)
+
+
+def _report_late(join: Definition, message: Message, why: str) -> None:
+    logger.warning(
+        "%s: message %s of topic %s came too late for the run %s: %s. The run does not start by it.",
+        join.name,
+        message.id,
+        message.topic,
+        message.biz_id,
+        why,
+    )

@@ -1,0 +1,201 @@
+"""The decorators: of a join, and of a request and its answer, which is a join, too.
+
+A join is registered as a handler for its runs, and a handler for each topic that it waits for.
+
+The run id of a request and its answer is the correlation id, which `outbox.request` gives to a request of its own. So an answer
+that arrives before its request waits for it, copies of both are suppressed, and the timeout is the deadline of the run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial, update_wrapper
+from typing import Any, Literal
+
+from asgiref.sync import sync_to_async
+
+from exactly_once.wire.context import OUTER_CORRELATION, Cause, caused_by, current_cause
+from inbox.contrib.joins.collecting import collect, finish, gather
+from inbox.contrib.joins.join import TOPIC, Definition, Join
+from inbox.errors import Reject
+from inbox.handlers.decorator import (
+    Function,
+    database_of,
+    default_name,
+    kept_name,
+    refuse_not_callable,
+    registering,
+    require_topics,
+)
+from inbox.handlers.message import BizId, Message
+from inbox.handlers.options import Retry, require_duration
+
+
+def joined_handler(
+    *,
+    all_of: Sequence[str],
+    correlate: BizId | str,
+    deadline: timedelta,
+    on_missing: Literal["dead", "call"] = "dead",
+    publishes: Sequence[str] = (),
+    name: str | None = None,
+    renamed_from: str | None = None,
+    using: str | None = None,
+    timeout: timedelta | None = None,
+    retry: Retry | None = None,
+    rate_limit: str | None = None,
+    concurrency: int | None = None,
+) -> Callable[[Function], Function]:
+    """Handle a message of each of these topics with the decorated function, which gets a `Join` of them, once per run id.
+
+    The function runs in a transaction on `using`, when all messages of the run have come.
+
+    Args:
+        all_of: the topics to wait for.
+        correlate: the run id of a message: a function of the message, or the path of a payload field.
+        deadline: how long a run waits for its other messages, counted from the arrival of the first.
+        on_missing: what happens at the deadline: "dead" makes the run a dead letter, "call" calls the function with what has
+            come, and with the others in `Join.missing`.
+        publishes: the topics that the function publishes, for the system check that refuses joins that wait for themselves.
+
+    The other arguments and the exceptions are those of `idempotent_handler`.
+    """
+    topics, published = require_topics("all_of", all_of), require_topics("publishes", publishes)
+    if not isinstance(correlate, str) and not callable(correlate):
+        raise TypeError(f"correlate is {correlate!r}: it must be a function of the message, or the path of a payload field.")
+    kept = kept_name(name, renamed_from)
+
+    def decorate(function: Function) -> Function:
+        refuse_not_callable(function, "join")
+        named = kept or default_name(function)
+        join = Definition(name=named, using=database_of(using), topics=topics, deadline=deadline, on_missing=on_missing)
+        _register(
+            join,
+            function,
+            correlate,
+            publishes=published,
+            timeout=timeout,
+            retry=retry,
+            rate_limit=rate_limit,
+            concurrency=concurrency,
+        )
+        return function
+
+    return decorate
+
+
+def correlated(
+    *,
+    request: str,
+    answer: str,
+    timeout: timedelta,
+    on_timeout: Callable[[Message], Any] | None = None,
+    name: str | None = None,
+    using: str | None = None,
+    retry: Retry | None = None,
+) -> Callable[[Function], Function]:
+    """Handle the answer of each request with the decorated function, which gets the request and the answer, once per request.
+
+    The function runs in a transaction on `using`, as that of any join. What it publishes continues the chain in which the
+    request was made. A late answer, after `on_timeout` has run, is a dead letter.
+
+    Args:
+        request: the topic that this service publishes with `outbox.request`, and no other service.
+        answer: the topic of the answers. An answer has the correlation id of its request.
+        timeout: how long a request waits for its answer, counted from its arrival in this handler's inbox. An answer that is
+            stored then and not handled yet is waited for.
+        on_timeout: called with the request if no answer has arrived in time, instead of the decorated function. Default: the
+            request is a dead letter, and an operator decides.
+        name: stable name of this handler; default: `<app label>.<function name>`.
+        using: the database alias that the effect is written to.
+        retry: the maximum attempts and the delays between them; default: the settings in `INBOX`.
+
+    Raises:
+        NotCallable: the function is a generator function, or cannot be called with two messages.
+        TypeError: the timeout is not a timedelta, or `on_timeout` is not a function of the same kind, async or not.
+        ValueError: the timeout is not longer than zero, a topic is invalid, both are the same, or another handler has the name.
+    """
+    require_duration("timeout", timeout)
+    if on_timeout is not None and not callable(on_timeout):
+        raise TypeError(f"on_timeout is {on_timeout!r}: it must be a function of the request.")
+
+    def decorate(function: Function) -> Function:
+        refuse_not_callable(function, "request", "answer")
+        if on_timeout is not None and inspect.iscoroutinefunction(on_timeout) != inspect.iscoroutinefunction(function):
+            raise TypeError("The handler and its on_timeout must both be async functions, or both be synchronous.")
+        join = Definition(
+            name=name or default_name(function),
+            using=database_of(using),
+            topics=(request, answer),
+            deadline=timeout,
+            on_missing="dead" if on_timeout is None else "call",
+            refuses_late=True,
+        )
+        _register(join, _answering(request, answer, function, on_timeout), _correlation_id, retry=retry)
+        return function
+
+    return decorate
+
+
+def _register(join: Definition, function: Callable[[Join], Any], correlate: BizId | str, **options: Any) -> None:
+    for collector, topic in join.collectors.items():
+        register = registering([topic], biz_id=correlate, name=collector, using=join.using, collects_for=join.name)
+        register(update_wrapper(partial(collect, join), collect))
+    register = registering([TOPIC], all_of=join.topics, biz_id=correlate, name=join.name, using=join.using, **options)
+    register(_of_messages(join, function))
+
+
+def _of_messages(join: Definition, function: Callable[[Join], Any]) -> Callable[..., Any]:
+    """The function of a join as a function of messages."""
+
+    async def run_async(given: Sequence[Message]) -> Any:
+        result = await function(await sync_to_async(gather)(join, given))
+        await sync_to_async(finish)(join, given)
+        return result
+
+    def run(given: Sequence[Message]) -> Any:
+        result = function(gather(join, given))
+        finish(join, given)
+        return result
+
+    return update_wrapper(run_async if inspect.iscoroutinefunction(function) else run, function)
+
+
+def _correlation_id(message: Message) -> str:
+    return message.correlation_id
+
+
+def _answering(
+    request: str, answer: str, function: Callable[..., Any], on_timeout: Callable[[Message], Any] | None
+) -> Callable[[Join], Any]:
+    """The function of a request and its answer as the function of a join."""
+
+    def call(join: Join) -> Any:
+        asked = join[request]
+        return function(asked, join[answer]) if answer in join.messages or on_timeout is None else on_timeout(asked)
+
+    def run(join: Join) -> Any:
+        with caused_by(cause_of(join)):
+            return call(join)
+
+    async def run_async(join: Join) -> Any:
+        with caused_by(cause_of(join)):
+            return await call(join)
+
+    def cause_of(join: Join) -> Cause:
+        """The chain in which the request was made.
+
+        Raises:
+            Reject: an operator has started the run without what it needs.
+        """
+        if request not in join.messages:
+            raise Reject(f"No request has the correlation id {join.run_id} of this answer.")
+        if answer not in join.messages and on_timeout is None:
+            raise Reject("It has no answer, and its handler has no on_timeout= to call without one. Enter the missing answer.")
+        outer = join[request].headers.get(OUTER_CORRELATION)
+        return replace(current_cause(), correlation_id=str(outer)) if outer else current_cause()
+
+    return update_wrapper(run_async if inspect.iscoroutinefunction(function) else run, function)

@@ -1,0 +1,216 @@
+"""All SQL of joins: runs, their parts, and the due time of their inbox rows.
+
+A run is *opened* by its first part, together with its inbox row, which is due at the deadline. A transaction that adds a part
+locks the run first, so that of two last parts, the later one sees the earlier; or, if its snapshot is older, fails with a
+serialization error and is run again, because the lock is an UPDATE. The lock is held for a few statements, never
+while a user's function runs. The row of a run is locked after the run, or alone, so these locks cannot deadlock.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.db import connections
+from django.db.models import Q, QuerySet
+
+from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.days import LIVE
+from exactly_once.sql.now import DatabaseTime, now
+from exactly_once.wire.envelope import JSON
+from exactly_once.wire.identity import new_message_id
+from inbox.contrib.joins.join import TOPIC
+from inbox.contrib.joins.models import Part, Run
+from inbox.handlers.message import Message
+from inbox.models import InboxMessage, Receipt
+from inbox.receiving.reading import PARKED
+from inbox.states import DUE, State
+from inbox.store import receipts
+from inbox.store.arrivals import insert_one
+from inbox.store.dialect import BOUND, IS_OPEN, LONGEST_LOCK_WAIT, UNBOUND, as_bound
+from inbox.store.dialect import TABLE as MESSAGES
+from inbox.store.message_rows import NewRow
+
+_RUNS = Run._meta.db_table
+_DUE = f"{IS_OPEN} AND state IN ('received', 'retrying')"
+_WAITING = f"attempts = 0 AND {_DUE}"
+"""The row of a run that waits: for its parts, or to be run. A claim counts an attempt."""
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Locked:
+    """A run that this transaction has locked, and its inbox row."""
+
+    pk: int
+    row: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collected:
+    """A run and its parts.
+
+    Attributes:
+        left: the time until the deadline; not positive if it has passed.
+        started_by: the operator who started it without the missing messages, or "".
+        unhandled: the deadline has passed, and these messages, which arrived before, are stored, but not parts yet.
+    """
+
+    left: timedelta
+    started_by: str
+    unhandled: Sequence[str]
+    parts: Sequence[Part]
+
+
+def lock(alias: str, handler: str, run_id: str) -> Locked | None:
+    """Lock a run; None if it does not exist.
+
+    Raises:
+        django.db.OperationalError: another transaction holds the lock for too long. The inbox runs the message again.
+    """
+    connection = connections[alias]
+    found = f"SELECT id, row_id FROM {_RUNS} WHERE handler = %s AND run_id = %s"
+    with connection.cursor() as cursor:
+        if not is_postgresql(connection):
+            cursor.execute(found, [handler, run_id])
+            row = cursor.fetchone()
+            return Locked(*row) if row else None
+        # One round trip: bound the wait, lock, restore the transaction's own lock_timeout.
+        cursor.execute(
+            # FOR UPDATE would not do: it changes nothing, so a later REPEATABLE READ transaction would get no error.
+            f"{BOUND}, locked AS (UPDATE {_RUNS} r SET started_by = r.started_by FROM bound "
+            "WHERE r.handler = %s AND r.run_id = %s RETURNING r.id, r.row_id) "
+            f"SELECT locked.*, {UNBOUND} FROM bound LEFT JOIN locked ON true",
+            [as_bound(LONGEST_LOCK_WAIT), handler, run_id],
+        )
+        ((pk, row_id, _),) = cursor.fetchall()
+    return None if pk is None else Locked(pk, row_id)
+
+
+def open_run(alias: str, handler: str, run_id: str, deadline: timedelta, first: Message) -> Locked | None:
+    """∅ → received, due at the deadline, for the run's inbox row; and the run. None: the row exists.
+
+    Raises:
+        ConcurrentDuplicate: another transaction is opening it and did not end in time.
+    """
+    body = json.dumps({"run_id": run_id}).encode()
+    row = NewRow(
+        handler=handler,
+        topic=TOPIC,
+        biz_id=run_id,
+        body=body,
+        digest=hashlib.sha256(body).hexdigest(),
+        message_id=str(new_message_id()),
+        content_type=JSON,
+        correlation_id=first.correlation_id or first.id,
+        causation_id=first.id,
+    )
+    inserted = insert_one(alias, row, State.RECEIVED, LONGEST_LOCK_WAIT, due_after=deadline.total_seconds())
+    if inserted is None:
+        return None
+    # By the same statement, so that the row is not due before the deadline.
+    opened_at, deadline_at = times_of(alias, inserted)
+    run = Run(handler=handler, run_id=run_id, row_id=inserted, opened_at=opened_at, deadline_at=deadline_at)
+    run.save(using=alias, force_insert=True)
+    return Locked(run.pk, inserted)
+
+
+def times_of(alias: str, row: int) -> tuple[datetime, Any]:
+    """When the row of a run was received, and when it is due."""
+    return InboxMessage.objects.using(alias).values_list("received_at", "next_attempt_at").get(pk=row, day=LIVE)
+
+
+def add_part(alias: str, run: Locked, topic: str, payload: Any, **columns: Any) -> None:
+    """Add a message to its run, unless a message of this topic has come before."""
+    part = Part(run_id=run.pk, topic=topic, body=json.dumps(payload).encode(), stored_at=DatabaseTime(), **columns)
+    Part.objects.using(alias).bulk_create([part], ignore_conflicts=True)
+
+
+def topics_of(alias: str, run: Locked) -> set[str]:
+    return set(Part.objects.using(alias).filter(run_id=run.pk).values_list("topic", flat=True))
+
+
+def make_due(alias: str, run: Locked) -> bool:
+    """received | retrying → the same, due now, because all messages of the run have come. False: it is not waiting, or locked.
+
+    It does not wait for the row, which a runner has locked while the function of the join runs.
+    """
+    return _update_unlocked(alias, run, f"next_attempt_at = {now(connections[alias])}", _WAITING)
+
+
+def hold_back(alias: str, run: Locked) -> bool:
+    """Lock the run's row, so that its next attempt begins after this transaction. False: an attempt is running now."""
+    # An UPDATE, see `lock`.
+    return _update_unlocked(alias, run, "attempts = attempts", _DUE)
+
+
+def _update_unlocked(alias: str, run: Locked, written: str, condition: str) -> bool:
+    """Update the run's row. False: it does not meet the condition, or another transaction has locked it."""
+    connection = connections[alias]
+    skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"UPDATE {MESSAGES} SET {written} "
+            f"WHERE {IS_OPEN} AND id = (SELECT id FROM {MESSAGES} WHERE id = %s AND {IS_OPEN} AND {condition} {skip_locked})",
+            [run.row],
+        )
+        return bool(cursor.rowcount)
+
+
+def state_of(alias: str, run: Locked) -> tuple[str, int]:
+    """The state and the attempts of the run's inbox row."""
+    found = receipts.message(alias, run.row).values_list("state", "attempts").first()
+    return found or ("", 0)
+
+
+def may_lack_messages(alias: str, run: Locked) -> bool:
+    """Do its attempts not wait for missing messages? The deadline has passed, or an operator has started it."""
+    runs = Run.objects.using(alias).filter(pk=run.pk)
+    return runs.filter(Q(deadline_at__lte=DatabaseTime()) | ~Q(started_by="")).exists()
+
+
+def collected(alias: str, handler: str, run_id: str, topics: Mapping[str, str]) -> Collected | None:
+    """A run with its parts, for its function; None if it does not exist.
+
+    Args:
+        topics: by the handlers that collect them.
+    """
+    found = Run.objects.using(alias).filter(handler=handler, run_id=run_id).annotate(database_now=DatabaseTime())
+    run: Any = found.first()
+    if run is None:
+        return None
+    left = run.deadline_at - run.database_now
+    # Before the parts are read: a message that is handled in between is one of them.
+    unhandled = _unhandled(alias, run, topics) if left <= timedelta() else ()
+    return Collected(left=left, started_by=run.started_by, unhandled=unhandled, parts=list(run.parts.all()))
+
+
+def _unhandled(alias: str, run: Run, topics: Mapping[str, str]) -> list[str]:
+    having = _receipts(alias, topics)
+    # Of any run, because it is not read. The bounds are for the unique index, which serves a LIKE in some collations only.
+    unread = having.filter(biz_id__gte="parked", biz_id__lt="parkee", biz_id__startswith=PARKED)
+    rows = InboxMessage.objects.using(alias).filter(day=LIVE, state__in=DUE, received_at__lte=run.deadline_at)
+    found = [
+        row
+        for named in (having.filter(biz_id=run.run_id), unread)
+        for row in rows.filter(pk__in=named.values("pk")).values_list("pk", "topic")[:_MOST_NAMED]
+    ]
+    return [f"row {pk} ({topic})" for pk, topic in found[:_MOST_NAMED]]
+
+
+def age(alias: str, run_id: str, topics: Mapping[str, str]) -> timedelta:
+    """How long ago the first message of a run arrived, handled or not."""
+    instants = _receipts(alias, topics).filter(biz_id=run_id).values_list("received_at", DatabaseTime())
+    return max((asked_at - received_at for received_at, asked_at in instants), default=timedelta())
+
+
+def _receipts(alias: str, topics: Mapping[str, str]) -> QuerySet[Receipt]:
+    return Receipt.objects.using(alias).filter(handler__in=topics.keys(), topic__in=topics.values())
+
+
+def empty_parts(alias: str, handler: str, run_id: str) -> None:
+    """Remove the payloads of a run that is done."""
+    parts = Part.objects.using(alias).filter(run__handler=handler, run__run_id=run_id)
+    parts.update(body=b"", headers={})

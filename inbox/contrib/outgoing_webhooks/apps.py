@@ -1,0 +1,16 @@
+from django.apps import AppConfig
+from django.utils.translation import gettext_lazy as _
+
+
+class OutgoingWebhooksConfig(AppConfig):
+    name = "inbox.contrib.outgoing_webhooks"
+    label = "inbox_outgoing_webhooks"
+    verbose_name = _("Outgoing webhooks")
+    default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        from inbox.contrib.outgoing_webhooks import checks  # noqa: F401 - importing it registers the checks
+        from inbox.contrib.outgoing_webhooks.fanning_out import handler_names
+        from inbox.operators.housekeeping import handlers_elsewhere
+
+        handlers_elsewhere.append(handler_names)
