@@ -14,6 +14,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, connections, router
 
 from exactly_once.conf.redactors import why_not_loaded
+from exactly_once.half import registered
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.integrity import changed_collation, unreadable, without_identity
 from exactly_once.sql.schema import behind_their_tables, listed, our_apps, our_models
@@ -259,5 +260,5 @@ def check_sqlite_mode(app_configs: object, **kwargs: Any) -> list[CheckMessage]:
 
 def _with_our_tables(aliases: Iterable[str]) -> list[str]:
     """Databases for a table of the outbox or of the inbox."""
-    models = [model for app in our_apps() if app.name in {"outbox", "inbox"} for model in app.get_models()]
+    models = [model for app in our_apps() if app.name in registered() for model in app.get_models()]
     return [alias for alias in aliases if any(router.allow_migrate_model(alias, model) for model in models)]

@@ -10,6 +10,7 @@ import traceback
 from functools import lru_cache
 from pathlib import Path
 
+from exactly_once.half import registered
 from exactly_once.wire.text import NAME_LENGTH, describe
 
 DEFERRED = "deferred"
@@ -22,7 +23,6 @@ COMMITTED_BY_ITSELF = "handler committed by itself"
 """The class of a message whose handler ended the transaction and failed afterwards."""
 
 _PACKAGES = ("site-packages", "dist-packages")
-_OURS = tuple(f"{Path(__file__).resolve().parents[1] / app}/" for app in ("exactly_once", "outbox", "inbox"))
 _LIBRARY = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
 _MOST_CAUSES = 20
 
@@ -57,7 +57,8 @@ def own_frames(error: BaseException) -> str:
 @lru_cache(maxsize=1024)
 def is_own(file: str) -> bool:
     """Is this file the project's own code?"""
-    return not (file.startswith(("<", *_OURS, *_LIBRARY)) or any(f"/{name}/" in file for name in _PACKAGES))
+    ours = tuple(f"{Path(__file__).resolve().parents[1] / app}/" for app in ("exactly_once", *registered()))
+    return not (file.startswith(("<", *ours, *_LIBRARY)) or any(f"/{name}/" in file for name in _PACKAGES))
 
 
 def without_line(place: str) -> str:

@@ -26,16 +26,16 @@ from exactly_once.transport.interface import (
     Transport,
     Verdict,
 )
+from exactly_once.upkeep.operations import Operations
 from exactly_once.wire.text import describe
 from inbox.conf import inbox_options, outbox_keeps_history
 from inbox.consumer.heartbeat import RunnerHeartbeats
+from inbox.consumer.housekeeping import databases, housekeepers
 from inbox.consumer.lanes import fitting
 from inbox.consumer.runner import Runner
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
-from inbox.operators.housekeeping import housekeepers
-from inbox.operators.operations import executor
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read_body
 from inbox.store import starts
@@ -76,7 +76,7 @@ class LocalTransport(Transport):
         return Sent(verdicts=verdicts)
 
     def companions(self) -> Sequence[Companion]:
-        return self._runner, RunnerHeartbeats(self._runner), executor(), *housekeepers()
+        return self._runner, RunnerHeartbeats(self._runner), Operations("inbox", databases()), *housekeepers()
 
     def _send_part(self, messages: Sequence[OutgoingMessage]) -> dict[int, Verdict] | None:
         """Hand over all messages, with one statement per handler; None if they must be handed over in smaller parts."""

@@ -9,7 +9,7 @@ Receivers run in the thread of the worker that handled the message: a slow recei
 
 from django.dispatch import Signal
 
-from exactly_once.console.operators.alerts import alert_changed  # noqa: F401 - public here
+from exactly_once.upkeep.alerting import alert_changed  # noqa: F401 - public here
 
 message_handled = Signal()
 """The effect is committed. Arguments: `message`, `handler` (its name)."""

@@ -17,23 +17,11 @@ class OutboxConfig(AppConfig):
         super().import_models()
 
     def ready(self) -> None:
-        from exactly_once.console.cli.parts import register_part
-        from exactly_once.console.operators import dry_run as publishing
-        from exactly_once.console.operators.alerts import register_conditions
-        from exactly_once.console.operators.trail import register
-        from exactly_once.upkeep.heartbeat_table import register_process_kind
+        from exactly_once.half import register
         from outbox import checks  # noqa: F401 - registers itself
         from outbox.migrations._partitions import LAYOUT
         from outbox.models import OutboxMessage
-        from outbox.operators import dry_run, trail
-        from outbox.operators.alerting import CONDITIONS
-        from outbox.operators.relays import RELAYS
 
-        register_part("outbox", "outbox.management.part.OutboxPart")
-        register("outbox", trail)
-        register_process_kind(RELAYS)
-        publishing.register("outbox", dry_run)
-        register_conditions("outbox", CONDITIONS)
-
+        register("outbox", "outbox.half.OUTBOX")
         post_migrate.connect(partial(LAYOUT.partition_plain_table, OutboxMessage), sender=self, weak=False)
         autodiscover_modules("callbacks")

@@ -9,7 +9,7 @@ They are called with `send_robust`: an error in one is logged and changes nothin
 
 from django.dispatch import Signal
 
-from exactly_once.console.operators.alerts import alert_changed  # noqa: F401 - public here
+from exactly_once.upkeep.alerting import alert_changed  # noqa: F401 - public here
 
 message_published = Signal()
 """The broker confirmed it."""

@@ -21,7 +21,9 @@ from django.utils.translation import gettext as _
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
-from exactly_once.console.cli.parts import OK, UNAVAILABLE, Check, Part, parts
+from exactly_once.console.cli.halves import OK, UNAVAILABLE, Check
+from exactly_once.console.cli.halves import readiness as checked
+from exactly_once.half import Half, halves
 from exactly_once.models import Process
 from exactly_once.sql.probing import Reading
 from exactly_once.wire.text import describe
@@ -31,27 +33,27 @@ _lock = threading.Lock()
 _readings: dict[tuple[object, ...], Reading[dict[str, list[Check]]]] = {}
 
 
-def readiness(chosen: Sequence[Part], alias: str, *, everywhere: bool) -> Mapping[str, Sequence[Check]]:
+def readiness(chosen: Sequence[Half], alias: str, *, everywhere: bool) -> Mapping[str, Sequence[Check]]:
     """The results of the checks, by app; the database is unavailable if they take longer than 1.5 s.
 
     A probe that comes while the same checks run waits for their results, so a frozen database holds one thread.
     """
     with _lock:
-        reading = _readings.setdefault((alias, everywhere, *(part.app for part in chosen)), Reading("health", alias))
+        reading = _readings.setdefault((alias, everywhere, *(half.app for half in chosen)), Reading("health", alias))
     try:
         return reading.result(
-            lambda: {part.app: part.readiness(alias, everywhere=everywhere) for part in chosen}, _LIMIT_SECONDS
+            lambda: {half.app: checked(half, alias, everywhere=everywhere) for half in chosen}, _LIMIT_SECONDS
         )
     except TimeoutError:
         said = _("no answer within %(seconds).1f s") % {"seconds": _LIMIT_SECONDS}
     except Error as error:
         said = describe(error)
-    return {part.app: [Check(name="database", status=UNAVAILABLE, detail=said)] for part in chosen}
+    return {half.app: [Check(name="database", status=UNAVAILABLE, detail=said)] for half in chosen}
 
 
 def ready(request: HttpRequest, *, app: str = "", database: str = "") -> HttpResponse:
     """200 if the service can do its work, and 503 if not."""
-    chosen = [part for part in parts() if part.app == (app or part.app)]
+    chosen = [half for half in halves() if half.app == (app or half.app)]
     if not chosen:
         raise Http404
     found = readiness(chosen, database or router.db_for_write(Process), everywhere=True)

@@ -17,6 +17,7 @@ from django.core.management.base import CommandError
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections, router, transaction
 from django.db.migrations.loader import MigrationLoader
 
+from exactly_once.half import registered
 from exactly_once.sql.faults import diagnosis_of, sqlstate_of
 from exactly_once.sql.integrity import numbered, sequences_behind
 from exactly_once.sql.labels import label_of
@@ -31,7 +32,6 @@ _MISSING = {"42P01", "42703"}
 _UNIQUE_VIOLATION = "23505"
 _MISSING_IN_SQLITE = ("no such table", "no such column")
 _MOST_NAMES = 3
-_APPS = ("exactly_once", "outbox", "inbox")
 
 
 def require_schema(alias: str, *packages: str) -> None:
@@ -83,7 +83,7 @@ def behind_their_tables(alias: str) -> list[tuple[str, str]]:
 
 def our_apps() -> list[AppConfig]:
     """The installed apps of this project, with their optional packages."""
-    return [part for package in _APPS for part in parts_of(package)]
+    return [part for package in ("exactly_once", *registered()) for part in parts_of(package)]
 
 
 def our_models(alias: str) -> list[type[Model]]:

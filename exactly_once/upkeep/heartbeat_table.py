@@ -2,14 +2,12 @@
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import connections
 from django.db.models import Q, QuerySet
-from django.utils.functional import Promise
 
 from exactly_once.models import Process
 from exactly_once.process import heartbeat, work
@@ -292,37 +290,3 @@ def long_runs(row: Any, limit: timedelta) -> dict[str, list[timedelta]]:
         if lasted > limit:
             found.setdefault(run["what"], []).append(lasted)
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessKind:
-    """A kind of process. An app has one.
-
-    Attributes:
-        name: "relay", for people.
-        heartbeats: its rows.
-        counts: takes a row; the counts in its `facts`, for people.
-        missing: takes a database; the work that no process does there and the consequence, or "".
-    """
-
-    name: str | Promise
-    heartbeats: HeartbeatTable
-    counts: Callable[[Any], Sequence[str]]
-    missing: Callable[[str], str]
-
-    @property
-    def app(self) -> str:
-        return self.heartbeats.app
-
-
-_kinds: dict[str, ProcessKind] = {}
-
-
-def register_process_kind(kind: ProcessKind) -> None:
-    """Register a kind of process, when Django is ready. A second call for an app replaces the first."""
-    _kinds[kind.app] = kind
-
-
-def process_kinds() -> list[ProcessKind]:
-    """The registered kinds, in the order of the apps in INSTALLED_APPS."""
-    return list(_kinds.values())

@@ -16,13 +16,13 @@ from django.db import connections
 from django.db.models import Model, QuerySet
 from django.utils.translation import gettext as _
 
-from exactly_once.console.operators.operation_rows import OperationTable
 from exactly_once.models import AuditEntry
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.rows import delete_in_chunks, older_entries
 from exactly_once.sql.turns import Turns
 from exactly_once.upkeep.loop_leases import TableLease
+from exactly_once.upkeep.operation_rows import OperationTable
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +41,12 @@ class OldRows(NamedTuple):
     by: str = "at"
 
 
-def old_rows(app: str, alias: str, trail: type[Model], operations: OperationTable, options: Any) -> Iterator[OldRows]:
+def old_rows(app: str, alias: str, entries: type[Model], options: Any) -> Iterator[OldRows]:
     """What is deleted besides messages."""
     audited = older_entries(AuditEntry, alias, options.AUDIT_RETENTION).filter(app=app)
-    yield OldRows(_("entries of the trail"), older_entries(trail, alias, options.TRAIL_RETENTION))
+    yield OldRows(_("entries of the trail"), older_entries(entries, alias, options.TRAIL_RETENTION))
     yield OldRows(_("entries of the audit log"), audited)
-    yield OldRows(_("bulk operations"), operations.ended(alias, options.TRAIL_RETENTION), by="ended_at")
+    yield OldRows(_("bulk operations"), OperationTable(app).ended(alias, options.TRAIL_RETENTION), by="ended_at")
 
 
 class Housekeeping:
@@ -90,9 +90,9 @@ class Housekeeping:
 
         self._turns.take(self._alias, steps, stop)
 
-    def _delete_entries(self, trail: type[Model], operations: OperationTable, options: Any, stop: StopRequest) -> None:
+    def _delete_entries(self, entries: type[Model], options: Any, stop: StopRequest) -> None:
         """Delete old entries of the trail and of the audit log, and bulk operations that have ended."""
-        for old in old_rows(self.app, self._alias, trail, operations, options):
+        for old in old_rows(self.app, self._alias, entries, options):
             self._delete(delete_in_chunks(old.rows, by=old.by, chunk=CHUNK), stop)
 
     def _delete(self, chunks: Iterator[int], stop: StopRequest) -> bool:

@@ -39,7 +39,7 @@ from exactly_once.console.display import (
     visible,
     warning,
 )
-from exactly_once.console.operators.actions import Action, OperatedMessages, permission, register_messages
+from exactly_once.console.operators.actions import Action, permission
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.failures import DEFERRED
 from exactly_once.sql.days import LIVE
@@ -55,10 +55,11 @@ from inbox.models import InboxMessage, PausedHandler, Receipt, TrailEntry
 from inbox.operators import accounting
 from inbox.operators.dead_letters import letters
 from inbox.operators.decisions import REFUSALS
-from inbox.operators.operations import ACTIONS, EDIT, OVERRIDE, RETRY, RUN_CONFLICTING, SKIP, groups, notes
-from inbox.operators.processes import consumers, hanging, unattended, what_to_start, where_run
+from inbox.operators.operations import EDIT, OVERRIDE, RETRY, RUN_CONFLICTING, SKIP
+from inbox.operators.processes import hanging, unattended, what_to_start, where_run
 from inbox.states import DUE, State
 from inbox.store import receipts
+from inbox.store.heartbeats import consumers
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""
@@ -66,7 +67,6 @@ _STEPS = 100
 _NOT_STORED = _('It was not stored: INBOX["KEEP_BODIES"] was "failed" when the message was handled.')
 
 
-register_messages(OperatedMessages(model=InboxMessage, actions=ACTIONS, groups=groups, notes=notes, who_label=_("Handlers")))
 _WHY = {
     State.RECEIVED: _("It is stored. A process that runs its handler runs it when it is due."),
     State.RETRYING: _("Its last attempt failed. It is run again when it is due."),

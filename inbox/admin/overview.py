@@ -26,7 +26,6 @@ from exactly_once.console.admin.sections import (
     failing_dead,
     listed,
     named,
-    register,
     silent,
     waiting,
 )
@@ -38,17 +37,19 @@ from exactly_once.transport.management_api import QueueDepths
 from exactly_once.upkeep.minutes import database_time
 from exactly_once.wire.formats import CELERY_TOPICS
 from inbox.conf import inbox_options
+from inbox.consumer.housekeeping import HISTORY
 from inbox.consumer.topology import queues_of
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler
 from inbox.operators import accounting
 from inbox.operators.accounting import DATED
 from inbox.operators.alerting import MINUTES, newly_conflicting
-from inbox.operators.housekeeping import HISTORY
 from inbox.operators.operations import groups
-from inbox.operators.processes import Hanging, consumers, hanging, queued, unattended, what_to_start
+from inbox.operators.processes import Hanging, hanging, queued, unattended, what_to_start
 from inbox.states import State
 from inbox.store.due import paused_handlers
+from inbox.store.heartbeats import consumers
+from inbox.store.receipts import handlers_with_topics
 
 _DAY = timedelta(days=1)
 _MOST_NAMED = 5
@@ -140,7 +141,7 @@ def _of_handlers(alias: str) -> Iterator[Attention]:
 
 def _names(alias: str, most: int) -> list[str]:
     known = [handler.name for handler in registry.all() if handler.using == alias]
-    return [*known, *(name for name, _topic in accounting.handlers_with_topics(alias, most))]
+    return [*known, *(name for name, _topic in handlers_with_topics(alias, most))]
 
 
 def _depths(alias: str) -> Mapping[str, int]:
@@ -178,54 +179,52 @@ def _oldest(alias: str) -> list[OldestRow]:
     ]
 
 
-register(
-    Section(
-        app="inbox",
-        title=_("Inbox"),
-        model=InboxMessage,
-        conditions={
-            "no_consumer": Condition(link=lambda name: listed(Process, app="inbox")),
-            "waiting": Condition(link=lambda name: listed(Process, app="inbox")),
-            "clock_ahead": Condition(link=lambda name: listed(InboxMessage, state=name)),
-            "hanging": Condition(link=lambda name: listed(Busy)),
-            "silent": Condition(link=lambda name: listed(Process, app="inbox")),
-            "failing": Condition(link=lambda name: listed(InboxMessage, handler=name, stuck="any")),
-            "backlog": Condition(link=lambda name: listed(TopicsAndHandlers)),
-            "lag": Condition(link=_lagging),
-            "dead": Condition(link=lambda name: listed(InboxMessage, state=State.DEAD)),
-            "conflicts": Condition(link=lambda name: listed(InboxMessage, handler=name, duplicates="conflicting")),
-            "handler_paused": Condition(link=lambda name: listed(PausedHandler), is_urgent=False),
-        },
-        read=_read,
-        oldest=_oldest,
-        minutes=MINUTES,
-        numbers=[
-            (_("handled"), ["handled"]),
-            (_("failed attempts"), ["failed"]),
-            (_("deferred by RetryLater"), ["deferred"]),
-            (_("dead"), ["dead"]),
-            (_("duplicates suppressed"), ["redeliveries", "resends", "replays", "repeats"]),
-            (_("of these: redelivered by the broker"), ["redeliveries"]),
-            (_("of these: resent by a relay"), ["resends"]),
-            (_("of these: replayed by an operator"), ["replays"]),
-            (_("of these: published again"), ["repeats"]),
-        ],
-        plotted=[0, 1, 4],
-        latencies={"to_inbox": _("Due → received"), "to_effect": _("Received → effect committed")},
-        lag=("to_effect", _("Received → effect, seconds")),
-        failures=["failed"],
-        failing=_("Failing handlers, last hour"),
-        traffic=Traffic(
-            kind="handler",
-            title=_("Handlers"),
-            backlog=_BACKLOG,
-            counts=partial(accounting.counts_by_handler, states=(*_BACKLOG, State.RETRYING, State.DEAD)),
-            names=_names,
-            paused=PausedHandler,
-            depths=_depths,
-            remarks=_remarks,
-        ),
-        topic_of=_topic_of,
-        leased=_leased,
-    )
+SECTION = Section(
+    app="inbox",
+    title=_("Inbox"),
+    model=InboxMessage,
+    conditions={
+        "no_consumer": Condition(link=lambda name: listed(Process, app="inbox")),
+        "waiting": Condition(link=lambda name: listed(Process, app="inbox")),
+        "clock_ahead": Condition(link=lambda name: listed(InboxMessage, state=name)),
+        "hanging": Condition(link=lambda name: listed(Busy)),
+        "silent": Condition(link=lambda name: listed(Process, app="inbox")),
+        "failing": Condition(link=lambda name: listed(InboxMessage, handler=name, stuck="any")),
+        "backlog": Condition(link=lambda name: listed(TopicsAndHandlers)),
+        "lag": Condition(link=_lagging),
+        "dead": Condition(link=lambda name: listed(InboxMessage, state=State.DEAD)),
+        "conflicts": Condition(link=lambda name: listed(InboxMessage, handler=name, duplicates="conflicting")),
+        "handler_paused": Condition(link=lambda name: listed(PausedHandler), is_urgent=False),
+    },
+    read=_read,
+    oldest=_oldest,
+    minutes=MINUTES,
+    numbers=[
+        (_("handled"), ["handled"]),
+        (_("failed attempts"), ["failed"]),
+        (_("deferred by RetryLater"), ["deferred"]),
+        (_("dead"), ["dead"]),
+        (_("duplicates suppressed"), ["redeliveries", "resends", "replays", "repeats"]),
+        (_("of these: redelivered by the broker"), ["redeliveries"]),
+        (_("of these: resent by a relay"), ["resends"]),
+        (_("of these: replayed by an operator"), ["replays"]),
+        (_("of these: published again"), ["repeats"]),
+    ],
+    plotted=[0, 1, 4],
+    latencies={"to_inbox": _("Due → received"), "to_effect": _("Received → effect committed")},
+    lag=("to_effect", _("Received → effect, seconds")),
+    failures=["failed"],
+    failing=_("Failing handlers, last hour"),
+    traffic=Traffic(
+        kind="handler",
+        title=_("Handlers"),
+        backlog=_BACKLOG,
+        counts=partial(accounting.counts_by_handler, states=(*_BACKLOG, State.RETRYING, State.DEAD)),
+        names=_names,
+        paused=PausedHandler,
+        depths=_depths,
+        remarks=_remarks,
+    ),
+    topic_of=_topic_of,
+    leased=_leased,
 )

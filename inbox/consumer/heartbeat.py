@@ -22,8 +22,8 @@ from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.leases import renewal as lease_heartbeat
-from inbox.operators.processes import consumers
 from inbox.store import minutes
+from inbox.store.heartbeats import consumers
 
 _SHUTDOWN_WAIT_SECONDS = 1.0
 

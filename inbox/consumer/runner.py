@@ -18,13 +18,13 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import StopRequest
 from inbox.conf import InboxOptions, has_outbox
+from inbox.consumer.names import Unattended
 from inbox.handlers.handler import Handler
 from inbox.handlers.options import past_in_words
 from inbox.handlers.registry import registry
 from inbox.limits.limiter import limiter_of
 from inbox.limits.slots import slots_of
 from inbox.models import InboxMessage
-from inbox.operators.renaming import Unattended
 from inbox.outcome import Outcome
 from inbox.receiving.outages import Outages, make_refunds, refund_later
 from inbox.receiving.outcomes import announce_abandoned

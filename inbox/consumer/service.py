@@ -8,23 +8,23 @@ from functools import partial
 from django.core.exceptions import ImproperlyConfigured
 
 from exactly_once.conf.masking import masked
-from exactly_once.console.operators.alerts import alerting
 from exactly_once.process.loop import StopRequest, Watchdog
 from exactly_once.process.main_thread import beside
 from exactly_once.sql.connections import leave_pools
 from exactly_once.transport.broker import is_local, why_unusable
 from exactly_once.transport.interface import Companion
+from exactly_once.upkeep.alerting import alerting
+from exactly_once.upkeep.operations import Operations
 from inbox.conf import inbox_options
 from inbox.consumer.consumer import Consumer
 from inbox.consumer.heartbeat import Heartbeats, activity_of
+from inbox.consumer.housekeeping import databases, housekeepers
 from inbox.consumer.pool import Pool
 from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.leases import renewal
 from inbox.limits.slots import limited_by_default
-from inbox.operators.housekeeping import housekeepers
-from inbox.operators.operations import executor
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def serve(
         consumer = Consumer(handlers, options, stop=stop, watchdog=watchdog, runner=runner)
     heartbeats = Heartbeats(consumer.activity if consumer else lambda: activity_of(runner, handlers), stop)
     aliases = {handler.using for handler in handlers}
-    bulk, housekeeping = executor(), housekeepers()
+    bulk, housekeeping = Operations("inbox", databases()), housekeepers()
     companions: Sequence[Companion] = () if drain else (bulk, *housekeeping)
     end = stop.follower()
     loops = beside(

@@ -25,9 +25,9 @@ from exactly_once.transport.management_api import default_url, read_list
 from exactly_once.wire.envelope import ORDERING_KEY_HEADER
 from exactly_once.wire.text import describe, fit
 from inbox.conf import InboxOptions
+from inbox.consumer.names import NameWithoutCode
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
-from inbox.operators.renaming import NameWithoutCode
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,8 @@ from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.prometheus import Sample, TableGauges, processes_by_state, seconds_since
 from inbox import metrics
 from inbox.operators import accounting
-from inbox.operators.processes import consumers, queued, unattended
+from inbox.operators.processes import queued, unattended
+from inbox.store.heartbeats import consumers
 
 
 def table_gauges(alias: str) -> TableGauges:

@@ -15,11 +15,12 @@ from exactly_once.console.operators.clock_ahead import Dated
 from exactly_once.sql import counts as counting
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import FIRST_DAY, LIVE
+from inbox.consumer.housekeeping import HISTORY
 from inbox.models import InboxMessage, TrailEntry
-from inbox.operators.housekeeping import HISTORY
 from inbox.states import SETTLED, State
-from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE
+from inbox.store.dialect import IS_OPEN, TABLE
 from inbox.store.due import longest_due, stored_handlers
+from inbox.store.receipts import handlers_with_topics
 
 _OPEN = tuple(state for state in State if state not in SETTLED)
 _RARE = (State.SKIPPED, State.SHED)
@@ -42,17 +43,6 @@ DATED = tuple(
     for state, written in ((State.RECEIVED, "received_at"), (State.RETRYING, "failed_at"))
 )
 """Rows that wait until an instant."""
-_PAIRS = {
-    "postgresql": (
-        "WITH RECURSIVE pairs AS ("
-        f"(SELECT r.handler, r.topic FROM {RECEIPTS} r ORDER BY r.handler, r.topic LIMIT 1) UNION ALL "
-        f"SELECT following.* FROM pairs, LATERAL (SELECT r.handler, r.topic FROM {RECEIPTS} r "
-        "WHERE (r.handler, r.topic) > (pairs.handler, pairs.topic) ORDER BY r.handler, r.topic LIMIT 1) following"
-        ") SELECT handler, topic FROM pairs LIMIT %s"
-    ),
-    "sqlite": f"SELECT DISTINCT r.handler, r.topic FROM {RECEIPTS} r ORDER BY r.handler, r.topic LIMIT %s",
-}
-"""On PostgreSQL a loose index scan: one index lookup for each pair, not for each message."""
 
 
 @dataclass(frozen=True)
@@ -168,13 +158,6 @@ def oldest_waiting(alias: str) -> datetime | None:
     due = messages.filter(pk__in=longest_due(alias)).aggregate(since=Min("next_attempt_at"))
     behind = messages.filter(state=State.WAITING).aggregate(since=Min("received_at"))
     return min(filter(None, (due["since"], behind["since"])), default=None)
-
-
-def handlers_with_topics(alias: str, most: int = 10_000) -> list[tuple[str, str]]:
-    """The handlers of all messages with their topics, up to a limit."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(_PAIRS[connections[alias].vendor], [most])
-        return list(cursor.fetchall())
 
 
 def handlers_and_topics(alias: str) -> tuple[list[str], list[str]]:

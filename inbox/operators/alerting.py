@@ -1,4 +1,4 @@
-"""The conditions that raise alerts of the inbox; see `exactly_once.console.operators.alerts`."""
+"""The conditions that raise alerts of the inbox; see `exactly_once.upkeep.alerting`."""
 
 from collections.abc import Collection, Iterator
 from datetime import timedelta
@@ -8,15 +8,16 @@ from django.db.models import Count
 
 from exactly_once.conf.app_options import AlertOptions
 from exactly_once.console.display import duration
-from exactly_once.console.operators.alerts import Conditions, Key, failing, silent
+from exactly_once.console.operators.alerts import failing, silent
+from exactly_once.half import Key
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.minutes import Minutes
-from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler
-from inbox.operators.processes import consumers, hanging, queued, running_handlers
+from inbox.operators.processes import hanging, queued
 from inbox.states import DUE, State
 from inbox.store.due import stored_handlers
+from inbox.store.heartbeats import consumers, running_handlers
 
 
 def newly_conflicting(alias: str, within: timedelta) -> dict[str, int]:
@@ -42,7 +43,7 @@ def _of_handlers(alias: str, options: AlertOptions, paused: Collection[str]) -> 
             yield ("backlog", name), f"Messages in its queues at the broker: {number:,}. Start more consumers."
 
 
-def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
+def conditions(alias: str, options: AlertOptions) -> dict[Key, str]:
     found: dict[Key, str] = {}
     messages, stored = InboxMessage.objects.using(alias), set(stored_handlers(alias))
     paused_rows: Any = PausedHandler.objects.using(alias).annotate(database_now=DatabaseTime())
@@ -76,4 +77,3 @@ def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
 
 
 MINUTES = Minutes("inbox")
-CONDITIONS = Conditions(evaluate=_evaluate, options=lambda: inbox_options().alerts, messages=InboxMessage)

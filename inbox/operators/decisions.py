@@ -14,11 +14,11 @@ from typing import Any, ParamSpec, TypeVar
 
 from django.db import OperationalError, connections, transaction
 
-from exactly_once.console.operators.operation_rows import RowOutcome, one_by_one
 from exactly_once.sql.connections import is_postgresql, lock_timeout
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import SERIALIZATION_FAILURE, is_collision, sqlstate_of
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep.operation_rows import RowOutcome, one_by_one
 from exactly_once.wire.formats import CELERY_TOPICS
 from exactly_once.wire.text import ERROR_LENGTH, describe, printable
 from inbox.conf import inbox_options

@@ -6,22 +6,19 @@ from datetime import datetime
 from typing import Any
 
 from django import forms
-from django.db import router
 from django.db.models import Q
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.display import difference_as_html
 from exactly_once.console.operators.actions import Action, ActionForm, Canary, CanaryResult, Given, by_name, reason_field
-from exactly_once.console.operators.failure_groups import FailureGroups, Notes
-from exactly_once.console.operators.operation_rows import OperationTable, RowOutcome
-from exactly_once.console.operators.operations import Operations
+from exactly_once.console.operators.failure_groups import FailureGroups
 from exactly_once.failures import without_line
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.finding import lately
+from exactly_once.upkeep.operation_rows import OperationTable, RowOutcome
 from inbox import states
 from inbox.errors import NotEditable
-from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.operators import decisions
 from inbox.operators.editing import conflict_token, correct, editable, replace_message, run_conflicting
@@ -31,7 +28,6 @@ from inbox.store.dialect import TABLE
 operations = OperationTable("inbox")
 groups = FailureGroups(InboxMessage, lambda connection: TABLE, place="error_place", who="handler")
 """The failed messages by exception class and place in the code."""
-notes = Notes("inbox")
 _LARGEST_EDITED = 256 * 1024
 """In characters. A larger form may exceed Django's DATA_UPLOAD_MAX_MEMORY_SIZE after encoding."""
 
@@ -236,13 +232,3 @@ RUN_CONFLICTING = Action(
 )
 ACTIONS = by_name(RETRY, SKIP)
 """Those that can be operations."""
-
-
-def aliases() -> list[str]:
-    """The databases of the handlers of this process."""
-    return sorted({handler.using for handler in registry.all()} or {router.db_for_write(InboxMessage)})
-
-
-def executor() -> Operations:
-    """The companion of a process that runs handlers: it executes the operations on their databases."""
-    return Operations("inbox", aliases, operations, ACTIONS)

@@ -6,23 +6,15 @@ from datetime import timedelta
 from typing import Any
 
 from django.utils.translation import gettext
-from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.plurals import number
 from exactly_once.transport.broker import is_local
-from exactly_once.upkeep.heartbeat_table import HeartbeatTable, ProcessKind, long_runs
+from exactly_once.upkeep.heartbeat_table import long_runs
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.states import SETTLED, State
-
-consumers = HeartbeatTable("inbox")
-
-
-def running_handlers(alias: str) -> set[str]:
-    """The names of the handlers on a database that a process runs, according to the heartbeats."""
-    running = consumers.rows(alias).filter(silent=False)
-    return {name for names in running.values_list("facts__handlers", flat=True) for name in names}
+from inbox.store.heartbeats import consumers, running_handlers
 
 
 def queued(alias: str) -> dict[str, int]:
@@ -95,17 +87,14 @@ def what_to_start() -> str:
     return gettext("Any messages for them wait in the broker's queues. Start inbox_consume; if it runs, read its log.")
 
 
-def _counts(row: Any) -> Sequence[str]:
+def counts(row: Any) -> Sequence[str]:
     return [
         gettext("{} deliveries").format(number(row.facts["received"])),
         gettext("{} stored run").format(number(row.facts["ran"])),
     ]
 
 
-def _missing(alias: str) -> str:
+def missing(alias: str) -> str:
     names = unattended(alias)
     words = gettext("No consumer is running for: %(names)s. %(remedy)s")
     return words % {"names": ", ".join(names), "remedy": what_to_start()} if names else ""
-
-
-CONSUMERS = ProcessKind(name=_("consumer"), heartbeats=consumers, counts=_counts, missing=_missing)

@@ -16,7 +16,6 @@ from inbox.models import CHAINED, InboxMessage, TrailEntry
 from inbox.states import DUE, State
 from inbox.store.dialect import RECEIPTS
 
-ENTRIES = TrailEntry
 NOT_HERE = (
     "No handler of this project has it: none handles its topic, it has not arrived, another message of its biz-id came first, "
     "or its row has been purged."
@@ -71,6 +70,7 @@ def rows_of(alias: str, correlation_id: str, most: int) -> list[ChainRow]:
             ChainRow,
             row,
             app="inbox",
+            is_publication=False,
             where=row.handler,
             began_at=row.received_at,
             published_at=row.created_at,

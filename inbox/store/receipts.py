@@ -77,3 +77,23 @@ def delete(alias: str, condition: str, parameters: Sequence[Any], *, returning: 
             sql = f"DELETE FROM {RECEIPTS} WHERE id IN ({', '.join(['%s'] * len(deleted))}) RETURNING id"
             fetch(connections[alias], sql, [row for row, _ in deleted])
     return [returned for _, returned in deleted]
+
+
+_PAIRS = {
+    "postgresql": (
+        "WITH RECURSIVE pairs AS ("
+        f"(SELECT r.handler, r.topic FROM {RECEIPTS} r ORDER BY r.handler, r.topic LIMIT 1) UNION ALL "
+        f"SELECT following.* FROM pairs, LATERAL (SELECT r.handler, r.topic FROM {RECEIPTS} r "
+        "WHERE (r.handler, r.topic) > (pairs.handler, pairs.topic) ORDER BY r.handler, r.topic LIMIT 1) following"
+        ") SELECT handler, topic FROM pairs LIMIT %s"
+    ),
+    "sqlite": f"SELECT DISTINCT r.handler, r.topic FROM {RECEIPTS} r ORDER BY r.handler, r.topic LIMIT %s",
+}
+"""On PostgreSQL a loose index scan: one index lookup for each pair, not for each message."""
+
+
+def handlers_with_topics(alias: str, most: int = 10_000) -> list[tuple[str, str]]:
+    """The handlers of all messages with their topics, up to a limit."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute(_PAIRS[connections[alias].vendor], [most])
+        return list(cursor.fetchall())

@@ -32,7 +32,7 @@ from exactly_once.console.display import (
     stacked,
     warning,
 )
-from exactly_once.console.operators.actions import Action, OperatedMessages, by_name, register_messages
+from exactly_once.console.operators.actions import Action
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.console.plurals import ngettext
 from exactly_once.sql.days import FIRST_DAY, LIVE
@@ -45,7 +45,6 @@ from outbox.conf import outbox_options
 from outbox.models import SECONDARY, STREAM, OutboxMessage, TrailEntry
 from outbox.operators import figures, operations
 from outbox.operators.dead_letters import letters
-from outbox.operators.replaying import REPLAY
 from outbox.states import IN_TROUBLE, SETTLED, UNDECIDED, State
 from outbox.store import selecting, unique
 from outbox.store.heartbeats import relays
@@ -54,17 +53,6 @@ _DUE = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING, State.RETRY
 _READY = STREAM | SECONDARY
 _OPEN = Q(state=State.PREPARED) | Q(state=State.SCHEDULED) | _READY | Q(state=State.WAITING)
 """Those that may be overdue without having failed. Each alternative has a partial index."""
-
-
-register_messages(
-    OperatedMessages(
-        model=OutboxMessage,
-        actions={**operations.ACTIONS, **by_name(REPLAY)},
-        groups=operations.groups,
-        notes=operations.notes,
-        who_label=_("Topics"),
-    )
-)
 _WHY = {
     State.READY: _("A relay sends it in its next pass."),
     State.SCHEDULED: _("It is sent when it is due."),

@@ -1,16 +1,16 @@
-"""The conditions that raise alerts of the outbox; see `exactly_once.console.operators.alerts`.
+"""The conditions that raise alerts of the outbox; see `exactly_once.upkeep.alerting`.
 
 No query reads more than one row for each shard, topic or dead message.
 """
 
 from exactly_once.conf.app_options import AlertOptions
 from exactly_once.console.display import duration
-from exactly_once.console.operators.alerts import Conditions, Key, failing, silent
+from exactly_once.console.operators.alerts import failing, silent
+from exactly_once.half import Key
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.transport.interface import PublishOutcome
 from exactly_once.upkeep.minutes import Minutes
-from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.operators.figures import has_ready_for
 from outbox.operators.operations import groups
@@ -33,7 +33,7 @@ def unroutable(alias: str) -> dict[str, str]:
     return found
 
 
-def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
+def conditions(alias: str, options: AlertOptions) -> dict[Key, str]:
     found: dict[Key, str] = {}
     live, processes = OutboxMessage.objects.using(alias).filter(day=LIVE), relays.rows(alias)
     if not processes.filter(silent=False).exists() and (
@@ -71,9 +71,3 @@ def _evaluate(alias: str, options: AlertOptions) -> dict[Key, str]:
 
 
 MINUTES = Minutes("outbox")
-CONDITIONS = Conditions(
-    evaluate=_evaluate,
-    options=lambda: outbox_options().alerts,
-    messages=OutboxMessage,
-    at_once=["unroutable"],
-)

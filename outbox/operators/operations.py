@@ -12,13 +12,21 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.display import exact
-from exactly_once.console.operators.actions import Action, Canary, CanaryResult, Given, Perform, ReasonForm, by_name
-from exactly_once.console.operators.failure_groups import FailureGroups, Notes
-from exactly_once.console.operators.operation_rows import OperationTable, RowOutcome
-from exactly_once.console.operators.operations import why_not_permitted
+from exactly_once.console.operators.actions import (
+    Action,
+    Canary,
+    CanaryResult,
+    Given,
+    Perform,
+    ReasonForm,
+    by_name,
+    why_not_permitted,
+)
+from exactly_once.console.operators.failure_groups import FailureGroups
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.days import LIVE
 from exactly_once.states import Transition
+from exactly_once.upkeep.operation_rows import OperationTable, RowOutcome
 from outbox.api import due
 from outbox.conf import outbox_options, span_of
 from outbox.errors import InvalidMessage
@@ -44,7 +52,6 @@ from outbox.store.selecting import placed
 operations = OperationTable("outbox")
 groups = FailureGroups(OutboxMessage, live, place="topic", who="topic", only=Q(day=LIVE))
 """Failing messages by the broker's kind of answer and topic."""
-notes = Notes("outbox")
 
 
 def _decided(

@@ -1,35 +1,16 @@
 """What operators ask and decide about callbacks: those that are pending, and those that hang."""
 
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from django.db import transaction
-from django.db.models import Count, Min, Q
 
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.heartbeat_table import long_runs
-from outbox.callbacks import registry
 from outbox.conf import outbox_options
 from outbox.models import PendingCallback
 from outbox.store.heartbeats import relays
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingCalls:
-    """The number of pending callbacks.
-
-    Attributes:
-        pending: all of them.
-        failing: those that have failed or been interrupted at least once.
-        unknown: those of a name that this process's code does not have.
-        oldest: when the message of the oldest one was settled; None if there is none.
-    """
-
-    pending: int
-    failing: int
-    unknown: int
-    oldest: datetime | None
 
 
 def call_now(alias: str, pending: int) -> bool:
@@ -40,17 +21,6 @@ def call_now(alias: str, pending: int) -> bool:
 def discard_call(alias: str, pending: int) -> bool:
     """Delete a pending callback. False: it does not exist any more, or is being called."""
     return _unless_in_hand(alias, pending, lambda row: row.delete()[0])
-
-
-def pending_calls(alias: str) -> PendingCalls:
-    """Count the pending callbacks."""
-    counted = PendingCallback.objects.using(alias).aggregate(
-        pending=Count("pk"),
-        failing=Count("pk", filter=~Q(last_error="") | Q(attempts__gt=1)),
-        unknown=Count("pk", filter=~Q(callback__in=registry.names)),
-        oldest=Min("settled_at"),
-    )
-    return PendingCalls(**counted)
 
 
 @dataclass

@@ -5,19 +5,17 @@ from typing import Any
 
 from django.db.models import Q
 from django.utils.translation import gettext
-from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.plurals import number
 from exactly_once.sql.connections import with_table
 from exactly_once.sql.counts import LIMIT
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.upkeep.heartbeat_table import ProcessKind
 from outbox.models import SHARDS, OutboxMessage
 from outbox.states import State
 from outbox.store.heartbeats import relays
 
 
-def _counts(row: Any) -> Sequence[str]:
+def counts(row: Any) -> Sequence[str]:
     shards = row.facts["shards"]
     return [
         gettext("{} published").format(number(row.facts["published"])),
@@ -25,13 +23,10 @@ def _counts(row: Any) -> Sequence[str]:
     ]
 
 
-def _missing(alias: str) -> str:
+def missing(alias: str) -> str:
     if relays.rows(alias).filter(silent=False).exists() or not with_table(OutboxMessage, [alias])[0]:
         return ""
     unsent = (Q(state=State.READY), Q(state=State.SCHEDULED, available_at__lte=DatabaseTime()))
     due = sum(OutboxMessage.objects.using(alias).filter(each)[: LIMIT + 1].count() for each in unsent)
     count = f"{LIMIT:,}+" if due > LIMIT else f"{due:,}"
     return gettext("No relay is running. Messages that are due: %(count)s.") % {"count": count}
-
-
-RELAYS = ProcessKind(name=_("relay"), heartbeats=relays, counts=_counts, missing=_missing)

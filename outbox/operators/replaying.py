@@ -11,7 +11,7 @@ which is as large as the part that was confirmed.
 
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,18 +22,17 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.operators.actions import Action
 from exactly_once.console.operators.audit import Actor, Subject, record
-from exactly_once.console.operators.operation_rows import Plan, RowOutcome
-from exactly_once.console.operators.operations import Operations
 from exactly_once.models import Lease, Operation
 from exactly_once.process.clock import monotonic
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.transport.broker import queue_name
 from exactly_once.transport.interface import BrokerUnavailable, OutgoingMessage, PublishOutcome, Transport, Verdict
+from exactly_once.upkeep.operation_rows import Plan, RowOutcome
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import NAME_LENGTH
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.models import PausedTopic
-from outbox.operators.operations import ACTIONS, names_of, operations, why_not
+from outbox.operators.operations import names_of, operations
 from outbox.states import State
 from outbox.store import trail_entries
 from outbox.store.claiming import DamagedRow, RelayedMessage, parts_of_published, read_published
@@ -78,7 +77,7 @@ class Replay:
 
 
 def plan(alias: str, replay: Replay, *, rate: int, reason: str, actor: Actor) -> Planned:
-    """Plan a replay. The running relays execute it; so does `executor`.
+    """Plan a replay. The running relays execute it.
 
     The same replay is not planned twice: one that is planned or running is returned.
 
@@ -128,12 +127,6 @@ def _paused_topics(alias: str) -> frozenset[str]:
     """The topics that an operator has paused. Those of the circuit breaker may have a queue again."""
     rows = PausedTopic.objects.using(alias).filter(is_resuming=False).exclude(paused_by="")
     return frozenset(rows.values_list("topic", flat=True))
-
-
-def executor(alias: str, on_batch: Callable[[Operation], object] = lambda _: None) -> Operations:
-    """The companion of a relay that executes the operations of its database, and calls `on_batch` after each batch."""
-    actions = {**ACTIONS, REPLAY.name: REPLAY}
-    return Operations("relay", lambda: [alias], operations, actions, why_not=why_not, on_batch=on_batch)
 
 
 def send_again(

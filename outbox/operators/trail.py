@@ -11,7 +11,6 @@ from outbox.models import CHAINED, OutboxMessage, TrailEntry
 from outbox.states import State
 from outbox.store.selecting import identified
 
-ENTRIES = TrailEntry
 NOT_HERE = "It is not in the outbox: it was published elsewhere, or its row and its trail have been purged."
 _HERE = "outbox"
 _OF_A_CHAIN = (
@@ -60,6 +59,7 @@ def rows_of(alias: str, correlation_id: str, most: int) -> list[ChainRow]:
             ChainRow,
             row,
             app="outbox",
+            is_publication=True,
             message_id=str(row.message_id),
             where=_HERE,
             began_at=row.created_at,

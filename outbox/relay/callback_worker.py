@@ -31,11 +31,11 @@ from outbox import signals
 from outbox.callbacks import Answer, UndecidedMessage, checkers, registry
 from outbox.conf import OutboxOptions
 from outbox.models import OutboxMessage
-from outbox.operators.pending_calls import pending_calls
 from outbox.relay.attending import Attendant
 from outbox.states import COMMIT, ROLL_BACK, UNDECIDED, State
 from outbox.store import decision_rows, pending_callbacks, prepared_rows
 from outbox.store.dialect import begin_bounded
+from outbox.store.pending_callbacks import pending_calls
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from exactly_once.upkeep.day_keeper import DayKeeper
 from exactly_once.upkeep.housekeeping import CHUNK, Housekeeping
 from outbox.conf import OutboxOptions
 from outbox.models import TrailEntry
-from outbox.operators.operations import operations
 from outbox.store import history
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ class Housekeeper(Housekeeping):
         self._days.keep(self._last)
         self._report_pending_days()
         self._delete(self._days.deletions(self._last, chunk=CHUNK), stop)
-        self._delete_entries(TrailEntry, operations, self._options, stop)
+        self._delete_entries(TrailEntry, self._options, stop)
 
     @property
     def _last(self) -> int:

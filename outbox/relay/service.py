@@ -10,15 +10,15 @@ from typing import Any, Protocol
 from django.db import connections
 
 from exactly_once.conf.masking import masked
-from exactly_once.console.operators.alerts import alerting
 from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import StopRequest, Watchdog
 from exactly_once.process.outage import OutageLog
 from exactly_once.sql.connections import leave_pools
 from exactly_once.transport.interface import Companion, Transport
+from exactly_once.upkeep.alerting import alerting
+from exactly_once.upkeep.operations import Operations
 from outbox.conf import outbox_options
 from outbox.models import SHARDS
-from outbox.operators.replaying import executor
 from outbox.relay.callback_worker import askers, callers
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.housekeeping import housekeepers
@@ -83,7 +83,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
         asking = askers(alias, options, database_log=database_log)
         companions = [*transport.companions(), *calling, *asking, *housekeepers(alias, options)]
         if not connections[alias].in_atomic_block:  # as in a test
-            companions.append(executor(alias))
+            companions.append(Operations("outbox", [alias]))
         companions += starters(alias, options, is_local=transport.capabilities.transactional)
         if not drain:
             # An operator's request to drain ends this phase only.

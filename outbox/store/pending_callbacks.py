@@ -11,11 +11,11 @@ import json
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, connections, transaction
-from django.db.models import F
+from django.db.models import Count, F, Min, Q
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import LIVE
@@ -205,3 +205,31 @@ def _payload(message: OutboxMessage) -> Any:
 
 def _rows(alias: str) -> QuerySet[PendingCallback]:
     return PendingCallback.objects.using(alias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingCalls:
+    """The number of pending callbacks.
+
+    Attributes:
+        pending: all of them.
+        failing: those that have failed or been interrupted at least once.
+        unknown: those of a name that this process's code does not have.
+        oldest: when the message of the oldest one was settled; None if there is none.
+    """
+
+    pending: int
+    failing: int
+    unknown: int
+    oldest: datetime | None
+
+
+def pending_calls(alias: str) -> PendingCalls:
+    """Count the pending callbacks."""
+    counted = PendingCallback.objects.using(alias).aggregate(
+        pending=Count("pk"),
+        failing=Count("pk", filter=~Q(last_error="") | Q(attempts__gt=1)),
+        unknown=Count("pk", filter=~Q(callback__in=registry.names)),
+        oldest=Min("settled_at"),
+    )
+    return PendingCalls(**counted)

@@ -6,7 +6,7 @@ from datetime import timedelta
 from exactly_once.models import Process
 from exactly_once.process.heartbeat import ProcessIdentity
 from exactly_once.sql.now import DatabaseTime
-from inbox.operators.processes import consumers
+from inbox.store.heartbeats import consumers
 from outbox.store.heartbeats import relays
 
 

@@ -65,7 +65,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def stored(monkeypatch):
     stored = Store()
-    monkeypatch.setattr(breaker, "pausing", stored)
+    monkeypatch.setattr(breaker, "paused_topics", stored)
     return stored
 
 
@@ -234,7 +234,7 @@ class BreakerAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.stored = Store()
-        self.patch.setattr(breaker, "pausing", self.stored)
+        self.patch.setattr(breaker, "paused_topics", self.stored)
         self.topics = PausedTopics("default")
         self.in_a_row = dict.fromkeys(self.TOPICS, 0)
         self.paused = set()

@@ -35,10 +35,10 @@ from exactly_once.console.admin.planning import plan
 from exactly_once.console.display import NOTHING, number, visible
 from exactly_once.console.operators.actions import Action, ActionForm, Given
 from exactly_once.console.operators.audit import Subject, actor_of, posted, record
-from exactly_once.console.operators.operation_rows import RowOutcome
 from exactly_once.sql.connections import decision_transaction, without_atomic_requests
 from exactly_once.sql.labels import package_of
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep.operation_rows import RowOutcome
 
 if TYPE_CHECKING:
     from django_stubs_ext import StrOrPromise

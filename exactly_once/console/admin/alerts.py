@@ -17,9 +17,10 @@ from exactly_once.console.admin.filters import AppFilter, ConditionFilter
 from exactly_once.console.admin.sections import link_of_alert
 from exactly_once.console.display import NOTHING, Tone, age, app_name, badge, headline, identifier, stacked, visible, warning
 from exactly_once.console.operators.actions import Action
-from exactly_once.console.operators.alerts import acknowledge, intervals, lease_name
+from exactly_once.console.operators.alerts import acknowledge
 from exactly_once.models import Alert, Lease
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep.alerting import intervals, lease_name
 
 _State = Alert.State
 _UNEVALUATED_FOR = timedelta(minutes=5)

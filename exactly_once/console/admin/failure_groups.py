@@ -19,9 +19,10 @@ from exactly_once.console.admin.pages import message_url
 from exactly_once.console.admin.planning import plan
 from exactly_once.console.admin.sections import listed, named
 from exactly_once.console.display import NOTHING, identifier, moment, number, stacked
-from exactly_once.console.operators.actions import Action, ActionForm, OperatedMessages, operated
+from exactly_once.console.operators.actions import Action, ActionForm
 from exactly_once.console.operators.audit import Subject, actor_of, record
-from exactly_once.console.operators.failure_groups import MOST_GROUPS, FailureGroup
+from exactly_once.console.operators.failure_groups import MOST_GROUPS, FailureGroup, Notes
+from exactly_once.half import Half, half_of, halves, required
 from exactly_once.models import FailureNote
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.connections import decision_transaction, without_atomic_requests
@@ -81,7 +82,7 @@ class FailureFilter(admin.SimpleListFilter):
             return queryset
         error_class, _separator, place = value.partition(_SEPARATOR)
         error_class, place = _column(error_class), _column(place)
-        return queryset.filter(operated[package_of(queryset.model)].groups.condition(error_class, place))
+        return queryset.filter(required(package_of(queryset.model)).groups.condition(error_class, place))
 
 
 @admin.register(FailureNote)
@@ -92,7 +93,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
     adds = NOTE
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return any(failing.is_visible(request.user) for failing in operated.values())
+        return any(half.is_visible(request.user) for half in halves())
 
     def has_module_permission(self, request: HttpRequest) -> bool:
         return self.has_view_permission(request)
@@ -107,9 +108,9 @@ class FailureGroupAdmin(ReadOnlyAdmin):
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         if not self.has_view_permission(request):
             raise PermissionDenied
-        seen = [failing for failing in operated.values() if failing.is_visible(request.user)]
+        seen = [half for half in halves() if half.is_visible(request.user)]
         found = [(failing, group) for failing in seen for group in failing.groups.all(self.using)]
-        notes = {app: failing.notes.all(self.using) for app, failing in operated.items()}
+        notes = {half.app: Notes(half.app).all(self.using) for half in seen}
         found.sort(key=lambda each: -each[1].count)
         context = {
             "title": _("Failure groups"),
@@ -138,7 +139,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
     @without_atomic_requests
     def group_view(self, request: HttpRequest) -> HttpResponse:
         """One group: its figures, its note, its latest messages, and what can be done with all of them."""
-        failing = operated.get(request.GET.get("app", ""))
+        failing = half_of(request.GET.get("app", ""))
         if failing is None:
             raise Http404
         if not failing.is_visible(request.user):
@@ -151,7 +152,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
                 return answer
             rejected = answer
         group = failing.groups.one(self.using, error_class, place)
-        written = failing.notes.of(self.using, error_class, place)
+        written = Notes(failing.app).of(self.using, error_class, place)
         context = {
             "title": _("Failure group"),
             "list_url": reverse(f"{self.admin_site.name}:exactly_once_failurenote_changelist"),
@@ -163,7 +164,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             "note_form": self.may_note(request) and (rejected or NoteForm(initial={"note": written.note if written else ""})),
             "concerned": self._concerned(request, failing, error_class, place) if group else (),
             "offered": self._offered(request, failing) if group else (),
-            "messages_url": listed(failing.model, failure=encoded(error_class, place)).url(self.admin_site, request),
+            "messages_url": listed(failing.messages, failure=encoded(error_class, place)).url(self.admin_site, request),
             "latest": [
                 (row, message_url(self.admin_site, failing.app, row.pk))
                 for row in failing.failing(self.using, error_class, place).order_by("-failing_since").only(*_OF_A_ROW)[:_LATEST]
@@ -171,13 +172,11 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         }
         return self.respond(request, _GROUP, context)
 
-    def _concerned(
-        self, request: HttpRequest, failing: OperatedMessages, error_class: str, place: str
-    ) -> list[tuple[str, str, int, str]]:
+    def _concerned(self, request: HttpRequest, failing: Half, error_class: str, place: str) -> list[tuple[str, str, int, str]]:
         """The ordering keys and values of headers that several of the newest messages share, with the list of each."""
-        if not self.admin_site.is_registered(failing.model):
+        if not self.admin_site.is_registered(failing.messages):
             return []
-        page: Any = self.admin_site.get_model_admin(failing.model)
+        page: Any = self.admin_site.get_model_admin(failing.messages)
         redaction, counted = page.redaction(), Counter[tuple[str, str]]()
         newest = failing.failing(self.using, error_class, place).order_by("-failing_since")
         for key, headers in newest.values_list("key", "headers")[:_SAMPLE]:
@@ -188,11 +187,11 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         found = [(name, value, count) for (name, value), count in counted.most_common(_MOST_CONCERNED) if value and count > 1]
         group = encoded(error_class, place)
         return [
-            (name, value, count, listed(failing.model, failure=group, q=f"{name}:{value}").url(self.admin_site, request))
+            (name, value, count, listed(failing.messages, failure=group, q=f"{name}:{value}").url(self.admin_site, request))
             for name, value, count in found
         ]
 
-    def _act(self, request: HttpRequest, failing: OperatedMessages, error_class: str, place: str) -> HttpResponse | NoteForm:
+    def _act(self, request: HttpRequest, failing: Half, error_class: str, place: str) -> HttpResponse | NoteForm:
         """The response; the form of an invalid note, so that it comes back with what was typed."""
         url = group_url(self.admin_site.name, failing.app, error_class, place)
         chosen = request.POST.get("action", "")
@@ -205,7 +204,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             user: Any = request.user
             note = form.cleaned_data["note"].strip()
             with decision_transaction(self.using):
-                failing.notes.write(self.using, error_class, place, note, by=user.get_username())
+                Notes(failing.app).write(self.using, error_class, place, note, by=user.get_username())
                 subject = Subject(kind="failure group", name=f"{error_class} {place}")
                 record(failing.app, self.using, actor_of(request), NOTE.name, [subject], {"note": note})
             messages.success(request, str(NOTE.done))
@@ -217,15 +216,15 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         selection = _("failure group %(class)s %(place)s") % {"class": error_class, "place": place}
         return plan(self, request, rows, action, str(selection), url)
 
-    def _offered(self, request: HttpRequest, failing: OperatedMessages) -> Mapping[str, Action]:
+    def _offered(self, request: HttpRequest, failing: Half) -> Mapping[str, Action]:
         return {
             name: action
             for name, action in failing.actions.items()
             if failing.permits(request.user, name) and {"dead", "retrying"} & {*map(str, action.sources)}
         }
 
-    def _shown(self, failing: OperatedMessages, group: FailureGroup) -> dict[str, Any]:
-        return {"of": group, "who_label": failing.who_label, "who": named(group.who), "trend": _trend(group)}
+    def _shown(self, failing: Half, group: FailureGroup) -> dict[str, Any]:
+        return {"of": group, "who_label": failing.groups_label, "who": named(group.who), "trend": _trend(group)}
 
 
 def group_url(site: str, app: str, error_class: str, place: str) -> str:

@@ -11,7 +11,6 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from django.apps import apps
 from django.contrib import admin
 from django.db.models import Exists, Q, QuerySet
 from django.http import HttpRequest
@@ -21,7 +20,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.console.admin.acting import counted
 from exactly_once.console.admin.message_search import newest
 from exactly_once.console.display import app_name, duration, visible
-from exactly_once.console.operators.actions import operated
+from exactly_once.half import registered, required
 from exactly_once.sql.labels import package_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import fit
@@ -29,7 +28,6 @@ from exactly_once.wire.text import fit
 if TYPE_CHECKING:
     from django_stubs_ext import StrOrPromise as Text
 
-APPS = ("outbox", "inbox")
 Conditions = Mapping[str, tuple["Text", Q]]
 FAILING = ("retrying", "dead")
 MOST_OFFERED = 30
@@ -71,7 +69,7 @@ class AppFilter(ConditionFilter):
     parameter_name = "app"
 
     def conditions(self, model_admin: Any) -> Conditions:
-        return {app: (app_name(app), Q(app=app)) for app in APPS if apps.is_installed(app)}
+        return {app: (app_name(app), Q(app=app)) for app in registered()}
 
     def has_output(self) -> bool:
         return len(self.lookup_choices) > 1
@@ -168,10 +166,10 @@ class ErrorClassFilter(ValueFilter):
     parameter_name = "error"
 
     def known(self, model_admin: Any) -> Sequence[str]:
-        return operated[model_admin.package].groups.classes(model_admin.using)
+        return required(model_admin.package).groups.classes(model_admin.using)
 
     def of(self, queryset: QuerySet[Any], value: str) -> QuerySet[Any]:
-        return queryset.filter(operated[package_of(queryset.model)].groups.of_class(value))
+        return queryset.filter(required(package_of(queryset.model)).groups.of_class(value))
 
 
 class UnindexedFilter(admin.SimpleListFilter):

@@ -24,12 +24,13 @@ from exactly_once.console.admin.filters import FAILING, in_states
 from exactly_once.console.admin.sections import listed, view_permission
 from exactly_once.console.admin.trail import timeline
 from exactly_once.console.display import NOTHING, as_json, flow_link, headline, identifier, number, state_badge, visible
-from exactly_once.console.operators.actions import Action, operated
+from exactly_once.console.operators.actions import Action
 from exactly_once.console.operators.audit import Subject, actor_of, record
 from exactly_once.console.operators.dead_letters import Letters
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.console.operators.trail import history_of
 from exactly_once.console.plurals import ngettext
+from exactly_once.half import halves
 
 
 class MessageChangeList(LeanChangeList):
@@ -120,7 +121,7 @@ class MessageAdmin(ActingAdmin):
 
     def counterpart(self) -> Any:
         """The model of the messages of the other half; None if it is not installed."""
-        return next((of.model for app, of in operated.items() if app != self.package), None)
+        return next((half.messages for half in halves() if half.app != self.package), None)
 
     def _elsewhere(self, request: HttpRequest, term: str) -> dict[str, Any]:
         """For a template: the list of the other half, with a search."""

@@ -30,10 +30,11 @@ from exactly_once.console.display import (
     visible,
     warning,
 )
-from exactly_once.console.operators.actions import Action, Given, operated
-from exactly_once.console.operators.operation_rows import UNCHANGED_KEPT, OperationTable
+from exactly_once.console.operators.actions import Action, Given
+from exactly_once.half import half_of, halves, required
 from exactly_once.models import Operation, OperationState
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep.operation_rows import UNCHANGED_KEPT, OperationTable
 
 _MOST_FAILED_AGAIN = 20
 _TONES = {
@@ -56,8 +57,9 @@ class StateFilter(ConditionFilter):
 def _may_decide(user: Any, operation: Any) -> bool:
     """Users who may plan the action may cancel and continue it."""
     if operation is None:
-        return any(of.permits(user, name) for of in operated.values() for name in of.actions)
-    return operation.app in operated and operated[operation.app].permits(user, operation.action)
+        return any(half.permits(user, name) for half in halves() for name in half.actions)
+    half = half_of(operation.app)
+    return half is not None and half.permits(user, operation.action)
 
 
 def _cancel(alias: str, pk: int, given: Given) -> bool:
@@ -68,8 +70,8 @@ def _cancel(alias: str, pk: int, given: Given) -> bool:
 def _continue(alias: str, pk: int, given: Given) -> bool:
     """It is this user's now. A client of the HTTP API, or a command, needed something else."""
     operation = Operation.objects.using(alias).get(pk=pk)
-    of = operated[operation.app]
-    permission = of.actions[operation.action].codename(of.model)
+    half = required(operation.app)
+    permission = half.actions[operation.action].codename(half.messages)
     return OperationTable(operation.app).resume(alias, pk, by=given.user, permission=permission)
 
 
@@ -153,8 +155,8 @@ class OperationAdmin(ActingAdmin):
 
     @admin.display(description=_("action"))
     def action_label(self, row: Any) -> str:
-        of = operated.get(row.app)
-        action = of and of.actions.get(row.action)
+        half = half_of(row.app)
+        action = half and half.actions.get(row.action)
         label = str(action.label) if action else str(row.action)
         return _("%s, as a canary") % label if row.is_canary else label
 
@@ -222,4 +224,4 @@ class OperationAdmin(ActingAdmin):
 
 
 def _visible_apps(request: HttpRequest) -> list[str]:
-    return [app for app, of in operated.items() if of.is_visible(request.user)]
+    return [half.app for half in halves() if half.is_visible(request.user)]

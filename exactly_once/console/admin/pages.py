@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from django.apps import apps
 from django.contrib.admin import AdminSite
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse
@@ -12,8 +11,8 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from exactly_once.console.admin.acting import ReadOnlyAdmin
-from exactly_once.console.admin.filters import APPS
 from exactly_once.console.display import identifier
+from exactly_once.half import halves
 from exactly_once.sql.labels import label_of
 
 
@@ -42,13 +41,8 @@ class PageAdmin(ReadOnlyAdmin):
             raise PermissionDenied
 
     def respond(self, request: HttpRequest, template: str, content: Mapping[str, Any]) -> HttpResponse:
-        hidden = not all(may_see_messages(request, app) for app in APPS if apps.is_installed(app))
+        hidden = not all(half.is_visible(request.user) for half in halves())
         return super().respond(request, template, {"hidden": hidden, **content})
-
-
-def may_see_messages(request: HttpRequest, app: str) -> bool:
-    """May the user see the messages of this half?"""
-    return request.user.has_perm(f"{label_of(app)}.view_{app}message")
 
 
 def message_link(site: AdminSite, app: str, row: int, name: object) -> SafeString:

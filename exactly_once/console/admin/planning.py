@@ -16,9 +16,9 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.console.display import number
 from exactly_once.console.operators.actions import Action, ReasonForm
 from exactly_once.console.operators.audit import Subject, actor_of, record
-from exactly_once.console.operators.operation_rows import OperationTable, Plan
 from exactly_once.sql.connections import decision_transaction
 from exactly_once.sql.labels import package_of
+from exactly_once.upkeep.operation_rows import OperationTable, Plan
 
 if TYPE_CHECKING:
     from exactly_once.console.admin.acting import ReadOnlyAdmin

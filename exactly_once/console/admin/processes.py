@@ -18,7 +18,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.columns import computed
 from exactly_once.console.admin.filters import AppFilter
-from exactly_once.console.admin.pages import PageAdmin, may_see_messages
+from exactly_once.console.admin.pages import PageAdmin
 from exactly_once.console.admin.sections import sections
 from exactly_once.console.display import (
     NOTHING,
@@ -34,11 +34,12 @@ from exactly_once.console.display import (
     warning,
 )
 from exactly_once.console.operators.actions import Action
+from exactly_once.half import Half, halves
 from exactly_once.models import Busy, Process
 from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.process.loop import ALLOWED_IN, Mode, Request
 from exactly_once.sql.connections import with_table
-from exactly_once.upkeep.heartbeat_table import HeartbeatTable, is_ahead, long_runs, process_kinds
+from exactly_once.upkeep.heartbeat_table import HeartbeatTable, is_ahead, long_runs
 from exactly_once.upkeep.minutes import database_time
 
 _PROCESSES = HeartbeatTable()
@@ -65,10 +66,15 @@ def _action(asked: Request, label: Any, done: Any, question: Any = "", button: A
     )
 
 
+def _of(process: Any) -> list[Half]:
+    """The half that it works for; none if that is no longer installed."""
+    return [half for half in halves() if half.app == process.app]
+
+
 def _work(row: Any, most: int | None = None) -> SafeString:
     # The present rate of a silent process is unknown.
     rate = NOTHING if row.silent or row.has_stopped else number(row.rate, 1)
-    counts = [format_html("{}", count) for kind in process_kinds() if kind.app == row.app for count in kind.counts(row)]
+    counts = [format_html("{}", count) for half in _of(row) for count in half.counts(row)]
     handlers = row.facts.get("handlers", [])
     more = len(handlers[most:]) if most else 0
     return stacked(
@@ -128,7 +134,7 @@ class ProcessAdmin(ActingAdmin):
         return _PROCESSES.known(self.using)
 
     def warnings(self, request: HttpRequest) -> list[SafeString]:
-        missing = [kind.missing(self.using) for kind in process_kinds()]
+        missing = [half.missing(self.using) for half in halves()]
         return [warning(words) for words in missing if words]
 
     def badge_of(self, row: Any) -> SafeString:
@@ -140,7 +146,7 @@ class ProcessAdmin(ActingAdmin):
             return badge(*_MODES[row.mode])
         if row.waits:
             return badge(gettext("Waiting"), Tone.FAILING)
-        if row.app == "outbox" and row.last_pass_at is None:
+        if any(half.is_starting(row) for half in _of(row)):
             return badge(gettext("Starting"), Tone.LATER)
         has_long = long_runs(row, _LONG_RUN)
         return badge(gettext("Long run"), Tone.FAILING) if has_long else badge(gettext("Working"), Tone.DONE)
@@ -153,7 +159,7 @@ class ProcessAdmin(ActingAdmin):
 
     @admin.display(description=_("process, version"))
     def process(self, row: Any) -> SafeString:
-        kinds = [format_html("{}", kind.name) for kind in process_kinds() if kind.app == row.app]
+        kinds = [format_html("{}", half.kind_label) for half in _of(row)]
         return stacked(identifier(f"{row.host}:{row.pid}"), *kinds, identifier(row.version))
 
     @admin.display(description=_("state"))
@@ -219,7 +225,7 @@ class BusyAdmin(PageAdmin):
         aliases, unavailable = with_table(Process)
         # A process has a row in each database that it works for; two aliases of one database have the same row.
         rows = {(row.pk, row.beat_at): row for alias in aliases for row in HeartbeatTable().rows(alias)[:_MOST_BUSY]}
-        seen = [row for row in rows.values() if may_see_messages(request, row.app)]
+        seen = [row for row in rows.values() if any(half.is_visible(request.user) for half in _of(row))]
         for process in seen:
             for run in process.running:
                 run.update(since=process.started_at + timedelta(seconds=run["began"]), more=run["messages"] - 1)

@@ -1,8 +1,7 @@
 """What each app shows on the pages about both: the overview, topics and handlers, what runs now, the database's health.
 
-Each installed app registers one section when Django starts, so these pages know neither app. A section only reads figures that
-cost little: counts up to a limit, and the statistics of each minute that the processes write (`operators.minutes`). An unknown
-figure is shown as unknown, never as 0.
+Each half has one section, so these pages know neither. A section only reads figures that cost little: counts up to a limit,
+and the statistics of each minute (`upkeep.minutes`). An unknown figure is shown as unknown, never as 0.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from django.utils.translation import gettext
 from exactly_once.console.display import duration, identifier, number, visible
 from exactly_once.console.operators.clock_ahead import Dated, ahead
 from exactly_once.console.operators.failure_groups import FailureGroups
+from exactly_once.half import half_of, halves
 from exactly_once.sql.counts import Count
 from exactly_once.upkeep.heartbeat_table import is_ahead, lost
 from exactly_once.upkeep.minutes import LATELY, Minutes
@@ -281,23 +281,15 @@ class Section:
     leased: Callable[[str, int], Sequence[LeasedRun]] = lambda alias, most: ()
 
 
-_sections: dict[str, Section] = {}
-
-
-def register(section: Section) -> None:
-    """Register what an app shows. A second call for an app replaces the first."""
-    _sections[section.app] = section
-
-
 def sections(request: HttpRequest) -> list[Section]:
-    """The registered sections whose messages the user may view, the outbox first."""
-    found = (_sections[app] for app in sorted(_sections, reverse=True))
-    return [section for section in found if request.user.has_perm(view_permission(section.model))]
+    """The sections whose messages the user may view."""
+    return [half.section for half in halves() if half.is_visible(request.user)]
 
 
 def link_of_alert(app: str, condition: str, name: str) -> Link | None:
-    """Where an operator acts on an alert; None if its app registers no such condition."""
-    found = app in _sections and _sections[app].conditions.get(condition)
+    """Where an operator acts on an alert; None if its app has no such condition."""
+    half = half_of(app)
+    found = half and half.section.conditions.get(condition)
     return found.link(name) if found else None
 
 

@@ -15,13 +15,13 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from django import forms
+from django.contrib.auth import get_user_model
 from django.db import DEFAULT_DB_ALIAS
 from django.db.models import Q, QuerySet
 from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.console.operators.failure_groups import FailureGroups, Notes
-from exactly_once.console.operators.operation_rows import RowOutcome
+from exactly_once.upkeep.operation_rows import RowOutcome
 
 if TYPE_CHECKING:
     from django_stubs_ext import StrOrPromise as Text
@@ -205,42 +205,12 @@ def by_name(*actions: Action) -> dict[str, Action]:
     return {action.name: action for action in actions}
 
 
-@dataclass(frozen=True, kw_only=True)
-class OperatedMessages:
-    """The messages of one half, for the pages that show both: failure groups and operations.
-
-    Attributes:
-        actions: those that can be operations, by name.
-        who_label: what the groups call the names of those that fail.
-    """
-
-    model: Any
-    actions: Mapping[str, Action]
-    groups: FailureGroups
-    notes: Notes
-    who_label: Text
-
-    @property
-    def app(self) -> str:
-        return self.notes.app
-
-    def is_visible(self, user: Any) -> bool:
-        return bool(user.has_perm(permission(self.model, "view")))
-
-    def permits(self, user: Any, name: str) -> bool:
-        """May the user plan this action, and cancel it?"""
-        return name in self.actions and user.has_perm(self.actions[name].codename(self.model))
-
-    def failing(self, alias: str, error_class: str, place: str) -> QuerySet[Any]:
-        """The messages of one failure group."""
-        found: QuerySet[Any] = self.model.objects.using(alias).filter(self.groups.condition(error_class, place))
-        return found
-
-
-operated: dict[str, OperatedMessages] = {}
-"""By half."""
-
-
-def register_messages(messages: OperatedMessages) -> None:
-    """Register the messages of a half. A second call for a half replaces the first."""
-    operated[messages.app] = messages
+def why_not_permitted(operation: Any) -> str:
+    """Why the user who planned an operation may no longer do so; "" if they may, or if it needs no permission."""
+    if not operation.permission:
+        return ""
+    model: Any = get_user_model()
+    user: Any = QuerySet(model).filter(**{model.USERNAME_FIELD: operation.requested_by}).first()
+    if user is not None and user.is_active and user.is_staff and user.has_perm(operation.permission):
+        return ""
+    return f"{operation.requested_by} is no longer an active member of staff with {operation.permission}"

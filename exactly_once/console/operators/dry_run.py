@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from exactly_once.half import halves
+
 
 @dataclass(frozen=True, kw_only=True)
 class WouldPublish:
@@ -18,7 +20,7 @@ class WouldPublish:
 
 
 class Publisher(Protocol):
-    """An app that stores published messages."""
+    """A half that stores published messages."""
 
     def mark(self, alias: str) -> Any:
         """A position before the messages of the open transaction."""
@@ -27,16 +29,8 @@ class Publisher(Protocol):
         """The messages that the open transaction has published since the mark, caused by this message."""
 
 
-_publishers: dict[str, Publisher] = {}
-
-
-def register(app: str, publisher: Publisher) -> None:
-    """Register the publisher of an app, when Django is ready. A second call for an app replaces the first."""
-    _publishers[app] = publisher
-
-
 def marks(alias: str) -> list[tuple[Publisher, Any]]:
-    return [(publisher, publisher.mark(alias)) for publisher in _publishers.values()]
+    return [(half.publisher, half.publisher.mark(alias)) for half in halves() if half.publisher]
 
 
 def published(alias: str, marked: Sequence[tuple[Publisher, Any]], causation_id: str) -> Iterator[WouldPublish]:

@@ -1,7 +1,7 @@
 """The history of one message, merged from the data of every app of this process.
 
-Each app that stores messages registers a `HistorySource`. Sources are independent of each other. Their parts are merged by the
-message id, which is the same from the publishing transaction to the last attempt of the last handler.
+The `HistorySource` of each half is independent of the others. Their parts are merged by the message id, which is the same from
+the publishing transaction to the last attempt of the last handler.
 
 Nothing is guessed. Facts that neither a trail nor a row contains are reported as unknown.
 """
@@ -12,6 +12,7 @@ from datetime import datetime
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
+from exactly_once.half import halves
 from exactly_once.sql.connections import with_table
 from exactly_once.sql.rows import value_of
 
@@ -99,6 +100,7 @@ class ChainRow:
         began_at: when the outbox stored it, or the handler received it; by the clock of `database`.
         settled_at: when the broker confirmed it, or its effect was committed; None if `state` is not a settled one.
         published_at: by the clock of the publisher, as the message says; None if it does not.
+        is_publication: it is in the outbox.
     """
 
     app: str
@@ -116,6 +118,7 @@ class ChainRow:
     attempts: int
     error: str
     database: str = field(compare=False)
+    is_publication: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,14 +164,12 @@ class Chain:
 
 
 class HistorySource(Protocol):
-    """An app that stores messages. Its functions search one database, which has the table `ENTRIES`.
+    """What a half knows of messages. The functions search one database, which has its tables.
 
     Attributes:
-        ENTRIES: the model of its trail.
         NOT_HERE: a whole sentence: why it does not have a message.
     """
 
-    ENTRIES: type[Any]
     NOT_HERE: str
 
     def part_of_history(self, alias: str, message_id: str) -> PartOfHistory: ...
@@ -203,19 +204,6 @@ class MessageHistory:
         return bool(self.moments or self.standings)
 
 
-_sources: dict[str, HistorySource] = {}
-
-
-def register(app: str, source: HistorySource) -> None:
-    """Register the source of an app, when Django is ready. A second call for an app replaces the first."""
-    _sources[app] = source
-
-
-def apps_asked() -> list[str]:
-    """The registered apps."""
-    return list(_sources)
-
-
 def history_of(message_id: str, aliases: Collection[str] | None = None) -> MessageHistory:
     """Everything that the apps of this process know about a message, in order of time.
 
@@ -226,13 +214,13 @@ def history_of(message_id: str, aliases: Collection[str] | None = None) -> Messa
     parts: list[PartOfHistory] = []
     unknown: list[str] = []
     not_here: list[str] = []
-    for source in _sources.values():
-        available, unavailable = with_table(source.ENTRIES, aliases)
-        found = [source.part_of_history(alias, message_id) for alias in available]
+    for half in halves():
+        available, unavailable = with_table(half.entries, aliases)
+        found = [half.trail.part_of_history(alias, message_id) for alias in available]
         parts += found
         unknown += [f"The database {alias!r} is unavailable and may have more entries." for alias in unavailable]
         unknown += [words for part in found for words in part.unknown]
-        not_here += [] if any(part.moments for part in found) else [source.NOT_HERE]
+        not_here += [] if any(part.moments for part in found) else [half.trail.NOT_HERE]
     if not any(part.never_left for part in parts):
         unknown += not_here
     standings = _once(standing for part in parts for standing in part.standings)
@@ -253,7 +241,7 @@ def history_of(message_id: str, aliases: Collection[str] | None = None) -> Messa
 
 def searched(aliases: Collection[str] | None = None) -> str:
     """Where `history_of` and `ids_of` search: the apps, with the databases that have their tables."""
-    where = {app: with_table(source.ENTRIES, aliases)[0] for app, source in _sources.items()}
+    where = {half.app: with_table(half.entries, aliases)[0] for half in halves()}
     return "; ".join(f"the {app} ({', '.join(found) or 'no database has its tables'})" for app, found in where.items())
 
 
@@ -261,9 +249,9 @@ def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None = None) -> l
     """The ids of the messages with this topic and biz-id, in any app; see `history_of`."""
     return _once(
         found
-        for source in _sources.values()
-        for alias in with_table(source.ENTRIES, aliases)[0]
-        for found in source.ids_of(alias, topic, biz_id)
+        for half in halves()
+        for alias in with_table(half.entries, aliases)[0]
+        for found in half.trail.ids_of(alias, topic, biz_id)
     )
 
 
@@ -286,10 +274,10 @@ def chain_of(name: str, aliases: Collection[str] | None = None, apps: Collection
     """
     places: list[tuple[HistorySource, str]] = []
     unavailable: list[str] = []
-    for app, source in _sources.items():
-        if apps is None or app in apps:
-            available, others = with_table(source.ENTRIES, aliases)
-            places += [(source, alias) for alias in available]
+    for half in halves():
+        if apps is None or half.app in apps:
+            available, others = with_table(half.entries, aliases)
+            places += [(half.trail, alias) for alias in available]
             unavailable += others
     correlation_id = next(filter(None, (source.correlation_of(alias, name) for source, alias in places)), name)
     found = [source.rows_of(alias, correlation_id, MOST_ROWS + 1) for source, alias in places]
@@ -324,8 +312,8 @@ def _as_tree(found: Sequence[ChainRow]) -> list[ChainedMessage]:
             tree[message_id] = ChainedMessage(
                 message_id=message_id,
                 depth=depth,
-                publication=next((row for row in rows if row.app == "outbox"), None),
-                effects=[row for row in rows if row.app != "outbox"],
+                publication=next((row for row in rows if row.is_publication), None),
+                effects=[row for row in rows if not row.is_publication],
                 elsewhere=rows[0].causation_id if depth == 0 and rows[0].causation_id not in by_id else "",
             )
             pending += [(child, depth + 1) for child in reversed(caused.get(message_id, ()))]

@@ -8,9 +8,10 @@ from django.utils.translation import gettext_lazy
 
 from exactly_once.console.cli.command import DatabaseCommand
 from exactly_once.console.cli.terminal import BOLD, Line, Table, age, show
-from exactly_once.console.operators.alerts import Evaluator, acknowledge, evaluated_apps, raised
+from exactly_once.console.operators.alerts import acknowledge, raised
 from exactly_once.console.operators.audit import Actor, Subject, record
 from exactly_once.sql.schema import require_schema
+from exactly_once.upkeep.alerting import Evaluator, evaluated_apps
 
 
 class Command(DatabaseCommand):

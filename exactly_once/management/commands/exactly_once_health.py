@@ -7,12 +7,13 @@ from django.core.management.base import CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.console.cli.parts import NONE_RUNNING, OK, Check, Part, PartsCommand, chosen_parts
+from exactly_once.console.cli.halves import NONE_RUNNING, OK, Check, HalvesCommand, alive_here, chosen_halves
 from exactly_once.console.cli.terminal import sentence, show
 from exactly_once.console.health import readiness
+from exactly_once.half import Half
 
 
-class Command(PartsCommand):
+class Command(HalvesCommand):
     help = gettext_lazy(
         "For probes: exit with 0 if the relays and consumers of this host are alive and can do their work, and with 1 if not."
     )
@@ -29,8 +30,8 @@ class Command(PartsCommand):
         parser.add_argument("--json", action="store_true", help=_("print one JSON object"))
 
     def handle(self, *args: Any, **options: Any) -> None:
-        chosen = chosen_parts(options)
-        checks = [] if options["ready"] else [(part.app, check) for part in chosen for check in _alive(part)]
+        chosen = chosen_halves(options)
+        checks = [] if options["ready"] else [(half.app, check) for half in chosen for check in _alive(half)]
         if not options["live"]:
             found = readiness(chosen, options["database"], everywhere=False)
             checks += [(app, check) for app, results in found.items() for check in results]
@@ -45,15 +46,15 @@ class Command(PartsCommand):
             raise SystemExit(1)
 
 
-def _alive(part: Part) -> Iterator[Check]:
+def _alive(half: Half) -> Iterator[Check]:
     """Do the loops of every process of this app move, on this host and of this user?"""
-    found = part.life_signs()
+    found = alive_here(half)
     if not found:
-        yield Check(name=part.kind, status=NONE_RUNNING, detail=_("No process of this user on this host gives a life sign."))
+        yield Check(name=half.kind, status=NONE_RUNNING, detail=_("No process of this user on this host gives a life sign."))
     for sign in found:
         detail = _("its loops moved %(seconds).1f s ago, the limit is %(limit).0f s")
         yield Check(
-            name=f"{part.kind} {sign.pid}",
+            name=f"{half.kind} {sign.pid}",
             status=OK if sign.is_alive else "silent",
             detail=detail % {"seconds": sign.silent_seconds, "limit": sign.limit_seconds},
         )

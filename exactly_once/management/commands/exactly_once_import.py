@@ -8,17 +8,18 @@ from django.db import DatabaseError, transaction
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.console.cli.parts import Part, PartsCommand
+from exactly_once.console.cli.halves import HalvesCommand
 from exactly_once.console.cli.terminal import opened
 from exactly_once.console.operators.audit import actor_of_command, record
 from exactly_once.console.operators.dead_letters import Letters, Refused, numbered, read
+from exactly_once.half import Half
 from exactly_once.sql.faults import is_about_values, is_collision
 from exactly_once.wire.text import describe, visible
 
 _IMPORTED, _KNOWN, _REFUSED = "imported", "known", "refused"
 
 
-class Command(PartsCommand):
+class Command(HalvesCommand):
     """Each line has a transaction of its own: a refused one does not affect the others, and an import can be repeated."""
 
     help = gettext_lazy(
@@ -31,11 +32,11 @@ class Command(PartsCommand):
         parser.add_argument("--dry-run", action="store_true", help=_("only report what would be imported"))
         super().add_arguments(parser)
 
-    def act(self, chosen: list[Part], options: dict[str, Any]) -> None:
+    def act(self, chosen: list[Half], options: dict[str, Any]) -> None:
         counts = Counter[str]()
         with opened(options["file"], "rb", sys.stdin.buffer) as file:
             for number, line in numbered(file):
-                outcome, said = _import(line, [part.letters for part in chosen], options)
+                outcome, said = _import(line, [half.letters for half in chosen], options)
                 counts[outcome] += 1
                 if outcome == _REFUSED or options["verbosity"]:
                     self.stdout.write(_("line %(number)s: %(outcome)s") % {"number": number, "outcome": visible(said)})

@@ -7,7 +7,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from exactly_once.console.cli.command import DatabaseCommand
-from exactly_once.console.cli.parts import process_table
+from exactly_once.console.cli.halves import process_table
 from exactly_once.console.cli.terminal import sentence, show
 from exactly_once.console.operators.audit import Actor, Subject, record
 from exactly_once.process.loop import Request

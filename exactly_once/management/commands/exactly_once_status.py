@@ -7,15 +7,17 @@ from django.core.management.base import CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
+from exactly_once.console.cli.halves import HalvesCommand, process_as_json, process_table, running
 from exactly_once.console.cli.live_view import LiveView, Rates
-from exactly_once.console.cli.parts import Part, PartsCommand, process_as_json, process_table
 from exactly_once.console.cli.terminal import RED, Table, sentence, show
+from exactly_once.console.operators.clock_ahead import ahead
+from exactly_once.half import Half
 from exactly_once.process.loop import StopRequest, running_until_signalled
 
 _REDRAW_SECONDS = 2.0
 
 
-class Command(PartsCommand):
+class Command(HalvesCommand):
     owners: ClassVar = {"conflicts": "inbox"}
     help = gettext_lazy(
         "Show the number of messages in each state and the age of the oldest waiting one in the outbox and in the inbox, the "
@@ -32,16 +34,16 @@ class Command(PartsCommand):
             help=_("only the inbox, and list the messages with the most recent duplicates of different content"),
         )
 
-    def act(self, chosen: list[Part], options: dict[str, Any]) -> None:
+    def act(self, chosen: list[Half], options: dict[str, Any]) -> None:
         if options["json"]:
-            found = {part.app: _as_json(part, options) for part in chosen}
+            found = {half.app: _as_json(half, options) for half in chosen}
             self.stdout.write(json.dumps(found, default=datetime.isoformat))
         elif options["watch"]:
             self._watch(chosen, options)
         else:
             show(list(_tables(chosen, options, lambda _name, _count: "")), self.stdout)
 
-    def _watch(self, chosen: list[Part], options: dict[str, Any]) -> None:
+    def _watch(self, chosen: list[Half], options: dict[str, Any]) -> None:
         rates, words = Rates(), _("%(command)s of %(alias)s, every %(seconds)d s; q ends it")
         named = {"command": "exactly_once_status", "alias": repr(options["database"]), "seconds": _REDRAW_SECONDS}
         view = LiveView(lambda: list(_tables(chosen, options, rates)), title=words % named, every_seconds=_REDRAW_SECONDS)
@@ -49,23 +51,23 @@ class Command(PartsCommand):
             view.run(stop)
 
 
-def _as_json(part: Part, options: dict[str, Any]) -> dict[str, Any]:
+def _as_json(half: Half, options: dict[str, Any]) -> dict[str, Any]:
     alias = options["database"]
-    figures = part.figures(alias, conflicts=options["conflicts"])
+    figures = half.status.figures(alias, conflicts=options["conflicts"])
     figures["ahead_of_the_clock"] = [
         {"table": found.table, "rows": found.number, "seconds": found.by.total_seconds(), "statement": found.mend}
-        for found in part.ahead(alias)
+        for found in ahead(alias, half.dated)
     ]
-    return {**figures, f"{part.kind}s": [process_as_json(process) for process in part.heartbeats(alias)]}
+    return {**figures, f"{half.kind}s": [process_as_json(process) for process in running(half, alias)]}
 
 
-def _tables(chosen: list[Part], options: dict[str, Any], rates: Any) -> Iterator[Table]:
+def _tables(chosen: list[Half], options: dict[str, Any], rates: Any) -> Iterator[Table]:
     alias = options["database"]
-    for part in chosen:
-        yield from part.tables(alias, rates, conflicts=options["conflicts"])
-        if processes := part.heartbeats(alias):
+    for half in chosen:
+        yield from half.status.tables(alias, rates, conflicts=options["conflicts"])
+        if processes := running(half, alias):
             yield process_table(processes, brief=True)
-        for found in part.ahead(alias):
+        for found in ahead(alias, half.dated):
             yield sentence(_("%(problem)s To make them due now: %(mend)s") % {"problem": found, "mend": found.mend}, RED)
-        if missing := part.processes.missing(alias):
+        if missing := half.missing(alias):
             yield sentence(missing, RED)

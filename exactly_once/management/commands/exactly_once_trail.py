@@ -19,12 +19,12 @@ from exactly_once.console.operators.trail import (
     HistoryEvent,
     MessageHistory,
     PresentState,
-    apps_asked,
     history_of,
     ids_of,
     searched,
 )
 from exactly_once.console.plurals import ngettext
+from exactly_once.half import registered
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.schema import why_unmigrated
 
@@ -50,7 +50,7 @@ class Command(TranslatedCommand):
             if alias not in connections:
                 words = _("There is no database %(alias)s. DATABASES has: %(known)s.")
                 raise CommandError(words % {"alias": repr(alias), "known": ", ".join(connections)})
-        places = product(connections if aliases is None else aliases, apps_asked())
+        places = product(connections if aliases is None else aliases, registered())
         if problems := [problem for place in places if (problem := why_unmigrated(*place, begun=aliases is None))]:
             raise CommandError(" ".join(problems))
         histories = [history_of(name, aliases) for name in _named(options, aliases)]

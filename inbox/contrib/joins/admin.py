@@ -17,7 +17,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.columns import computed, shown
 from exactly_once.console.admin.filters import ConditionFilter
-from exactly_once.console.admin.pages import may_see_messages, message_link
+from exactly_once.console.admin.pages import message_link
 from exactly_once.console.display import (
     NOTHING,
     Tone,
@@ -34,6 +34,7 @@ from exactly_once.console.display import (
 )
 from exactly_once.console.operators.actions import Action, NeededReasonForm
 from exactly_once.console.operators.redaction import Redaction
+from exactly_once.half import required
 from inbox.conf import inbox_options
 from inbox.contrib.joins.deciding import NotDecidable, complete, extend, missing, start
 from inbox.contrib.joins.models import Part, Run
@@ -157,7 +158,7 @@ class RunAdmin(ActingAdmin):
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
         row = super().get_object(request, object_id, from_field)
         if row is not None:
-            row.shows_payloads = may_see_messages(request, self.package)
+            row.shows_payloads = required(self.package).is_visible(request.user)
         return row
 
     def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:

@@ -16,10 +16,10 @@ from exactly_once.conf.http_options import Client, HttpOptions
 from exactly_once.console.http.api import Api, Name, answers, client_of, require
 from exactly_once.console.http.problems import Problem, with_status
 from exactly_once.console.operators.audit import Actor, Subject, record
-from exactly_once.console.operators.operation_rows import Plan
 from exactly_once.models import OPEN
 from exactly_once.sql.connections import decision_transaction
 from exactly_once.sql.finding import lately, newest
+from exactly_once.upkeep.operation_rows import Plan
 from outbox import decisions
 from outbox.conf import outbox_options
 from outbox.contrib.http import schemas

@@ -14,10 +14,11 @@ from exactly_once.models import Operation, OperationState
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.main_thread import run_until_signalled
+from exactly_once.upkeep.operations import Operations
 from outbox.conf import outbox_options
 from outbox.operators.operations import operations
 from outbox.operators.previews import Replayable, preview_replaying
-from outbox.operators.replaying import Replay, executor, plan
+from outbox.operators.replaying import Replay, plan
 from outbox.states import State
 from outbox.store.selecting import Selection
 
@@ -110,7 +111,7 @@ def _execute(alias: str, operation: Operation, stop: StopRequest) -> Operation:
             progress.advance(now.processed - progress.done)
             return now
 
-        executing = executor(alias, on_batch=look)
+        executing = Operations("outbox", [alias], on_batch=look)
         while True:
             executing.drain(stop)
             now = look()

@@ -8,9 +8,9 @@ from django.urls import reverse
 from exactly_once.failures import DEFERRED, REFUSED
 from exactly_once.models import FailureNote, Operation
 from exactly_once.process.loop import StopRequest
+from exactly_once.upkeep.operations import Operations
 from inbox import RetryLater
 from inbox.models import InboxMessage
-from inbox.operators.operations import executor
 from inbox.states import State
 from outbox.models import OutboxMessage
 from tests.support.admin_pages import Page, a_message, previewed, said, staff_client
@@ -50,7 +50,7 @@ def group_of(row):
 
 def operate():
     """What a running consumer does with planned operations."""
-    return executor().drain(StopRequest())
+    return Operations("inbox", ["default"]).drain(StopRequest())
 
 
 def test_group_says_which_keys_and_headers_its_messages_share_with_a_link_to_these(handles):

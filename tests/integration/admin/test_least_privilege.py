@@ -8,10 +8,10 @@ from django.urls import reverse
 from exactly_once.models import AuditEntry, Operation
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
+from exactly_once.upkeep.operations import Operations
 from inbox import Lease
 from inbox.contrib.outgoing_webhooks import Endpoint
 from inbox.models import InboxMessage
-from inbox.operators.operations import executor
 from inbox.states import State
 from tests.support.admin_pages import Page, a_message, act, act_on_all, staff_client
 from tests.support.deliveries import an_envelope, deliver, drain, fails, options
@@ -129,7 +129,7 @@ def test_planned_operation_of_a_user_without_the_permission_any_more_stops_and_c
     if revoke:
         REVOCATIONS[revoke](user)
 
-    executor().drain(StopRequest())
+    Operations("inbox", ["default"]).drain(StopRequest())
 
     operation.refresh_from_db()
     states = set(InboxMessage.objects.values_list("state", flat=True))

@@ -9,23 +9,22 @@ from django.db import DatabaseError
 from django.test import override_settings
 from django.urls import reverse
 
-from exactly_once.console.operators import operations as executing
-from exactly_once.console.operators.operation_rows import Plan
 from exactly_once.models import AuditEntry, Operation, OperationPart
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep import operations as executing
+from exactly_once.upkeep.operation_rows import Plan
+from exactly_once.upkeep.operations import Operations
 from inbox import Ordered
 from inbox.models import InboxMessage
 from inbox.models import TrailEntry as InboxTrail
 from inbox.operators import decisions
-from inbox.operators import operations as inbox_operations
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.states import State
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
 from outbox.operators.operations import MANAGE, operations
-from outbox.operators.replaying import executor as outbox_executor
 from outbox.relay.housekeeping import Housekeeper
 from outbox.states import State as OutboxState
 from tests.support.admin_pages import Page, a_message, act, act_on_all, previewed, said, staff_client
@@ -65,7 +64,7 @@ def planned(client, action, query="?state=dead", **fields):
 
 def operate(batches=None):
     """What a running consumer does with planned operations."""
-    return inbox_operations.executor().drain(StopRequest())
+    return Operations("inbox", ["default"]).drain(StopRequest())
 
 
 def planned_ones():
@@ -255,7 +254,7 @@ class TestExecution:
             raise DatabaseError("the index is damaged")
 
         monkeypatch.setattr(decisions, "decide_many", fail)
-        executor = inbox_operations.executor()
+        executor = Operations("inbox", ["default"])
 
         def is_stopped():
             executor.drain(StopRequest())
@@ -318,7 +317,7 @@ class TestCanary:
 
     def test_canary_stops_by_itself_when_the_same_failure_returns(self, canary):
         operation = canary(20, [ValueError("still broken")])
-        executor = inbox_operations.executor()
+        executor = Operations("inbox", ["default"])
         executor.drain(StopRequest())
         assert states() == ["dead"] * 19 + ["retrying"]
 
@@ -334,7 +333,7 @@ class TestCanary:
 
     def test_stopped_canary_is_continued_with_one_of_the_messages_that_are_left(self, canary):
         operation = canary(20, errors := [ValueError("broken")])
-        executor = inbox_operations.executor()
+        executor = Operations("inbox", ["default"])
         wait_until(partial(has_ended, operation, executor))
         assert (operation.state, operation.done) == ("stopped", 1)
         errors.clear()
@@ -358,7 +357,7 @@ class TestCanary:
     def test_canary_retries_1_10_and_100_messages_while_they_succeed(self, canary):
         operation = canary(40, errors := [ValueError("broken")])
         errors.clear()
-        executor, waves = inbox_operations.executor(), []
+        executor, waves = Operations("inbox", ["default"]), []
 
         def has_finished():
             executor.drain(StopRequest())
@@ -374,7 +373,7 @@ class TestCanary:
     def test_canary_stops_by_itself_when_messages_fail_in_another_way(self, canary):
         operation = canary(20, errors := [ValueError("first"), KeyError("second")])
         del errors[0]
-        executor = inbox_operations.executor()
+        executor = Operations("inbox", ["default"])
 
         wait_until(partial(has_ended, operation, executor))
         assert (operation.state, operation.done, operation.failed_again) == ("stopped", 1, 1)
@@ -392,7 +391,7 @@ class TestOutbox:
     def executed(client, action, query, **fields):
         response = act_on_all(client, action, query=query, **{"reason": "because", **fields})
         assert response.status_code == 302, Page(response).text
-        outbox_executor("default").drain(StopRequest())
+        Operations("outbox", ["default"]).drain(StopRequest())
         return Operation.objects.get(pk=re.search(r"operation/(\d+)/", response.url)[1])
 
     @pytest.mark.parametrize(
@@ -435,12 +434,12 @@ class TestOutbox:
         )
         operation = operations.plan("default", plan, [message.pk])
         with override_settings(OUTBOX={"HTTP": {"TOKENS": {"partner": TOKENS["partner"]}}}):
-            outbox_executor("default").drain(StopRequest())
+            Operations("outbox", ["default"]).drain(StopRequest())
             operation.refresh_from_db()
             assert operation.state == "stopped"
 
             act(user, "continue", operation, page=OPERATIONS)
-            outbox_executor("default").drain(StopRequest())
+            Operations("outbox", ["default"]).drain(StopRequest())
 
         operation.refresh_from_db()
         assert (operation.state, operation.done, operation.stopped_because) == ("finished", 1, "")

@@ -14,7 +14,7 @@ from exactly_once.models import AuditEntry, Process
 from exactly_once.process.heartbeat import SILENT_AFTER, STOPPED_SHOWN_FOR
 from exactly_once.process.loop import Mode, Request
 from exactly_once.sql.now import DatabaseTime
-from inbox.operators.processes import consumers
+from inbox.store.heartbeats import consumers
 from outbox.states import State
 from outbox.store.heartbeats import relays
 from tests.support.admin_pages import Page, a_message, act, said, staff_client

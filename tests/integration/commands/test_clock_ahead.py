@@ -12,9 +12,9 @@ import pytest
 from django.db.models import F
 from django.urls import reverse
 
-from exactly_once.console.operators.alerts import Evaluator
 from exactly_once.models import Alert, Process
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep.alerting import Evaluator
 from inbox.models import InboxMessage
 from outbox.models import OutboxMessage, PausedTopic, PendingCallback
 from outbox.states import State

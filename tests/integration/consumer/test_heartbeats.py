@@ -15,7 +15,8 @@ from exactly_once.process.heartbeat import SILENT_AFTER
 from inbox.consumer import heartbeat as module
 from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.models import PausedHandler
-from inbox.operators.processes import consumers, queued
+from inbox.operators.processes import queued
+from inbox.store.heartbeats import consumers
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import the_effect

@@ -8,13 +8,13 @@ from django.core.handlers.wsgi import WSGIRequest
 from django.db import DEFAULT_DB_ALIAS, OperationalError, connection, transaction
 from django.test import override_settings
 
-from exactly_once.console.operators.operation_rows import Plan
 from exactly_once.models import AuditEntry
 from exactly_once.process.loop import StopRequest
+from exactly_once.upkeep.operation_rows import Plan
+from exactly_once.upkeep.operations import Operations
 from outbox import Draft, publish_many
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.operators.operations import operations
-from outbox.operators.replaying import executor as relays_operations
 from outbox.testing import published, run_relay
 from tests.support.deliveries import at_once
 from tests.support.http_api import AUDITOR, HTTP, NEXT_SHOP, PARTNER, SHOP, Api
@@ -388,7 +388,7 @@ def test_messages_are_restored_one_by_one_and_all_of_a_topic():
 def executed(response):
     """The state of a planned operation after a relay has executed it."""
     assert response.status_code == 202
-    relays_operations(DEFAULT_DB_ALIAS).drain(StopRequest())
+    Operations("outbox", [DEFAULT_DB_ALIAS]).drain(StopRequest())
     return Api().get(response["Location"].removeprefix("/api/")).json()
 
 
@@ -497,7 +497,7 @@ def test_operation_stops_when_its_client_has_lost_the_scope(tokens, state):
     planned = Api().post("outbox/messages/restore", {"topic": TOPIC})
 
     with override_settings(OUTBOX={"HTTP": {**HTTP, "TOKENS": tokens}}):
-        relays_operations(DEFAULT_DB_ALIAS).drain(StopRequest())
+        Operations("outbox", [DEFAULT_DB_ALIAS]).drain(StopRequest())
         if "shop" in tokens:
             assert (Api().get(f"outbox/operations/{planned.json()['id']}").status_code == 404) == (state == "stopped")
 

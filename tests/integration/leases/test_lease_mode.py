@@ -25,7 +25,7 @@ from inbox.handlers.registry import registry
 from inbox.leases.stores import LeaseStoreUnavailable, lease_store
 from inbox.models import InboxMessage, LeaseMemory, Step
 from inbox.operators import decisions
-from inbox.operators.alerting import CONDITIONS
+from inbox.operators.alerting import conditions
 from inbox.operators.editing import conflict_token, replace_message, run_conflicting
 from inbox.outcome import Outcome
 from inbox.receiving import receive as receiving
@@ -258,7 +258,7 @@ class TestDuplicate:
             deliver(handler, an_envelope({"order_id": 2}, biz_id=envelope.biz_id), given=given)
         run_to_the_end(given)
 
-        assert ("conflicts", handler.name) in CONDITIONS.evaluate("default", AlertOptions())
+        assert ("conflicts", handler.name) in conditions("default", AlertOptions())
         row = the_row()
         assert run_conflicting("default", row.pk, confirmed=[conflict_token(row)], by="operator")
         run_to_the_end(given)

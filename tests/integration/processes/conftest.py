@@ -6,7 +6,7 @@ import kombu
 import pytest
 
 from inbox.consumer.topology import queue_name
-from inbox.operators.processes import consumers
+from inbox.store.heartbeats import consumers
 from outbox.store.heartbeats import relays
 from tests.support.workers import EXCHANGE, GROUP, broker_options
 

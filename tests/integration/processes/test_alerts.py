@@ -8,13 +8,13 @@ import pytest
 from django.core import mail
 from django.core.management import CommandError
 
-from exactly_once.console.operators import alerts as module
-from exactly_once.console.operators.alerts import Evaluator, alert_changed
 from exactly_once.models import Alert, AuditEntry, Lease, Minute, Process
 from exactly_once.process.clock import utcnow
 from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.process.loop import Request, StopRequest
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep import alerting as module
+from exactly_once.upkeep.alerting import Evaluator, alert_changed
 from exactly_once.upkeep.minutes import OTHER
 from inbox import pause_handler
 from inbox.conf import inbox_options

@@ -10,7 +10,7 @@ from django.urls import reverse
 from exactly_once.models import AuditEntry
 from exactly_once.models import Process as ProcessRow
 from exactly_once.process.loop import Mode, Request
-from inbox.operators.processes import consumers
+from inbox.store.heartbeats import consumers
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store.heartbeats import relays

@@ -10,8 +10,8 @@ from exactly_once.process import work
 from exactly_once.process.clock import monotonic, utcnow
 from inbox import Lease
 from inbox.consumer.heartbeat import Activity, Heartbeats
-from inbox.operators.processes import consumers
 from inbox.states import State
+from inbox.store.heartbeats import consumers
 from tests.support.admin_pages import NASTY, Page, staff_client
 from tests.support.deliveries import Slow
 from tests.support.heartbeats import a_consumer, a_relay

@@ -6,15 +6,15 @@ import pytest
 from django.db import transaction
 from django.test import override_settings
 
-from exactly_once.console.operators.operation_rows import Plan
 from exactly_once.models import AuditEntry
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep.operation_rows import Plan
+from exactly_once.upkeep.operations import Operations
 from outbox import cancel, publish, restore
 from outbox.models import OutboxMessage
 from outbox.operators.operations import RESTORE_THEM, operations
-from outbox.operators.replaying import executor
 from outbox.states import State
 from outbox.store.history import HISTORY
 from outbox.store.selecting import identified
@@ -112,7 +112,7 @@ def test_canary_that_restores_an_old_message_locks_a_few_partitions(cancelled):
     plan = Plan(action="restore", selection="one", sources=["cancelled"], requested_by="ann", permission="", is_canary=True)
     operation = operations.plan("default", plan, [row.pk])
 
-    locked, _ = locked_by(lambda: executor("default").drain(StopRequest()))
+    locked, _ = locked_by(lambda: Operations("outbox", ["default"]).drain(StopRequest()))
 
     operation.refresh_from_db()
     assert (operation.done, operation.wave_rows) == (1, [[row.pk, "shop.order.placed"]])

@@ -9,7 +9,7 @@ from html import unescape
 import pytest
 from django.db import connections
 
-from exactly_once.console.cli.parts import process_table
+from exactly_once.console.cli.halves import process_table
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from exactly_once.upkeep.minutes import database_time
@@ -19,9 +19,9 @@ from inbox.consumer.heartbeat import Heartbeats
 from inbox.consumer.runner import Runner
 from inbox.models import InboxMessage
 from inbox.operators import accounting
-from inbox.operators.processes import consumers
 from inbox.outcome import Outcome
 from inbox.states import State
+from inbox.store.heartbeats import consumers
 from tests.support.aliases import an_alias, unresolvable
 from tests.support.deliveries import TOPIC, an_envelope, deliver, effects, options, stored_due, the_effect, the_row
 from tests.support.waiting import wait_until

@@ -10,7 +10,7 @@ from django.urls import reverse
 from exactly_once.conf.app_options import AlertOptions
 from exactly_once.models import AuditEntry
 from inbox.models import InboxMessage
-from inbox.operators.alerting import CONDITIONS
+from inbox.operators.alerting import conditions
 from inbox.outcome import Outcome
 from inbox.states import State
 from outbox.models import OutboxMessage
@@ -332,7 +332,7 @@ class TestRunAsItsOwnMessage:
         def needs_attention():
             overview = operator.get(reverse("admin:exactly_once_overview_changelist")).content.decode()
             return "got different content under its biz-id" in overview, bool(
-                CONDITIONS.evaluate("default", AlertOptions()).get(("conflicts", handler.name))
+                conditions("default", AlertOptions()).get(("conflicts", handler.name))
             )
 
         assert needs_attention() == (True, True)

@@ -6,14 +6,15 @@ import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from exactly_once.console.operators.operation_rows import Plan
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep.operation_rows import Plan
+from exactly_once.upkeep.operations import Operations
+from inbox.consumer.housekeeping import HISTORY
 from inbox.models import InboxMessage, Receipt
 from inbox.operators.accounting import oldest_waiting
-from inbox.operators.housekeeping import HISTORY
-from inbox.operators.operations import RETRY, executor, operations
+from inbox.operators.operations import RETRY, operations
 from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import receipts
@@ -93,7 +94,7 @@ def test_canary_locks_a_few_partitions(handles, is_handled):
     plan = Plan(action="retry", selection="one", sources=["dead"], requested_by="ann", permission="", is_canary=True)
     operation = operations.plan("default", plan, [row.pk])
 
-    locked_by_wave, _ = locked_by_each(lambda: executor().drain(StopRequest()))
+    locked_by_wave, _ = locked_by_each(lambda: Operations("inbox", ["default"]).drain(StopRequest()))
     if is_handled:
         settle(InboxMessage.objects.all())
     locked, judged = locked_by_each(lambda: RETRY.canary.judge("default", [row.pk], DatabaseTime()))

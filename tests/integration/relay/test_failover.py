@@ -8,7 +8,8 @@ from django.core.checks import run_checks
 from django.test import override_settings
 
 from exactly_once.conf.masking import masked
-from exactly_once.transport.interface import BrokerUnavailable, OutgoingMessage, PublishOutcome, broker
+from exactly_once.transport import broker
+from exactly_once.transport.interface import BrokerUnavailable, OutgoingMessage, PublishOutcome
 from exactly_once.wire.envelope import Envelope
 from outbox.states import State
 from outbox.transports import open_transport, transport_class

@@ -11,18 +11,19 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.test import override_settings
 
-from exactly_once.console.operators import operations as executing
 from exactly_once.console.operators.audit import Actor
 from exactly_once.models import AuditEntry, Operation
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep import operations as executing
+from exactly_once.upkeep.operations import Operations
 from inbox import Ordered
 from inbox.conf import inbox_options
 from inbox.consumer.topology import declare, queue_name
 from inbox.models import InboxMessage, Receipt
 from outbox.models import OutboxMessage, TrailEntry
-from outbox.operators.replaying import Replay, executor, plan
+from outbox.operators.replaying import Replay, plan
 from outbox.pausing import pause
 from outbox.states import State
 from outbox.store.selecting import Selection
@@ -327,13 +328,13 @@ class TestRabbitMQ:
 
         with override_settings(OUTBOX={"BROKER_URL": f"amqp://guest:guest@127.0.0.1:{free_port()}//"}):
             for _ in range(executing._MOST_ERRORS + 1):
-                executor("default").drain(StopRequest())
+                Operations("outbox", ["default"]).drain(StopRequest())
                 Operation.objects.update(leased_until=None)
         assert Operation.objects.get().state == "running"
         assert "an operation on 'default' waits for the broker" in caplog.text
 
         with override_settings(OUTBOX={"BROKER_URL": rabbitmq_url}), Queue(rabbitmq_url) as queue:
-            executor("default").drain(StopRequest())
+            Operations("outbox", ["default"]).drain(StopRequest())
             assert len(queue.take(2)) == 2
         operation.refresh_from_db()
         assert (operation.state, operation.done) == ("finished", 2)

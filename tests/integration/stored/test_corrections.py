@@ -12,10 +12,11 @@ from exactly_once.console.operators.trail import history_of
 from exactly_once.process.clock import utcnow
 from inbox import Lease, Ordered, Reject
 from inbox.conf import inbox_options
+from inbox.consumer import housekeeping
 from inbox.errors import NotEditable
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Step, TrailEntry
-from inbox.operators import accounting, decisions, housekeeping
+from inbox.operators import accounting, decisions
 from inbox.operators.editing import correct, editable, replace_message
 from inbox.outcome import Outcome
 from inbox.states import State

@@ -8,10 +8,11 @@ from django.db import OperationalError, connections
 
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.loop import StopRequest
+from inbox.consumer import housekeeping
 from inbox.consumer.runner import Runner
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.operators import decisions, housekeeping
+from inbox.operators import decisions
 from inbox.outcome import Outcome
 from inbox.states import SETTLED, State
 from inbox.store import claims, due, message_rows

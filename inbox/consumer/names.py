@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import may_exist, registry
-from inbox.operators.accounting import handlers_with_topics
-from inbox.operators.processes import running_handlers
 from inbox.store import due
+from inbox.store.heartbeats import running_handlers
+from inbox.store.receipts import handlers_with_topics
 from inbox.transactions.running import committed
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,6 @@ from exactly_once.wire.formats import RUN_ELSEWHERE
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Receipt, Step, TrailEntry
-from inbox.operators.operations import aliases, operations
 from inbox.store import retention
 
 _LONGEST_WAIT = timedelta(seconds=2)
@@ -197,9 +196,14 @@ class Housekeeper(Housekeeping):
         self._delete(self._days.deletions(last, chunk=CHUNK), stop)
         for name, kind in remains.items():
             self._delete(kind.deletions(self._alias, chunk=CHUNK, walk=self._walks[name]), stop)
-        self._delete_entries(TrailEntry, operations, options, stop)
+        self._delete_entries(TrailEntry, options, stop)
+
+
+def databases() -> list[str]:
+    """The databases of the handlers of this process."""
+    return sorted({handler.using for handler in registry.all()} or {router.db_for_write(InboxMessage)})
 
 
 def housekeepers() -> Sequence[Housekeeper]:
     """One for each database of the handlers; none inside the transaction of a test."""
-    return [Housekeeper(alias) for alias in aliases() if not connections[alias].in_atomic_block]
+    return [Housekeeper(alias) for alias in databases() if not connections[alias].in_atomic_block]

@@ -1,36 +1,26 @@
-"""What each app adds to the commands and the health checks that are the same for both.
-
-An app registers the name of its `Part` when Django is ready. The part is imported by the first command or view that asks for
-it, so no other process pays for it.
-"""
+"""The commands and the checks of health that are the same for both halves."""
 
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from django.apps import apps
 from django.core.management.base import CommandError, CommandParser
 from django.db import connections, router
-from django.db.models import Model
 from django.utils.functional import Promise
-from django.utils.module_loading import import_string
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from exactly_once.console.cli.command import TranslatedCommand
 from exactly_once.console.cli.terminal import BOLD, RED, Line, Table, age
-from exactly_once.console.operators.clock_ahead import Ahead, Dated, ahead
-from exactly_once.console.operators.dead_letters import Letters
-from exactly_once.console.operators.operation_rows import OperationTable
+from exactly_once.half import Half, half_of, halves
 from exactly_once.models import Process
 from exactly_once.process.life_sign import LifeSign, life_signs
 from exactly_once.sql.labels import label_of
 from exactly_once.sql.schema import require_schema, why_unmigrated
-from exactly_once.upkeep.heartbeat_table import ProcessKind, process_kinds
-from exactly_once.upkeep.history import History
+from exactly_once.upkeep.heartbeat_table import HeartbeatTable
 
 OK, UNKNOWN = "ok", "unknown"
 UNAVAILABLE, NOT_MIGRATED, NONE_RUNNING = "unavailable", "not migrated", "none running"
@@ -55,108 +45,61 @@ class Check:
         return self.status == OK
 
 
-class Part:
-    """One app's part of the commands for both; a subclass has its tables.
-
-    Attributes:
-        processes: its kind of processes.
-        kind: their name in the checks of health, "relay".
-        letters: its dead letters.
-        history: of its messages.
-        remains: by name, what is deleted besides, each with `count` and `deletions`.
-        dated: its rows that wait until an instant.
-        trail: the model of the trail's entries.
-        operations: its bulk operations.
-        options: returns its settings.
-    """
-
-    processes: ProcessKind
-    kind: str
-    letters: Letters
-    history: History
-    remains: Mapping[str, Any] = MappingProxyType({})
-    dated: Sequence[Dated] = ()
-    trail: type[Model]
-    operations: OperationTable
-    options: Callable[[], Any]
-
-    @property
-    def app(self) -> str:
-        """Its package."""
-        return self.processes.app
-
-    def retention(self) -> timedelta:
-        """How long settled messages are kept."""
-        raise NotImplementedError
-
-    def prepare_purge(self, alias: str) -> None:
-        """Before anything is deleted there."""
+class Status(Protocol):
+    """What a half adds to `exactly_once_status` and to the checks of health. A module."""
 
     def figures(self, alias: str, *, conflicts: bool) -> dict[str, Any]:
         """For `--json`."""
-        raise NotImplementedError
 
     def tables(self, alias: str, rates: Callable[[str, int], str], *, conflicts: bool) -> Iterator[Table]:
         """The same for people. `rates` shows how fast the count of a name changes."""
-        raise NotImplementedError
 
-    def heartbeats(self, alias: str) -> Sequence[Any]:
-        """Of its processes that have not stopped."""
-        return list(self.processes.heartbeats.rows(alias))
+    def kinds(self) -> Sequence[str]:
+        """The kinds of processes that do its work."""
 
-    def life_signs(self) -> list[LifeSign]:
-        """Of its running processes on this host."""
-        return life_signs(self.kind)
-
-    def ahead(self, alias: str) -> list[Ahead]:
-        """The rows that wait because the database's clock was ahead."""
-        return list(ahead(alias, self.dated))
-
-    def further_checks(self, alias: str, heartbeats: Sequence[Any]) -> list[Check]:
+    def checks(self, alias: str, processes: Sequence[Any]) -> list[Check]:
         """Checks of health besides those of the database, the processes and the broker."""
-        return []
-
-    def readiness(self, alias: str, *, everywhere: bool) -> list[Check]:
-        """Is the database migrated, and do the processes of any host, or of this one, do their work?
-
-        Raises:
-            django.db.Error: the database does not answer.
-        """
-        with connections[alias].cursor() as cursor:
-            cursor.execute("SELECT 1")
-        if problem := why_unmigrated(alias, "exactly_once") or why_unmigrated(alias, self.app):
-            return [Check(name="database", status=NOT_MIGRATED, detail=problem)]
-        rows = self.heartbeats(alias)
-        if not everywhere and (pids := {sign.pid for sign in self.life_signs()}):
-            rows = [row for row in rows if row.host == socket.gethostname() and row.pid in pids]
-        return [Check(name="database"), *self._process_checks(rows), *self.further_checks(alias, rows)]
-
-    def _process_checks(self, rows: Sequence[Any]) -> list[Check]:
-        """Does one of the processes work, and do they reach the broker? According to their heartbeats."""
-        name, alive = f"{self.kind}s", [row for row in rows if not row.silent]
-        if not alive:
-            return [Check(name=name, status=NONE_RUNNING), Check(name="broker", status=UNKNOWN)]
-        waits = [row.waits_for for row in alive]
-        working = Check(name=name) if not all(waits) else Check(name=name, status="waiting", detail=waits[0])
-        lost = all(row.without_broker for row in alive)
-        return [working, Check(name="broker", status=UNAVAILABLE, detail=waits[0]) if lost else Check(name="broker")]
 
 
-_places: dict[str, str] = {}
+def running(half: Half, alias: str) -> Sequence[Any]:
+    """The heartbeats of its processes that have not stopped."""
+    return list(HeartbeatTable(half.app).rows(alias))
 
 
-def register_part(app: str, place: str) -> None:
-    """Register the part of an app, when Django is ready. `place` is the dotted name of a `Part`."""
-    _places[app] = place
+def alive_here(half: Half) -> list[LifeSign]:
+    """The life signs of the processes on this host that do its work."""
+    return [sign for kind in half.status.kinds() for sign in life_signs(kind)]
 
 
-def parts() -> list[Part]:
-    """The registered parts, in the order of the apps in INSTALLED_APPS."""
-    return [import_string(place)() for place in _places.values()]
+def readiness(half: Half, alias: str, *, everywhere: bool) -> list[Check]:
+    """Is the database migrated, and do the processes of any host, or of this one, do their work?
+
+    Raises:
+        django.db.Error: the database does not answer.
+    """
+    with connections[alias].cursor() as cursor:
+        cursor.execute("SELECT 1")
+    if problem := why_unmigrated(alias, "exactly_once") or why_unmigrated(alias, half.app):
+        return [Check(name="database", status=NOT_MIGRATED, detail=problem)]
+    rows = running(half, alias)
+    if not everywhere and (pids := {sign.pid for sign in alive_here(half)}):
+        rows = [row for row in rows if row.host == socket.gethostname() and row.pid in pids]
+    return [Check(name="database"), *_process_checks(f"{half.kind}s", rows), *half.status.checks(alias, rows)]
 
 
-class PartsCommand(TranslatedCommand):
-    """A command for the parts of both apps on one migrated database.
+def _process_checks(name: str, rows: Sequence[Any]) -> list[Check]:
+    """Does one of the processes work, and do they reach the broker? According to their heartbeats."""
+    alive = [row for row in rows if not row.silent]
+    if not alive:
+        return [Check(name=name, status=NONE_RUNNING), Check(name="broker", status=UNKNOWN)]
+    waits = [row.waits_for for row in alive]
+    working = Check(name=name) if not all(waits) else Check(name=name, status="waiting", detail=waits[0])
+    lost = all(row.without_broker for row in alive)
+    return [working, Check(name="broker", status=UNAVAILABLE, detail=waits[0]) if lost else Check(name="broker")]
+
+
+class HalvesCommand(TranslatedCommand):
+    """A command for both halves on one migrated database.
 
     Attributes:
         owners: its options that only one app has, with the name of that app.
@@ -172,17 +115,17 @@ class PartsCommand(TranslatedCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        chosen = chosen_parts(options, **self.owners)
-        require_schema(options["database"], *(part.app for part in chosen))
+        chosen = chosen_halves(options, **self.owners)
+        require_schema(options["database"], *(half.app for half in chosen))
         self.act(chosen, options)
 
-    def act(self, chosen: list[Part], options: dict[str, Any]) -> None:
+    def act(self, chosen: list[Half], options: dict[str, Any]) -> None:
         """Do what the command is for."""
         raise NotImplementedError
 
 
-def chosen_parts(options: dict[str, Any], **owners: str) -> list[Part]:
-    """The parts that a command's options choose; without a choice, those that the routers allow on the database.
+def chosen_halves(options: dict[str, Any], **owners: str) -> list[Half]:
+    """The halves that a command's options choose; without a choice, those that the routers allow on the database.
 
     Args:
         owners: options that only one app has, with its name. If such an option is given, that app is chosen.
@@ -190,7 +133,7 @@ def chosen_parts(options: dict[str, Any], **owners: str) -> list[Part]:
     Raises:
         CommandError: that app is not installed or not chosen, or the alias does not exist.
     """
-    alias, app, known = options["database"], options["app"], {part.app: part for part in parts()}
+    alias, app, known = options["database"], options["app"], {half.app: half for half in halves()}
     if alias not in connections:
         raise CommandError(f"There is no database {alias!r}. DATABASES has: {', '.join(connections)}.")
     for option, owner in owners.items():
@@ -203,7 +146,7 @@ def chosen_parts(options: dict[str, Any], **owners: str) -> list[Part]:
                 raise CommandError(words % {"option": option, "owner": owner})
             app = owner
     if app is None:
-        return [part for part in known.values() if _is_routed(alias, part.app)] or list(known.values())
+        return [half for half in known.values() if _is_routed(alias, half.app)] or list(known.values())
     if app not in known:
         words = _("--app is %(app)s: INSTALLED_APPS has %(known)s.")
         raise CommandError(words % {"app": repr(app), "known": ", ".join(known)})
@@ -244,11 +187,13 @@ class _Column(NamedTuple):
 
 
 def _kind(process: Any) -> str:
-    return str(next((kind.name for kind in process_kinds() if kind.app == process.app), process.app))
+    half = half_of(process.app)
+    return str(half.kind_label if half else process.app)
 
 
 def _counts(process: Any) -> str:
-    return ", ".join(count for kind in process_kinds() if kind.app == process.app for count in kind.counts(process))
+    half = half_of(process.app)
+    return ", ".join(half.counts(process) if half else ())
 
 
 def _heartbeat(process: Any) -> str:

@@ -12,12 +12,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from django.contrib.auth import get_user_model
 from django.db import connections
-from django.db.models import QuerySet
 
-from exactly_once.console.operators.actions import Action, Canary
-from exactly_once.console.operators.operation_rows import OperationTable
+from exactly_once.half import required
 from exactly_once.models import OperationState
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder
@@ -26,6 +23,7 @@ from exactly_once.sql.faults import is_collision, is_outage
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.turns import Turns
 from exactly_once.transport.interface import BrokerUnavailable
+from exactly_once.upkeep.operation_rows import OperationTable
 from exactly_once.wire.text import describe
 
 logger = logging.getLogger(__name__)
@@ -42,30 +40,17 @@ class Operations:
     """A companion of a relay or a consumer that executes the planned operations of one app.
 
     Args:
-        component: for the log.
-        aliases: returns the databases to search.
+        aliases: the databases to search.
         on_batch: called with each operation, as it was when it was taken, after each of its batches.
     """
 
-    def __init__(
-        self,
-        component: str,
-        aliases: Callable[[], Collection[str]],
-        table: OperationTable,
-        actions: Mapping[str, Action],
-        on_batch: Callable[[Any], object] = lambda operation: None,
-        why_not: Callable[[Any], str] | None = None,
-    ) -> None:
-        self._on_batch = on_batch
-        self._why_not = why_not or why_not_permitted
-        self._component = component
-        self._aliases = aliases
-        self._table = table
-        self._actions = actions
+    def __init__(self, app: str, aliases: Collection[str], on_batch: Callable[[Any], object] = lambda operation: None) -> None:
+        self._app, self._aliases, self._on_batch = app, aliases, on_batch
+        self._table = OperationTable(app)
         self._token = uuid.uuid4()
         self._errors = Reminder()
-        unexpected = f"{component}: unexpected error in an operation on %r; it is continued later."
-        self._turns = Turns(f"{component}: no operation runs", unexpected, errors=self._errors)
+        unexpected = f"{app}: unexpected error in an operation on %r; it is continued later."
+        self._turns = Turns(f"{app}: no operation runs", unexpected, errors=self._errors)
         self._failures_in_a_row = 0
         self._most = _LARGEST_WAVE
         self._is_open = False
@@ -89,7 +74,7 @@ class Operations:
     def _round(self, stop: StopRequest) -> int:
         """Execute one operation of each database as far as it goes; the number of batches."""
         self._is_open = False
-        return sum(self._turns.take(alias, partial(self._execute_one, alias, stop), stop) or 0 for alias in self._aliases())
+        return sum(self._turns.take(alias, partial(self._execute_one, alias, stop), stop) or 0 for alias in self._aliases)
 
     def _execute_one(self, alias: str, stop: StopRequest) -> int:
         operation = self._table.take(alias, self._token)
@@ -100,11 +85,11 @@ class Operations:
             return self._execute(alias, operation, stop)
         except BrokerUnavailable as error:
             if self._errors.is_due():
-                logger.warning("%s: an operation on %r waits for the broker: %s", self._component, alias, error)
+                logger.warning("%s: an operation on %r waits for the broker: %s", self._app, alias, error)
             return 0
 
     def _execute(self, alias: str, operation: Any, stop: StopRequest) -> int:
-        logger.info("%s: operation %d on %r begins or continues: %s.", self._component, operation.pk, alias, operation)
+        logger.info("%s: operation %d on %r begins or continues: %s.", self._app, operation.pk, alias, operation)
         batches = 0
         while not stop:
             began_at = monotonic()
@@ -133,7 +118,7 @@ class Operations:
             if self._failures_in_a_row < _MOST_ERRORS:
                 self._table.leave(alias, operation.pk, self._token, _JUDGED_AFTER)
                 raise
-            logger.exception("%s: operation %d on %r is stopped: its batches fail.", self._component, operation.pk, alias)
+            logger.exception("%s: operation %d on %r is stopped: its batches fail.", self._app, operation.pk, alias)
             self._table.stop(alias, operation.pk, self._token, f"its batches fail: {type(error).__name__}: {describe(error)}")
             changed = None
         self._failures_in_a_row = 0
@@ -143,7 +128,7 @@ class Operations:
         with self._table.batch(alias, pk, self._token) as operation:
             if operation is None:
                 return None
-            action = self._actions.get(operation.action)
+            action = required(self._app).actions.get(operation.action)
             if operation.cancelled_by:
                 self._table.end(alias, operation, OperationState.CANCELLED)
                 return None
@@ -177,14 +162,14 @@ class Operations:
                 self._most = max(1, len(outcomes))
             return len(outcomes)
 
-    def _goes_on(self, alias: str, operation: Any, canary: Canary | None) -> bool:
-        if because := self._why_not(operation):
+    def _goes_on(self, alias: str, operation: Any, canary: Any) -> bool:
+        if because := required(self._app).why_not(operation):
             self._table.end(alias, operation, OperationState.STOPPED, because)
-            logger.warning("%s: operation %d on %r stops by itself, %s.", self._component, operation.pk, alias, because)
+            logger.warning("%s: operation %d on %r stops by itself, %s.", self._app, operation.pk, alias, because)
             return False
         return not (operation.wave_rows and canary) or self._has_passed(alias, operation, canary)
 
-    def _has_passed(self, alias: str, operation: Any, canary: Canary) -> bool:
+    def _has_passed(self, alias: str, operation: Any, canary: Any) -> bool:
         """Has the present wave been run without a failure? If not, the operation stops or waits."""
         before = dict(operation.wave_rows)
         judged = canary.judge(alias, list(before), operation.wave_at)
@@ -196,7 +181,7 @@ class Operations:
             because = f"wave {operation.wave}: {_failures_in_words(judged.failed, before)}"
             left = [[row, failure] for row, failure in judged.failed.items()]
             self._table.end(alias, operation, OperationState.STOPPED, because, wave_rows=left, **counts)
-            logger.warning("%s: operation %d on %r stops by itself, %s.", self._component, operation.pk, alias, because)
+            logger.warning("%s: operation %d on %r stops by itself, %s.", self._app, operation.pk, alias, because)
             return False
         if judged.pending:
             self._table.leave(alias, operation.pk, self._token, _JUDGED_AFTER)
@@ -213,17 +198,6 @@ def _failures_in_words(failed: Mapping[int, str], before: Mapping[int, str]) -> 
         ways.setdefault("failed again as before" if failure == before[row] else "failed in another way", []).append(failure)
     said = (f"{len(failures):,} of {len(before):,} messages {way} ({failures[0]})" for way, failures in sorted(ways.items()))
     return ", ".join(said)
-
-
-def why_not_permitted(operation: Any) -> str:
-    """Why the user who planned an operation may no longer do so; "" if they may, or if it needs no permission."""
-    if not operation.permission:
-        return ""
-    model: Any = get_user_model()
-    user: Any = QuerySet(model).filter(**{model.USERNAME_FIELD: operation.requested_by}).first()
-    if user is not None and user.is_active and user.is_staff and user.has_perm(operation.permission):
-        return ""
-    return f"{operation.requested_by} is no longer an active member of staff with {operation.permission}"
 
 
 def _size(operation: Any) -> int:

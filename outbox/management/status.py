@@ -1,76 +1,66 @@
 """The outbox's part of the commands and health checks for both apps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 from django.utils.translation import gettext as _
 
-from exactly_once.console.cli.parts import Part
+from exactly_once.console.cli.halves import Check
 from exactly_once.console.cli.terminal import BOLD, RED, YELLOW, Line, Table, age, sentence
 from exactly_once.console.plurals import ngettext
 from exactly_once.sql.days import date_of, last_day
 from outbox.callbacks import checkers
 from outbox.conf import outbox_options
-from outbox.models import TrailEntry
 from outbox.operators.counts import count_states, topics_unchecked
-from outbox.operators.dead_letters import letters
-from outbox.operators.figures import DATED
-from outbox.operators.operations import operations
-from outbox.operators.pending_calls import PendingCalls, pending_calls
-from outbox.operators.relays import RELAYS
 from outbox.states import State
 from outbox.store import history, paused_topics
+from outbox.store.pending_callbacks import PendingCalls, pending_calls
 
 _STYLES = {State.DEAD: RED, State.STUCK: RED, State.RETRYING: YELLOW, State.WAITING: YELLOW, State.PAUSED: YELLOW}
 
 
-class OutboxPart(Part):
-    processes, kind, dated = RELAYS, "relay", DATED
-    letters, history, trail, operations, options = (
-        letters,
-        history.HISTORY,
-        TrailEntry,
-        operations,
-        staticmethod(outbox_options),
-    )
+def kinds() -> list[str]:
+    return ["relay"]
 
-    def retention(self) -> timedelta:
-        return outbox_options().keeps
 
-    def figures(self, alias: str, *, conflicts: bool) -> dict[str, Any]:
-        counts = count_states(alias)
-        return {
-            "states": counts.states,
-            "estimated": sorted(counts.estimated),
-            "oldest_waiting": counts.oldest_waiting,
-            "callbacks": asdict(pending_calls(alias)),
-            "paused_topics": [_topic_as_json(topic) for topic in paused_topics.paused_topics(alias)],
-        }
+def checks(alias: str, processes: Sequence[Any]) -> list[Check]:
+    return []
 
-    def tables(self, alias: str, rates: Callable[[str, int], str], *, conflicts: bool) -> Iterator[Table]:
-        counted = count_states(alias)
-        states = counted.states
-        lines = [Line(["outbox", alias], BOLD)]
-        for state, count in states.items():
-            about = _("about ") if state in counted.estimated else ""
-            style = _STYLES.get(State(state), "") if count else ""
-            lines.append(Line([state, f"{about}{count:,}", rates(f"outbox {state}", count)], style))
-        yield Table([*lines, Line([_("oldest waiting"), age(counted.oldest_waiting)])])
-        calls = pending_calls(alias)
-        if calls.pending:
-            yield _calls(calls)
-        if paused := list(paused_topics.paused_topics(alias)):
-            yield _paused(paused)
-        if days := history.days_with_pending_callbacks(alias, last_day(alias, outbox_options().keeps)):
-            words = _("History of %(dates)s is older than OUTBOX['KEEP_HISTORY'] and stays until its callbacks have returned.")
-            yield sentence(words % {"dates": ", ".join(str(date_of(day)) for day in days)})
-        if states[State.STUCK]:
-            yield sentence(_stuck(states[State.STUCK]), RED)
-        if unchecked := topics_unchecked(alias, checkers.topics()):
-            words = _("No checker is registered for prepared messages of: %(topics)s.")
-            yield sentence(words % {"topics": ", ".join(unchecked)}, RED)
+
+def figures(alias: str, *, conflicts: bool) -> dict[str, Any]:
+    counts = count_states(alias)
+    return {
+        "states": counts.states,
+        "estimated": sorted(counts.estimated),
+        "oldest_waiting": counts.oldest_waiting,
+        "callbacks": asdict(pending_calls(alias)),
+        "paused_topics": [_topic_as_json(topic) for topic in paused_topics.paused_topics(alias)],
+    }
+
+
+def tables(alias: str, rates: Callable[[str, int], str], *, conflicts: bool) -> Iterator[Table]:
+    counted = count_states(alias)
+    states = counted.states
+    lines = [Line(["outbox", alias], BOLD)]
+    for state, count in states.items():
+        about = _("about ") if state in counted.estimated else ""
+        style = _STYLES.get(State(state), "") if count else ""
+        lines.append(Line([state, f"{about}{count:,}", rates(f"outbox {state}", count)], style))
+    yield Table([*lines, Line([_("oldest waiting"), age(counted.oldest_waiting)])])
+    calls = pending_calls(alias)
+    if calls.pending:
+        yield _calls(calls)
+    if paused := list(paused_topics.paused_topics(alias)):
+        yield _paused(paused)
+    if days := history.days_with_pending_callbacks(alias, last_day(alias, outbox_options().keeps)):
+        words = _("History of %(dates)s is older than OUTBOX['KEEP_HISTORY'] and stays until its callbacks have returned.")
+        yield sentence(words % {"dates": ", ".join(str(date_of(day)) for day in days)})
+    if states[State.STUCK]:
+        yield sentence(_stuck(states[State.STUCK]), RED)
+    if unchecked := topics_unchecked(alias, checkers.topics()):
+        words = _("No checker is registered for prepared messages of: %(topics)s.")
+        yield sentence(words % {"topics": ", ".join(unchecked)}, RED)
 
 
 def _calls(calls: PendingCalls) -> Table:

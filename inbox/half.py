@@ -1,0 +1,39 @@
+"""The inbox as one value."""
+
+from django.utils.translation import gettext_lazy as _
+
+from exactly_once.console.operators.actions import why_not_permitted
+from exactly_once.half import Half
+from inbox.conf import inbox_options
+from inbox.consumer.housekeeping import HISTORY, record_periods, remains
+from inbox.models import InboxMessage, TrailEntry
+from inbox.operators import processes, trail
+from inbox.operators.accounting import DATED
+from inbox.operators.alerting import conditions
+from inbox.operators.dead_letters import letters
+from inbox.operators.operations import ACTIONS, groups
+
+INBOX = Half(
+    app="inbox",
+    kind="consumer",
+    kind_label=_("consumer"),
+    options=inbox_options,
+    messages=InboxMessage,
+    entries=TrailEntry,
+    history=HISTORY,
+    retention=lambda: inbox_options().KEEP_HISTORY,
+    remains=remains,
+    before_purge=record_periods,
+    dated=DATED,
+    letters=letters,
+    groups=groups,
+    groups_label=_("Handlers"),
+    actions=ACTIONS,
+    why_not=why_not_permitted,
+    conditions=conditions,
+    trail=trail,
+    counts=processes.counts,
+    missing=processes.missing,
+    section_name="inbox.admin.overview.SECTION",
+    status_name="inbox.management.status",
+)
