@@ -18,12 +18,12 @@ from exactly_once.conf.settings import InvalidOptions
 from exactly_once.sql.connections import with_table
 from exactly_once.transport.broker import LOCAL_BROKER, SEVERAL_HINT, is_local, speaks_amqp, why_unusable
 from inbox.conf import IN_THE_DATABASE, InboxOptions, has_outbox, inbox_options, outbox_keeps_history
-from inbox.consumer.housekeeping import HISTORY
 from inbox.consumer.names import names_without_code, warnings_of_new_names
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.handlers.options import past_in_words
 from inbox.handlers.registry import registry
+from inbox.housekeeping import HISTORY
 from inbox.models import InboxMessage
 
 _BROKER_HINT = "Use amqp://user:password@host//, or local:// for this service's own messages."

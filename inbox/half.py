@@ -5,7 +5,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.console.operators.actions import why_not_permitted
 from exactly_once.half import Half
 from inbox.conf import inbox_options
-from inbox.consumer.housekeeping import HISTORY, record_periods, remains
+from inbox.housekeeping import HISTORY, record_periods, remains
 from inbox.models import InboxMessage, TrailEntry
 from inbox.operators import processes, trail
 from inbox.operators.accounting import DATED

@@ -30,12 +30,12 @@ from exactly_once.upkeep.operations import Operations
 from exactly_once.wire.text import describe
 from inbox.conf import inbox_options, outbox_keeps_history
 from inbox.consumer.heartbeat import RunnerHeartbeats
-from inbox.consumer.housekeeping import databases, housekeepers
 from inbox.consumer.lanes import fitting
 from inbox.consumer.runner import Runner
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
+from inbox.housekeeping import databases, housekeepers
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read_body
 from inbox.store import starts

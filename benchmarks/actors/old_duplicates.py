@@ -17,7 +17,7 @@ def main(days: int, duplicates: int, threads: int) -> None:
 
     from exactly_once.sql.days import day_of  # noqa: PLC0415
     from exactly_once.sql.now import DatabaseTime  # noqa: PLC0415
-    from inbox.consumer.housekeeping import HISTORY  # noqa: PLC0415
+    from inbox.housekeeping import HISTORY  # noqa: PLC0415
     from inbox.states import State  # noqa: PLC0415
     from inbox.store import receipts  # noqa: PLC0415
     from inbox.store.duplicates import count_duplicate  # noqa: PLC0415

@@ -37,9 +37,9 @@ from exactly_once.transport.management_api import QueueDepths
 from exactly_once.upkeep.minutes import database_time
 from exactly_once.wire.formats import CELERY_TOPICS
 from inbox.conf import inbox_options
-from inbox.consumer.housekeeping import HISTORY
 from inbox.consumer.topology import queues_of
 from inbox.handlers.registry import registry
+from inbox.housekeeping import HISTORY
 from inbox.models import InboxMessage, PausedHandler
 from inbox.operators import accounting
 from inbox.operators.accounting import DATED

@@ -18,11 +18,11 @@ from exactly_once.upkeep.operations import Operations
 from inbox.conf import inbox_options
 from inbox.consumer.consumer import Consumer
 from inbox.consumer.heartbeat import Heartbeats, activity_of
-from inbox.consumer.housekeeping import databases, housekeepers
 from inbox.consumer.pool import Pool
 from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
+from inbox.housekeeping import databases, housekeepers
 from inbox.leases import renewal
 from inbox.limits.slots import limited_by_default
 

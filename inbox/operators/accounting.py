@@ -15,7 +15,7 @@ from exactly_once.console.operators.clock_ahead import Dated
 from exactly_once.sql import counts as counting
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import FIRST_DAY, LIVE
-from inbox.consumer.housekeeping import HISTORY
+from inbox.housekeeping import HISTORY
 from inbox.models import InboxMessage, TrailEntry
 from inbox.states import SETTLED, State
 from inbox.store.dialect import IS_OPEN, TABLE

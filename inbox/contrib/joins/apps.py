@@ -9,8 +9,8 @@ class JoinsConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from inbox.consumer.housekeeping import Remains, add_remains
         from inbox.contrib.joins import checks  # noqa: F401 - importing it registers the checks
         from inbox.contrib.joins.models import Run
+        from inbox.housekeeping import Remains, add_remains
 
         add_remains(Remains(name="runs", model=Run, message="row_id", at="opened_at"))

@@ -11,8 +11,7 @@ from django.db.models import AutoField
 
 from exactly_once.sql.days import day_of
 from exactly_once.sql.schema import behind_their_tables, is_missing, our_apps
-from inbox import Lease
-from inbox.consumer import housekeeping
+from inbox import Lease, housekeeping
 from inbox.models import InboxMessage, Receipt
 from inbox.outcome import Outcome
 from inbox.transactions.running import DatabaseUnavailable

@@ -9,8 +9,8 @@ from django.db import connection, transaction
 
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
-from inbox.consumer.housekeeping import HISTORY, Housekeeper
 from inbox.handlers.registry import registry
+from inbox.housekeeping import HISTORY, Housekeeper
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.reading import read

@@ -15,8 +15,8 @@ from exactly_once.wire.formats import CELERY_TOPICS, WEBHOOK_HANDLERS
 from exactly_once.wire.text import NAME_LENGTH
 from inbox import Retry
 from inbox.conf import inbox_options
-from inbox.consumer.housekeeping import HISTORY, Housekeeper
 from inbox.handlers.registry import registry
+from inbox.housekeeping import HISTORY, Housekeeper
 from inbox.models import InboxMessage, KeptHandler, Receipt, TrailEntry
 from inbox.operators.decisions import retry, skip
 from inbox.operators.editing import conflict_token, run_conflicting
@@ -86,7 +86,7 @@ def test_receipt_of_a_message_whose_history_was_dropped_makes_a_copy_a_duplicate
 
 
 def test_one_process_at_a_time_deletes_in_small_transactions(handles, old, monkeypatch):
-    monkeypatch.setattr("inbox.consumer.housekeeping.CHUNK", 1)
+    monkeypatch.setattr("inbox.housekeeping.CHUNK", 1)
     another = Housekeeper("default")
     assert another.take_lease()
 
@@ -204,7 +204,7 @@ def test_receipts_that_are_left_to_another_service_are_not_read_again_in_each_ro
     keeper.drain(StopRequest())
     assert receipts() == {"tests.before"}, "only what is behind those that were read"
 
-    monkeypatch.setattr("inbox.consumer.housekeeping.monotonic", lambda: monotonic() + 3600)
+    monkeypatch.setattr("inbox.housekeeping.monotonic", lambda: monotonic() + 3600)
     keeper.drain(StopRequest())
     assert receipts() == set(), "all of them once an hour"
 

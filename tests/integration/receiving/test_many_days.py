@@ -11,7 +11,7 @@ from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.operation_rows import Plan
 from exactly_once.upkeep.operations import Operations
-from inbox.consumer.housekeeping import HISTORY
+from inbox.housekeeping import HISTORY
 from inbox.models import InboxMessage, Receipt
 from inbox.operators.accounting import oldest_waiting
 from inbox.operators.operations import RETRY, operations

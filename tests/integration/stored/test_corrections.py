@@ -10,9 +10,8 @@ from django.db import transaction
 
 from exactly_once.console.operators.trail import history_of
 from exactly_once.process.clock import utcnow
-from inbox import Lease, Ordered, Reject
+from inbox import Lease, Ordered, Reject, housekeeping
 from inbox.conf import inbox_options
-from inbox.consumer import housekeeping
 from inbox.errors import NotEditable
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Step, TrailEntry

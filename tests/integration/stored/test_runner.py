@@ -8,7 +8,7 @@ from django.db import OperationalError, connections
 
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.loop import StopRequest
-from inbox.consumer import housekeeping
+from inbox import housekeeping
 from inbox.consumer.runner import Runner
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage

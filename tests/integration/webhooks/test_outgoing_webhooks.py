@@ -19,11 +19,11 @@ from django.test.utils import CaptureQueriesContext
 import inbox.contrib.outgoing_webhooks
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
-from inbox.consumer.housekeeping import Housekeeper
 from inbox.consumer.runner import Runner
 from inbox.contrib.outgoing_webhooks import Endpoint, endpoints, posting, send_webhooks
 from inbox.contrib.outgoing_webhooks.fanning_out import send_test
 from inbox.contrib.outgoing_webhooks.service import EndpointHandlers, serve
+from inbox.housekeeping import Housekeeper
 from inbox.models import InboxMessage, KeptHandler
 from inbox.operators.decisions import retry
 from inbox.testing import deliver, make_message, run_handler, travel
