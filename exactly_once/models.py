@@ -80,7 +80,7 @@ class Process(models.Model):
 
 
 class Minute(models.Model):
-    """What one process counted in one minute of one subject, a topic or a handler, or of all; see `operators.minutes`.
+    """What one process counted in one minute of one subject, a topic or a handler, or of all; see `upkeep.minutes`.
 
     `counts` has numbers by name, `times` histograms by name, see `telemetry.statistics.Counted`.
 
@@ -215,7 +215,7 @@ class Alert(models.Model):
 
 
 class Lease(models.Model):
-    """The right of one process to do some work, and when it was done last; see `operators.leases`.
+    """The right of one process to do some work, and when it was done last; see `upkeep.loop_leases`.
 
     It was taken in the middle between its two instants. `in_hand` has the positions that the relay of a SQLite database has
     claimed.

@@ -6,7 +6,7 @@ blocks none.
 
 With its heartbeat a process also reads the operator's request in its row, see `process.loop`.
 
-This module contains no table, see `operators.heartbeat_table`.
+This module contains no table, see `upkeep.heartbeat_table`.
 """
 
 import os

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import select
+import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import DataError, OperationalError
-from kombu.utils.compat import detect_environment
 
 from exactly_once.sql.cursors import is_direct
 from exactly_once.sql.faults import SERIALIZATION_FAILURE, sqlstate_of
@@ -412,9 +412,14 @@ def _asked(connection: BaseDatabaseWrapper, session: _Session) -> bool:
     if int(raw.pgconn.transaction_status) == _IN_ERROR:
         return False
     # libpq would block all greenlets of a thread, and Windows cannot wait for it with poll().
-    is_possible = detect_environment() == "default" and hasattr(select, "poll") and session.losses < _MOST_LOSSES
+    is_possible = not _is_green() and hasattr(select, "poll") and session.losses < _MOST_LOSSES
     session.may_prepare = is_possible and _is_ours(connection, raw, session)
     return session.may_prepare
+
+
+def _is_green() -> bool:
+    """Has gevent or eventlet replaced the sockets of the standard library?"""
+    return socket.socket.__module__ != "socket"
 
 
 def _is_ours(connection: BaseDatabaseWrapper, raw: Any, session: _Session) -> bool:

@@ -6,7 +6,7 @@ fifth. The ideas are those of HdrHistogram (a bounded relative error) and of Pro
 
 Counting only changes numbers in memory. The number of subjects is limited; further ones are summed as `OTHER`.
 
-This module contains no table, see `operators.minutes`.
+This module contains no table, see `upkeep.minutes`.
 """
 
 from __future__ import annotations

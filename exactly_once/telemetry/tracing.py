@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from exactly_once.transport.broker import scheme_of, speaks_amqp
 from exactly_once.wire.context import current_cause
 
 otel: Any = None
@@ -29,7 +28,6 @@ else:
 _TRACER = "django-exactly-once"
 _TRACEPARENT = "traceparent"
 _MOST_LINKS = 128
-_SYSTEMS = {"redis": "redis", "rediss": "redis", "sqs": "aws_sqs", "confluentkafka": "kafka"}
 
 
 class Traced(Protocol):
@@ -48,12 +46,6 @@ class Traced(Protocol):
 def is_recording() -> bool:
     """Is OpenTelemetry installed and configured? With only its API, as a dependency of another package, no span is recorded."""
     return otel is not None and not isinstance(otel.get_tracer_provider(), otel.ProxyTracerProvider)
-
-
-def system_of(url: str) -> str:
-    """`messaging.system` of a broker: "rabbitmq", "redis", or the scheme of another one."""
-    scheme = scheme_of(url)
-    return "rabbitmq" if speaks_amqp(url) else _SYSTEMS.get(scheme, scheme)
 
 
 def creating() -> Callable[[str, str, str], str]:

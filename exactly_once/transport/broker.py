@@ -61,6 +61,7 @@ _REFUSALS_OF_REDIS = {"AuthenticationError", "NoPermissionError"}
 BROKER_FAILURES: tuple[type[Exception], ...] = (AMQPError, KombuError, OSError, AttributeError)
 """Errors of a lost connection; each kombu transport adds its own (`connection_errors`, `channel_errors`).
 py-amqp raises AttributeError when it loses its connection at the wrong moment; kombu's pyamqp transport lists it, too."""
+_SYSTEMS = {"redis": "redis", "rediss": "redis", "sqs": "aws_sqs", "confluentkafka": "kafka"}
 
 
 def queue_name(subscriber: str, *topics: str) -> str:
@@ -88,6 +89,12 @@ def is_local(url: str) -> bool:
 def speaks_amqp(url: str) -> bool:
     """Is this AMQP, with confirms and queue types, rather than one of kombu's virtual transports?"""
     return scheme_of(url) in _AMQP_SCHEMES
+
+
+def system_of(url: str) -> str:
+    """OpenTelemetry's `messaging.system` of a broker: "rabbitmq", "redis", or the scheme of another one."""
+    scheme = scheme_of(url)
+    return "rabbitmq" if speaks_amqp(url) else _SYSTEMS.get(scheme, scheme)
 
 
 def why_unusable(url: str, tls: TlsOptions | None = None) -> str | None:

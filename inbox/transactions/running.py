@@ -35,6 +35,7 @@ from exactly_once.sql.faults import (
 )
 from exactly_once.sql.schema import is_missing, is_number_taken
 from exactly_once.telemetry import tracing
+from exactly_once.transport import broker
 from exactly_once.wire.context import Cause, handled
 from exactly_once.wire.envelope import Envelope
 from exactly_once.wire.text import describe
@@ -387,7 +388,7 @@ def refuse_if_uncommitted(alias: str) -> None:
 def _span(handler: Handler, envelopes: Sequence[Envelope]) -> AbstractContextManager[None]:
     options = inbox_options()
     return tracing.processing(
-        tracing.system_of(options.broker_url),
+        broker.system_of(options.broker_url),
         envelopes,
         expected=(RetryLater,),
         messaging__consumer__group__name=options.GROUP,

@@ -1,7 +1,7 @@
 """Housekeeping beside the relay: make partitions ahead, drop history older than `KEEP_HISTORY`, delete old entries.
 
 The entries are those of the trail and of the audit log, and bulk operations that have ended. See
-`operators.housekeeping`; the history of a day without a partition is in the default partition.
+`upkeep.housekeeping`; the history of a day without a partition is in the default partition.
 """
 
 import logging

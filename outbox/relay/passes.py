@@ -21,6 +21,7 @@ from django.dispatch import Signal
 from exactly_once.process.clock import monotonic
 from exactly_once.telemetry import tracing
 from exactly_once.telemetry.statistics import Tally
+from exactly_once.transport import broker
 from exactly_once.transport.interface import BrokerUnavailable, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
 from exactly_once.wire.retry import RetryPolicy
 from outbox import signals
@@ -122,7 +123,7 @@ class Pass:
         self._alias = alias
         self._transport = transport
         self._options = options
-        self._system = tracing.system_of(options.BROKER_URL)
+        self._system = broker.system_of(options.BROKER_URL)
         self._begun_at = 0.0
         self._tally = tally or Tally()
         self.topics = PausedTopics(alias, self._rate if transport.capabilities.limited else lambda topic: 0.0)

@@ -1,4 +1,4 @@
-"""The page of the alerts; see `operators.alerts`."""
+"""The page of the alerts; see `upkeep.alerting`."""
 
 from datetime import timedelta
 from typing import Any, ClassVar

@@ -298,7 +298,7 @@ def test_text_that_no_column_accepts_raises_and_is_not_truncated(text):
 
 
 def test_nothing_is_prepared_under_gevent(handles, monkeypatch):
-    monkeypatch.setattr("exactly_once.sql.prepared_statements.detect_environment", lambda: "gevent")
+    monkeypatch.setattr("exactly_once.sql.prepared_statements._is_green", lambda: True)
 
     assert deliver(handles(the_effect)) is Outcome.HANDLED
     assert (effects(), prepared()) == (1, set())
