@@ -31,14 +31,12 @@ INSTALLED_APPS = [
     "outbox",
     "inbox",
     "inbox.contrib.joins",
-    "demo_shop",
     "demo_shop.orders",
-    "demo_shop.payments",
     "demo_shop.stock",
-    "demo_shop.shipments",
+    "demo_shop.payments",
     "demo_shop.notices",
-    "demo_shop.reports",
     "demo_shop.banks",
+    "demo_shop.simulation",
 ]
 
 MIDDLEWARE = [

@@ -171,7 +171,7 @@ def record() -> list[tuple[float, Picture]]:
         django.setup()
         from django.core.management import call_command  # noqa: PLC0415
 
-        from demo_shop.management.commands import demo  # noqa: PLC0415
+        from demo_shop.simulation.management.commands import demo  # noqa: PLC0415
 
         call_command("migrate", verbosity=0)
         call_command("migrate", verbosity=0, database="savings")

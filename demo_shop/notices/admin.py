@@ -1,5 +1,5 @@
 from django.contrib import admin
 
-from demo_shop.notices.models import MailAttempt, ReviewRequest, Sms
+from demo_shop.notices.models import MailAttempt, Notice
 
-admin.site.register([MailAttempt, ReviewRequest, Sms])
+admin.site.register([MailAttempt, Notice])

@@ -7,18 +7,18 @@ from datetime import timedelta
 from django.conf import settings
 
 from demo_shop.notices import mail_provider
-from demo_shop.notices.models import ReviewRequest, Sms
+from demo_shop.notices.models import Notice
 from inbox import Lease, Message, RetryLater, idempotent_handler, leased_handler
 
 
 @idempotent_handler("shop.order.sms_due")
 def send_sms(message: Message) -> None:
-    Sms.objects.create(order=message.payload["order"], customer=message.payload["customer"])
+    Notice.objects.create(kind=Notice.Kind.SMS, **message.payload)
 
 
 @idempotent_handler("shop.order.review_due")
 def ask_for_review(message: Message) -> None:
-    ReviewRequest.objects.create(order=message.payload["order"], customer=message.payload["customer"])
+    Notice.objects.create(kind=Notice.Kind.REVIEW_REQUEST, **message.payload)
 
 
 # A mail is a call to another company, so it is made under a lease and outside of any transaction. The lease is short because

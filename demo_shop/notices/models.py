@@ -6,26 +6,18 @@ from django.db import models
 from django.db.models.functions import Now
 
 
-class Sms(models.Model):
-    order = models.CharField("order number", max_length=64, db_index=True)
-    customer = models.CharField(max_length=64)
-    sent_at = models.DateTimeField("by the database's clock", db_default=Now())
+class Notice(models.Model):
+    class Kind(models.TextChoices):
+        SMS = "SMS"
+        REVIEW_REQUEST = "review request"
 
-    class Meta:
-        verbose_name = "SMS"
-        verbose_name_plural = "SMS"
-
-    def __str__(self) -> str:
-        return f"to {self.customer} about {self.order}"
-
-
-class ReviewRequest(models.Model):
+    kind = models.CharField(max_length=14, choices=Kind)
     order = models.CharField("order number", max_length=64, db_index=True)
     customer = models.CharField(max_length=64)
     sent_at = models.DateTimeField("by the database's clock", db_default=Now())
 
     def __str__(self) -> str:
-        return f"to {self.customer} about {self.order}"
+        return f"{self.kind} to {self.customer} about {self.order}"
 
 
 class MailAttempt(models.Model):

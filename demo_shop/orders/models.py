@@ -40,6 +40,7 @@ class HistoryEntry(models.Model):
         REMINDED = "reminded"
         REMINDER_SPARED = "reminder spared"
         RATING_CLOSED = "rating closed"
+        REPORTED = "reported"
 
     order = models.ForeignKey(Order, on_delete=models.CASCADE, related_name="history")
     what = models.CharField(max_length=16, choices=What)

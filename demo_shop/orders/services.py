@@ -1,4 +1,7 @@
-"""The operations on an order. Each function is one transaction: the change and the messages about it."""
+"""The operations on an order. Each function is one transaction: the change and the messages about it.
+
+All that take the number of an order raise Order.DoesNotExist.
+"""
 
 from __future__ import annotations
 
@@ -36,41 +39,15 @@ def place_order(customer: str, product: str, quantity: int, total: Decimal, *, n
     Args:
         number: the number that the checkout page has chosen; default: a new one.
     """
-    order = Order.objects.create(
-        number=number or uuid.uuid4().hex, customer=customer, product=product, quantity=quantity, total=total
-    )
+    number = number or uuid.uuid4().hex
+    order = Order.objects.create(number=number, customer=customer, product=product, quantity=quantity, total=total)
     order.history.create(what=What.PLACED)
     announce(order)
-    publish(
-        "shop.order.sms_due",
-        {"order": order.number, "customer": order.customer},
-        biz_id=f"sms-{order.number}",
-        delay=settings.SHOP_SMS_AFTER,
-    )
-    publish("shop.order.unpaid", {"order": order.number}, biz_id=f"unpaid-{order.number}", delay=settings.SHOP_UNPAID_AFTER)
-    publish(
-        "shop.order.review_due",
-        {"order": order.number, "customer": order.customer},
-        biz_id=f"review-{order.number}",
-        delay=settings.SHOP_REVIEW_AFTER,
-    )
+    addressee = {"order": number, "customer": customer}
+    publish("shop.order.sms_due", addressee, biz_id=f"sms-{number}", delay=settings.SHOP_SMS_AFTER)
+    publish("shop.order.unpaid", {"order": number}, biz_id=f"unpaid-{number}", delay=settings.SHOP_UNPAID_AFTER)
+    publish("shop.order.review_due", addressee, biz_id=f"review-{number}", delay=settings.SHOP_REVIEW_AFTER)
     return order
-
-
-@transaction.atomic
-def take_back(number: str) -> None:
-    """Cancel an order and all messages about it. Either all of them are cancelled or nothing is changed.
-
-    Raises:
-        TooLate, Order.DoesNotExist: nothing was changed.
-    """
-    order = _locked(number)
-    for topic, name in _PUBLISHED_WITH_AN_ORDER.items():
-        decision = cancel(topic=topic, biz_id=f"{name}-{number}")
-        if not decision:
-            raise TooLate(f"{topic} of {number} is {decision.state}")
-    order.history.create(what=What.CANCELLED)
-    Order.objects.filter(pk=order.pk).update(state=State.CANCELLED)
 
 
 @transaction.atomic
@@ -81,13 +58,7 @@ def announce(order: Order) -> None:
     """
     publish(
         "shop.order.placed",
-        {
-            "order": order.number,
-            "customer": order.customer,
-            "product": order.product,
-            "quantity": order.quantity,
-            "total": order.total,
-        },
+        {"order": order.number, "product": order.product, "quantity": order.quantity, "total": order.total},
         biz_id=f"order-{order.number}",
         key=f"customer-{order.customer}",
         delay=settings.SHOP_TAKE_BACK_WITHIN,
@@ -95,8 +66,19 @@ def announce(order: Order) -> None:
 
 
 @transaction.atomic
+def take_back(number: str) -> None:
+    """Cancel an order and all messages about it. Raises TooLate: nothing was changed."""
+    order = _locked(number)
+    for topic, name in _PUBLISHED_WITH_AN_ORDER.items():
+        decision = cancel(topic=topic, biz_id=f"{name}-{number}")
+        if not decision:
+            raise TooLate(f"{topic} of {number} is {decision.state}")
+    order.history.create(what=What.CANCELLED)
+    Order.objects.filter(pk=order.pk).update(state=State.CANCELLED)
+
+
+@transaction.atomic
 def mark_paid(number: str) -> None:
-    """Raises Order.DoesNotExist."""
     order = _locked(number)
     order.history.create(what=What.PAID)
     if cancel(topic="shop.order.unpaid", biz_id=f"unpaid-{number}"):
@@ -107,10 +89,7 @@ def mark_paid(number: str) -> None:
 
 @transaction.atomic
 def remind(number: str) -> None:
-    """Send a reminder, unless the order was paid before this message arrived.
-
-    Raises Order.DoesNotExist.
-    """
+    """Send a reminder, unless the order was paid before this message arrived."""
     order = _locked(number)
     is_paid = order.history.filter(what=What.PAID).exists()
     order.history.create(what=What.REMINDER_SPARED if is_paid else What.REMINDED)
@@ -118,10 +97,7 @@ def remind(number: str) -> None:
 
 @transaction.atomic
 def mark_shipped(number: str) -> None:
-    """The order is complete; from now on the customer has `SHOP_RATE_AFTER` to rate it.
-
-    Raises Order.DoesNotExist.
-    """
+    """The order is complete; from now on the customer has `SHOP_RATE_AFTER` to rate it."""
     order = _locked(number)
     order.history.create(what=What.SHIPPED)
     Order.objects.filter(pk=order.pk).update(state=State.SHIPPED)
@@ -131,13 +107,16 @@ def mark_shipped(number: str) -> None:
         publish("shop.order.rate_by_itself", {"order": number}, biz_id=f"rating-{number}", delay=settings.SHOP_RATE_AFTER)
 
 
+def report_sale(number: str) -> None:
+    """The order is paid and shipped."""
+    Order.objects.get(number=number).history.create(what=What.REPORTED)
+
+
 @transaction.atomic
 def rate(number: str, stars: int) -> None:
-    """Store the customer's own rating, and cancel the message that would give five stars.
+    """Store the customer's own rating, and cancel the message that would give five stars. Raises AlreadyRated.
 
     If that message was already sent, its handler finds this rating and does nothing.
-
-    Raises AlreadyRated, Order.DoesNotExist.
     """
     order = _locked(number)
     if order.ratings.exists():
@@ -149,10 +128,7 @@ def rate(number: str, stars: int) -> None:
 
 @transaction.atomic
 def close_rating(number: str) -> None:
-    """Give five stars, unless the customer has rated the order.
-
-    Raises Order.DoesNotExist.
-    """
+    """Give five stars, unless the customer has rated the order."""
     order = _locked(number)
     order.history.create(what=What.RATING_CLOSED)
     if not order.ratings.exists():

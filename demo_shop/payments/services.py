@@ -44,12 +44,6 @@ def accept(event_id: str, payment_id: int, amount: Decimal) -> None:
         biz_id=f"payment-{payment.order}",
         key=f"order-{payment.order}",
     )
-    publish(
-        "payments.exported",
-        {"order": payment.order, "amount": payment.amount},
-        biz_id=f"payment-export-{payment.order}",
-        key=f"order-{payment.order}",
-    )
 
 
 def sign(body: bytes) -> str:

@@ -11,24 +11,24 @@ from django.apps import apps
 from django.conf import settings
 from django.db.models import Sum
 
-from demo_shop import audit
-from demo_shop.audit import Facts, Transfers
+from demo_shop.banks import customer
 from demo_shop.banks.models import Deposit, GiroAccount, SavingsAccount, Withdrawal
-from demo_shop.notices.models import MailAttempt, ReviewRequest, Sms
+from demo_shop.notices.models import MailAttempt, Notice
 from demo_shop.orders.models import HistoryEntry, Order, Rating
 from demo_shop.payments.models import Payment
-from demo_shop.reports.models import ReportLine
-from demo_shop.shipments.models import Shipment
-from demo_shop.simulation import transfers
+from demo_shop.simulation import audit
+from demo_shop.simulation.audit import Facts, Transfers
 from demo_shop.simulation.ledger import Deed, Ledger
-from demo_shop.stock.models import Product, StockMovement
+from demo_shop.stock.models import Product, Shipment, StockMovement
 
 What = HistoryEntry.What
 _HISTORY = {
     audit.PAID: What.PAID,
     audit.SHIPPED: What.SHIPPED,
     audit.RATING_CLOSED: What.RATING_CLOSED,
+    audit.REPORTED: What.REPORTED,
 }
+_NOTICES = {audit.SMS: Notice.Kind.SMS, audit.REVIEW_REQUEST: Notice.Kind.REVIEW_REQUEST}
 _REMINDER = (What.REMINDED, What.REMINDER_SPARED)
 _AT_REST = {"published", "cancelled", "expired", "rolled_back", "done", "skipped", "shed", "dead"}
 
@@ -122,16 +122,14 @@ def take(ledger: Ledger, results: Mapping[str, frozenset[str]], *, wanted: int, 
 
 def _effects(run: str) -> dict[str, dict[str, int]]:
     history = HistoryEntry.objects.filter(order__number__startswith=run)
-    sold = StockMovement.objects.filter(order__startswith=run)
+    notices = Notice.objects.filter(order__startswith=run)
     return {
         audit.ORDER: _by_order(Order.objects.filter(number__startswith=run).values_list("number")),
-        audit.MOVEMENT: _by_order(sold.values_list("order")),
+        audit.MOVEMENT: _by_order(StockMovement.objects.filter(order__startswith=run).values_list("order")),
         audit.PAYMENT: _by_order(Payment.objects.filter(order__startswith=run).values_list("order")),
         audit.SHIPMENT: _by_order(Shipment.objects.filter(order__startswith=run).values_list("order")),
         audit.RECEIPT: _by_order(MailAttempt.objects.filter(order__startswith=run, accepted=True).values_list("order")),
-        audit.SMS: _by_order(Sms.objects.filter(order__startswith=run).values_list("order")),
-        audit.REVIEW_REQUEST: _by_order(ReviewRequest.objects.filter(order__startswith=run).values_list("order")),
-        audit.REPORTED: _by_order(ReportLine.objects.filter(order__startswith=run).values_list("order")),
+        **{effect: _by_order(notices.filter(kind=kind).values_list("order")) for effect, kind in _NOTICES.items()},
         audit.REMINDER: _by_order(history.filter(what__in=_REMINDER).values_list("order__number")),
         audit.RATING: _by_order(Rating.objects.filter(order__number__startswith=run).values_list("order__number")),
         **{effect: _by_order(history.filter(what=what).values_list("order__number")) for effect, what in _HISTORY.items()},
@@ -155,15 +153,14 @@ def _lateness(run: str) -> dict[str, dict[str, timedelta]]:
     reminded = history.filter(what=What.REMINDED).values_list("order__number", "at")
     rated = Rating.objects.filter(order__number__startswith=run, by_itself=True).values_list("order__number", "given_at")
     reserved = StockMovement.objects.filter(order__startswith=run).values_list("order", "at")
-    sent = Sms.objects.filter(order__startswith=run).values_list("order", "sent_at")
-    asked = ReviewRequest.objects.filter(order__startswith=run).values_list("order", "sent_at")
+    notices = Notice.objects.filter(order__startswith=run).values_list("order", "sent_at")
     attempts = MailAttempt.objects.filter(order__startswith=run).order_by("at").values_list("order", "at")
     refused = dict(attempts.filter(accepted=False))
     return {
         audit.MOVEMENT: _since(placed, settings.SHOP_TAKE_BACK_WITHIN, reserved),
-        audit.SMS: _since(placed, settings.SHOP_SMS_AFTER, sent),
+        audit.SMS: _since(placed, settings.SHOP_SMS_AFTER, notices.filter(kind=_NOTICES[audit.SMS])),
         audit.REMINDER: _since(placed, settings.SHOP_UNPAID_AFTER, reminded),
-        audit.REVIEW_REQUEST: _since(placed, settings.SHOP_REVIEW_AFTER, asked),
+        audit.REVIEW_REQUEST: _since(placed, settings.SHOP_REVIEW_AFTER, notices.filter(kind=_NOTICES[audit.REVIEW_REQUEST])),
         audit.RECEIPT: _since(refused, settings.SHOP_MAIL_RETRY_AFTER, attempts.filter(accepted=True)),
         audit.RATING: _since(shipped, settings.SHOP_RATE_AFTER, rated),
     }
@@ -187,12 +184,12 @@ def _transfers(run: str, results: Mapping[str, frozenset[str]]) -> Transfers:
         *SavingsAccount.objects.filter(holder=run).values_list("balance", flat=True),
     ]
     return Transfers(
-        sent=results[transfers.SENT],
-        refused=results[transfers.REFUSED],
+        sent=results[customer.SENT],
+        refused=results[customer.REFUSED],
         withdrawn=_by_order(withdrawals.filter(amount__gt=0).values_list("transfer")),
         deposited=deposited,
         given_up=withdrawals.filter(amount=0).count(),
-        money_missing=transfers.SAVED_AT_FIRST - sum(balances),
+        money_missing=customer.SAVED_AT_FIRST - sum(balances),
     )
 
 

@@ -22,10 +22,8 @@ HANDLERS = {
     "shop.order.sms_due": 1,
     "shop.order.review_due": 1,
     "stock.reserved": 1,
-    "payment.received": 3,
-    "shipment.sent": 1,
-    "payments.exported": 1,
-    "shipments.exported": 1,
+    "payment.received": 4,
+    "shipment.sent": 2,
 }
 """Topics that are copied, and how many handlers get each copy."""
 PART_COPIED = 0.1

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from django.conf import settings
 
-from demo_shop.simulation import transfers
+from demo_shop.banks.customer import REFUSED, SENT
 from demo_shop.simulation.ledger import Deed, Ledger
 
 END_WITHIN_SECONDS = 30
@@ -109,9 +109,7 @@ class Fleet:
             for log in {worker.log for worker in self.workers if worker.command == TRANSFERS}
             for line in log.read_text().splitlines()
         ]
-        return {
-            word: frozenset(name for said, _, name in lines if said == word) for word in (transfers.SENT, transfers.REFUSED)
-        }
+        return {word: frozenset(name for said, _, name in lines if said == word) for word in (SENT, REFUSED)}
 
     def end(self, command: str = "") -> None:
         """Send SIGTERM to all, or to those of one command, and check how they end."""

@@ -21,7 +21,7 @@ from demo_shop.payments.models import Payment, State
 from demo_shop.payments.services import SIGNATURE_HEADER, sign
 from demo_shop.simulation.ledger import Deed, Ledger
 
-_HANDLERS_OF_PAYMENT_RECEIVED = 3
+_HANDLERS_OF_PAYMENT_RECEIVED = 4
 _REFUSALS = {HTTPStatus.UNAUTHORIZED, HTTPStatus.CONFLICT}
 
 

@@ -19,8 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from demo_shop import audit
-from demo_shop.audit import Audit, Facts, Finding
+from demo_shop.simulation import audit
+from demo_shop.simulation.audit import Audit, Facts, Finding
 from demo_shop.simulation.census import Traffic
 from demo_shop.simulation.fleet import Worker
 from demo_shop.simulation.ledger import Ledger

@@ -18,7 +18,10 @@ from django.conf import settings
 from django.db import connection, connections
 from rich.console import Console
 
-from demo_shop.audit import (
+from demo_shop.banks.customer import SAVED_AT_FIRST
+from demo_shop.banks.services import open_accounts
+from demo_shop.simulation import census, fleet, shopping
+from demo_shop.simulation.audit import (
     MOVEMENT,
     PAID,
     PAYMENT,
@@ -32,8 +35,6 @@ from demo_shop.audit import (
     Facts,
     audit,
 )
-from demo_shop.banks.services import open_accounts
-from demo_shop.simulation import census, fleet, shopping, transfers
 from demo_shop.simulation.census import Traffic
 from demo_shop.simulation.copies import Copier
 from demo_shop.simulation.fleet import Fleet
@@ -90,7 +91,7 @@ def run(options: Options, console: Console) -> Audit:
     ledger = Ledger(f"run{random.SystemRandom().randrange(16**6):06x}")
     screen = Screen(console, ledger)
     _introduce(options, ledger, screen)
-    open_accounts(ledger.run, transfers.SAVED_AT_FIRST)
+    open_accounts(ledger.run, SAVED_AT_FIRST)
     unfinished: list[str] = []
     with fleet.running(ledger, _commands()) as processes:
         day = _Day(options, ledger, screen, processes)

@@ -1,5 +1,5 @@
 from django.contrib import admin
 
-from demo_shop.stock.models import Product, StockMovement
+from demo_shop.stock.models import Product, Shipment, StockMovement
 
-admin.site.register([Product, StockMovement])
+admin.site.register([Product, Shipment, StockMovement])

@@ -1,11 +1,11 @@
-"""Reserve the goods of an order, and publish that for the app that requests the payment."""
+"""Reserve the goods of an order, and ship them when they are paid."""
 
 from __future__ import annotations
 
 from django.conf import settings
 
+from demo_shop.stock import services
 from demo_shop.stock.models import Product
-from demo_shop.stock.services import OutOfStock, reserve
 from inbox import Message, Reject, RetryLater, idempotent_handler
 
 
@@ -13,8 +13,13 @@ from inbox import Message, Reject, RetryLater, idempotent_handler
 def reserve_stock(message: Message) -> None:
     wanted = message.payload
     try:
-        reserve(wanted["order"], wanted["product"], wanted["quantity"], wanted["total"])
-    except OutOfStock as error:
+        services.reserve(wanted["order"], wanted["product"], wanted["quantity"], wanted["total"])
+    except services.OutOfStock as error:
         raise RetryLater(settings.SHOP_OUT_OF_STOCK_RETRY, f"{wanted['product']} is out of stock") from error
     except Product.DoesNotExist as error:
         raise Reject(f"There is no product {wanted['product']}.") from error
+
+
+@idempotent_handler("payment.received")
+def send_parcel(message: Message) -> None:
+    services.ship(message.payload["order"])

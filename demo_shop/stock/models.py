@@ -1,6 +1,6 @@
-"""The products in stock.
+"""The products in stock, and what leaves it.
 
-The order of a movement is not unique: a doubled movement must be visible, not hidden.
+The order of a movement or a shipment is not unique: a second one must be visible, not hidden.
 """
 
 from __future__ import annotations
@@ -27,3 +27,11 @@ class StockMovement(models.Model):
 
     def __str__(self) -> str:
         return f"{self.quantity:+} for {self.order or 'the shelf'}"
+
+
+class Shipment(models.Model):
+    order = models.CharField("order number", max_length=64, db_index=True)
+    sent_at = models.DateTimeField(auto_now_add=True)
+
+    def __str__(self) -> str:
+        return self.order

@@ -1,4 +1,4 @@
-"""Deliver and reserve goods: the quantity, its movement and the message change in one transaction."""
+"""Deliver, reserve and ship goods. Each function is one transaction: the change and the message about it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from decimal import Decimal
 from django.db import transaction
 from django.db.models import F
 
-from demo_shop.stock.models import Product
+from demo_shop.stock.models import Product, Shipment
 from outbox import publish
 
 
@@ -31,6 +31,12 @@ def reserve(order: str, sku: str, quantity: int, total: str | Decimal) -> None:
         raise OutOfStock(sku)
     product.movements.create(order=order, quantity=-quantity)
     publish("stock.reserved", {"order": order, "total": total}, biz_id=f"stock-{order}", key=f"order-{order}")
+
+
+@transaction.atomic
+def ship(order: str) -> None:
+    Shipment.objects.create(order=order)
+    publish("shipment.sent", {"order": order}, biz_id=f"shipment-{order}", key=f"order-{order}")
 
 
 @transaction.atomic

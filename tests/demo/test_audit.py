@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from demo_shop.audit import (
+from demo_shop.simulation.audit import (
     DEPOSIT,
     EFFECTS,
     ORDER,

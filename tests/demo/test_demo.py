@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from demo_shop.audit import EFFECTS, ORDER
+from demo_shop.simulation.audit import EFFECTS, ORDER
 
 pytestmark = pytest.mark.timeout(400)
 

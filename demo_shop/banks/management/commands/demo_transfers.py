@@ -5,7 +5,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser
 
-from demo_shop.simulation import transfers
+from demo_shop.banks import customer
 
 
 class Command(BaseCommand):
@@ -19,7 +19,7 @@ class Command(BaseCommand):
         asked: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
         self._report("Transferring until SIGTERM.")
-        transfers.run(options["run"], lambda: bool(asked), self._report)
+        customer.run(options["run"], lambda: bool(asked), self._report)
 
     def _report(self, line: str) -> None:
         self.stdout.write(line)

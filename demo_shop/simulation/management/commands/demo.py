@@ -11,7 +11,7 @@ from django.db import DEFAULT_DB_ALIAS, connections
 from django.db.migrations.executor import MigrationExecutor
 from rich.console import Console
 
-from demo_shop.audit import EFFECTS, Audit
+from demo_shop.simulation.audit import EFFECTS, Audit
 from demo_shop.simulation.story import Options, run
 
 

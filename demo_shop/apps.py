@@ -1,7 +1,0 @@
-from django.apps import AppConfig
-
-
-class DemoShopConfig(AppConfig):
-    name = "demo_shop"
-    label = "demo_shop"
-    verbose_name = "Demo shop"

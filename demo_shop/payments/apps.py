@@ -1,6 +1,0 @@
-from django.apps import AppConfig
-
-
-class PaymentsConfig(AppConfig):
-    name = "demo_shop.payments"
-    label = "payments"
