@@ -58,6 +58,41 @@ DUE_LATER = {
 Counts = Mapping[str, int]
 """How often, by order number."""
 
+SETTLED = {"published", "cancelled", "expired", "rolled_back", "done", "skipped", "shed", "dead"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """The run's rows in the outbox and the inbox.
+
+    Attributes:
+        outbox, inbox: how many, by state.
+        messages: rows of both by order number, but for outbox rows that were cancelled.
+        suppressed: what the inbox has counted as duplicates.
+        contradictions: messages with a known biz-id and other content.
+    """
+
+    outbox: Counts = field(default_factory=dict)
+    inbox: Counts = field(default_factory=dict)
+    messages: Counts = field(default_factory=dict)
+    suppressed: int = 0
+    contradictions: int = 0
+
+    @property
+    def open(self) -> dict[str, int]:
+        """The messages that are not settled, by table and state."""
+        return {
+            f"{table}, {state}": count
+            for table, states in (("outbox", self.outbox), ("inbox", self.inbox))
+            for state, count in sorted(states.items())
+            if state not in SETTLED
+        }
+
+    @property
+    def dead(self) -> int:
+        """The dead letters."""
+        return self.outbox.get("dead", 0) + self.inbox.get("dead", 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Transfers:
@@ -91,14 +126,10 @@ class Facts:
         lateness: how long after its due time an effect happened, by the database's clock; negative is early. By name of the
             effect and order number. A receipt is due `SHOP_MAIL_RETRY_AFTER` after its refusal; one that was not refused is
             not listed.
-        transfers: the counts at the two banks.
-        messages: outbox and inbox rows by order number, but for outbox rows that were cancelled.
+        transfers, traffic: the counts at the two banks, and in the outbox and the inbox.
         stock_differences: products whose quantity is not the sum of their movements, with the difference.
         injected: messages sent a second time on purpose, counted once per handler that gets the copy.
         copied: how many of these were copies of a message on the broker; None without a broker.
-        suppressed: what the inbox has counted as duplicates.
-        contradictions: messages with a known biz-id and other content.
-        dead: outbox and inbox rows that are dead letters.
         repeated_calls: calls of the webhook with an event that was stored already.
         forged_calls, contradicting_calls: calls of the webhook that had to be refused.
         refused_calls: calls that it refused.
@@ -117,13 +148,10 @@ class Facts:
     rated_by_itself: frozenset[str] = frozenset()
     lateness: Mapping[str, Mapping[str, timedelta]] = field(default_factory=dict)
     transfers: Transfers = Transfers()
-    messages: Counts = field(default_factory=dict)
+    traffic: Traffic = Traffic()
     stock_differences: Counts = field(default_factory=dict)
     injected: int = 0
     copied: int | None = None
-    suppressed: int = 0
-    contradictions: int = 0
-    dead: int = 0
     repeated_calls: int = 0
     forged_calls: int = 0
     contradicting_calls: int = 0
@@ -223,7 +251,7 @@ def _doubled(facts: Facts) -> Iterator[Finding]:
 
 
 def _ghosts(facts: Facts) -> Iterator[Finding]:
-    for effect, counts in {**facts.effects, "messages": facts.messages}.items():
+    for effect, counts in {**facts.effects, "messages": facts.traffic.messages}.items():
         for order, count in sorted(counts.items()):
             if count and order not in (facts.committed if effect == ORDER else facts.kept):
                 yield Finding(effect=effect, order=order, count=count)
@@ -252,12 +280,12 @@ def _problems(facts: Facts) -> Iterator[str]:
         yield f"the customer of {order} rated it, and it has five stars by itself"
     if facts.transfers.money_missing:
         yield f"of the money at both banks {facts.transfers.money_missing} is missing"
-    if facts.dead:
-        yield f"{facts.dead} dead letters"
-    if facts.contradictions:
-        yield f"{facts.contradictions} messages contradicted an earlier one with their biz-id"
-    if facts.suppressed < facts.injected:
-        yield f"{facts.injected} duplicates were injected and only {facts.suppressed} suppressed"
+    if facts.traffic.dead:
+        yield f"{facts.traffic.dead} dead letters"
+    if facts.traffic.contradictions:
+        yield f"{facts.traffic.contradictions} messages contradicted an earlier one with their biz-id"
+    if facts.traffic.suppressed < facts.injected:
+        yield f"{facts.injected} duplicates were injected and only {facts.traffic.suppressed} suppressed"
     refusable = facts.forged_calls + facts.contradicting_calls
     if facts.refused_calls != refusable:
         yield f"{refusable} calls of the webhook were to be refused, and {facts.refused_calls} were"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from django.apps import apps
@@ -17,8 +16,8 @@ from demo_shop.notices.models import MailAttempt, Notice
 from demo_shop.orders.models import HistoryEntry, Order, Rating
 from demo_shop.payments.models import Payment
 from demo_shop.simulation import audit
-from demo_shop.simulation.audit import Facts, Transfers
-from demo_shop.simulation.ledger import Deed, Ledger
+from demo_shop.simulation.audit import Facts, Traffic, Transfers
+from demo_shop.simulation.ledger import Deed, Fate, Ledger
 from demo_shop.stock.models import Product, Shipment, StockMovement
 
 What = HistoryEntry.What
@@ -30,7 +29,6 @@ _HISTORY = {
 }
 _NOTICES = {audit.SMS: Notice.Kind.SMS, audit.REVIEW_REQUEST: Notice.Kind.REVIEW_REQUEST}
 _REMINDER = (What.REMINDED, What.REMINDER_SPARED)
-_AT_REST = {"published", "cancelled", "expired", "rolled_back", "done", "skipped", "shed", "dead"}
 
 
 def is_local() -> bool:
@@ -38,32 +36,7 @@ def is_local() -> bool:
     return str(settings.OUTBOX["BROKER_URL"]).startswith("local://")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """The run's rows in the outbox and the inbox, by state, and the duplicates that the inbox has counted.
-
-    Attributes:
-        messages: orders' rows by order number, but for those that were cancelled.
-    """
-
-    outbox: Counter[str]
-    inbox: Counter[str]
-    messages: Counter[str]
-    suppressed: int
-    contradictions: int
-
-    @property
-    def open(self) -> dict[str, int]:
-        """The messages that are not settled, by table and state."""
-        return {
-            f"{table}, {state}": count
-            for table, states in (("outbox", self.outbox), ("inbox", self.inbox))
-            for state, count in sorted(states.items())
-            if state not in _AT_REST
-        }
-
-
-def traffic(run: str) -> Traffic:
+def _traffic(run: str) -> Traffic:
     """The models are asked for by name: the shop imports public names only."""
     outbox = apps.get_model("outbox", "OutboxMessage").objects.filter(biz_id__contains=run)
     inbox = apps.get_model("inbox", "InboxMessage").objects.filter(biz_id__contains=run)
@@ -80,7 +53,7 @@ def traffic(run: str) -> Traffic:
     )
 
 
-def take(ledger: Ledger, results: Mapping[str, frozenset[str]], *, wanted: int, kills_wanted: int) -> tuple[Facts, Traffic]:
+def take(ledger: Ledger, results: Mapping[str, frozenset[str]], *, wanted: int, kills_wanted: int) -> Facts:
     """Everything that can be counted now.
 
     Args:
@@ -89,26 +62,20 @@ def take(ledger: Ledger, results: Mapping[str, frozenset[str]], *, wanted: int, 
     While customers are still active, an order may be in the tables and not yet in their records, and look like a
     ghost. The audited count is taken after all customers have ended.
     """
-    moving = traffic(ledger.run)
-    effects = _effects(ledger.run)
-    orders = ledger.orders()
-    facts = Facts(
+    return Facts(
         wanted=wanted,
-        committed=orders.committed,
-        rolled_back=orders.rolled_back,
-        taken_back=orders.taken_back,
-        rated=orders.rated,
-        effects=effects,
+        traffic=_traffic(ledger.run),
+        effects=_effects(ledger.run),
+        committed=ledger.orders(Fate.COMMITTED),
+        rolled_back=ledger.orders(Fate.ROLLED_BACK),
+        taken_back=ledger.orders(Fate.TAKEN_BACK),
+        rated=ledger.orders(Fate.RATED),
         rated_by_itself=_rated_by_itself(ledger.run),
         lateness=_lateness(ledger.run),
         transfers=_transfers(ledger.run, results),
-        messages=moving.messages,
         stock_differences=_stock_differences(ledger.run),
         injected=ledger.count(Deed.INJECTED),
         copied=None if is_local() else ledger.count(Deed.COPIED),
-        suppressed=moving.suppressed,
-        contradictions=moving.contradictions,
-        dead=moving.outbox["dead"] + moving.inbox["dead"],
         repeated_calls=ledger.count(Deed.REPEATED_CALL),
         forged_calls=ledger.count(Deed.FORGED_CALL),
         contradicting_calls=ledger.count(Deed.CONTRADICTING_CALL),
@@ -117,7 +84,6 @@ def take(ledger: Ledger, results: Mapping[str, frozenset[str]], *, wanted: int, 
         kills_wanted=kills_wanted,
         kills=ledger.count(Deed.KILL),
     )
-    return facts, moving
 
 
 def _effects(run: str) -> dict[str, dict[str, int]]:

@@ -7,8 +7,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from dataclasses import dataclass
 from enum import Enum
+
+
+class Fate(Enum):
+    """What a customer did with an order. One that was taken back or rated was committed before."""
+
+    COMMITTED = "committed"
+    ROLLED_BACK = "rolled back"
+    TAKEN_BACK = "taken back"
+    RATED = "rated"
 
 
 class Deed(Enum):
@@ -24,16 +32,6 @@ class Deed(Enum):
     KILL = "kill"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Orders:
-    """The numbers of orders so far, by what their customers did with them."""
-
-    committed: frozenset[str]
-    rolled_back: frozenset[str]
-    taken_back: frozenset[str]
-    rated: frozenset[str]
-
-
 class Ledger:
     """Shared by all threads of a run.
 
@@ -46,40 +44,21 @@ class Ledger:
         self.run = run
         self.news: deque[str] = deque(maxlen=1000)
         self._lock = threading.Lock()
-        self._committed: set[str] = set()
-        self._rolled_back: set[str] = set()
-        self._taken_back: set[str] = set()
-        self._rated: set[str] = set()
+        self._orders: dict[Fate, set[str]] = {fate: set() for fate in Fate}
         self._deeds: Counter[Deed] = Counter()
 
-    def committed(self, number: str) -> None:
+    def record(self, fate: Fate, number: str) -> None:
         with self._lock:
-            self._committed.add(number)
+            self._orders[fate].add(number)
 
-    def rolled_back(self, number: str) -> None:
+    def orders(self, fate: Fate) -> frozenset[str]:
+        """The numbers of the orders so far."""
         with self._lock:
-            self._rolled_back.add(number)
-
-    def taken_back(self, number: str) -> None:
-        with self._lock:
-            self._taken_back.add(number)
-
-    def rated(self, number: str) -> None:
-        with self._lock:
-            self._rated.add(number)
+            return frozenset(self._orders[fate])
 
     def done(self, deed: Deed, times: int = 1) -> None:
         with self._lock:
             self._deeds[deed] += times
-
-    def orders(self) -> Orders:
-        with self._lock:
-            return Orders(
-                committed=frozenset(self._committed),
-                rolled_back=frozenset(self._rolled_back),
-                taken_back=frozenset(self._taken_back),
-                rated=frozenset(self._rated),
-            )
 
     def count(self, deed: Deed) -> int:
         with self._lock:

@@ -21,7 +21,6 @@ from rich.text import Text
 
 from demo_shop.simulation import audit
 from demo_shop.simulation.audit import Audit, Facts, Finding
-from demo_shop.simulation.census import Traffic
 from demo_shop.simulation.fleet import Worker
 from demo_shop.simulation.ledger import Ledger
 
@@ -71,13 +70,13 @@ class Screen:
         # A terminal breaks lines between words; a log has whole lines.
         self._console.print(text, highlight=False, soft_wrap=not self._console.is_terminal)
 
-    def show(self, facts: Facts, traffic: Traffic, workers: Sequence[Worker], *, last: bool = False) -> None:
+    def show(self, facts: Facts, workers: Sequence[Worker], *, last: bool = False) -> None:
         if self._live is not None:
-            self._live.update(self._picture(facts, traffic, workers), refresh=True)
+            self._live.update(self._picture(facts, workers), refresh=True)
         elif last or time.monotonic() - self._line_at >= _SECONDS_BETWEEN_LINES:
             self._line_at = time.monotonic()
             self._print_news()
-            self.say(self._line(facts, traffic))
+            self.say(self._line(facts))
 
     def show_audit(self, result: Audit) -> None:
         self._print_news()
@@ -92,10 +91,10 @@ class Screen:
         verdict, style = ("passed", "bold green") if result.passed else ("FAILED", "bold red")
         self._console.print(Text(f"Audit {verdict} after {self._seconds:.1f} s.", style=style))
 
-    def _picture(self, facts: Facts, traffic: Traffic, workers: Sequence[Worker]) -> RenderableType:
+    def _picture(self, facts: Facts, workers: Sequence[Worker]) -> RenderableType:
         first = (
             Panel(self._shop(facts), title=f"shop, open for {self._seconds:.0f} s", width=44, height=_HEIGHT),
-            Panel(_messages(facts, traffic), title="messages", width=34, height=_HEIGHT),
+            Panel(_messages(facts), title="messages", width=34, height=_HEIGHT),
         )
         title = f"processes, {facts.kills} killed"
         if self._console.width >= _WIDE:
@@ -122,14 +121,14 @@ class Screen:
         grid.add_row("cancelled", Text("after the commit", style="dim"), str(len(facts.taken_back)))
         return grid
 
-    def _line(self, facts: Facts, traffic: Traffic) -> str:
+    def _line(self, facts: Facts) -> str:
         stages = "  ".join(f"{name} {len(facts.effects[effect])}" for effect, name in _STAGES)
-        on_its_way = sum(traffic.open.values())
+        on_its_way = sum(facts.traffic.open.values())
         return (
             f"{self._seconds:5.1f} s  placed {len(facts.committed)}/{facts.wanted} "
             f"(rolled back {len(facts.rolled_back)}, cancelled {len(facts.taken_back)})  {stages}  open {on_its_way}  "
             f"transfers {len(facts.transfers.deposited)}  "
-            f"suppressed {facts.suppressed} (injected {facts.injected})  kills {facts.kills}"
+            f"suppressed {facts.traffic.suppressed} (injected {facts.injected})  kills {facts.kills}"
         )
 
     def _print_news(self) -> None:
@@ -155,18 +154,18 @@ def _share(done: int, total: int) -> str:
     return f"{done}/{total}"
 
 
-def _messages(facts: Facts, traffic: Traffic) -> RenderableType:
+def _messages(facts: Facts) -> RenderableType:
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column()
     grid.add_column(justify="right")
     for table, states, shown in (
-        ("outbox", traffic.outbox, ("prepared", "scheduled", "ready", "published")),
-        ("inbox", traffic.inbox, ("received", "retrying", "done")),
+        ("outbox", facts.traffic.outbox, ("prepared", "scheduled", "ready", "published")),
+        ("inbox", facts.traffic.inbox, ("received", "retrying", "done")),
     ):
         for state in (*shown, *sorted(set(states) - set(shown))):
-            grid.add_row(f"{table} {state}", str(states[state]), style=_STYLE_OF_STATE.get(state, "yellow"))
+            grid.add_row(f"{table} {state}", str(states.get(state, 0)), style=_STYLE_OF_STATE.get(state, "yellow"))
     grid.add_row("duplicates injected", str(facts.injected), style="dim")
-    grid.add_row("duplicates suppressed", str(facts.suppressed), style="bold")
+    grid.add_row("duplicates suppressed", str(facts.traffic.suppressed), style="bold")
     return grid
 
 
@@ -206,8 +205,8 @@ def _audit_table(result: Audit) -> Table:
     table.add_row("duplicates injected", str(facts.injected), _must("some", bool(facts.injected)))
     if facts.copied is not None:
         table.add_row("… by copying on the broker", str(facts.copied), _must("some", bool(facts.copied)))
-    enough = facts.suppressed >= facts.injected
-    table.add_row("duplicates suppressed", str(facts.suppressed), _must("no fewer than that", enough))
+    enough = facts.traffic.suppressed >= facts.injected
+    table.add_row("duplicates suppressed", str(facts.traffic.suppressed), _must("no fewer than that", enough))
     table.add_row("webhook calls repeated", str(facts.repeated_calls), "")
     refusable = facts.forged_calls + facts.contradicting_calls
     table.add_row("webhook calls refused", str(facts.refused_calls), _must(str(refusable), facts.refused_calls == refusable))
@@ -221,7 +220,7 @@ def _audit_table(result: Audit) -> Table:
     table.add_row("transfers given up by the checker", str(transfers.given_up), _must("some", bool(transfers.given_up)))
     table.add_row("money missing", str(transfers.money_missing), _must("0", not transfers.money_missing))
     table.add_section()
-    table.add_row("dead letters", str(facts.dead), _must("0", not facts.dead))
+    table.add_row("dead letters", str(facts.traffic.dead), _must("0", not facts.traffic.dead))
     table.add_section()
     table.add_row("lost effects", str(len(result.lost)), _must("0", not result.lost), style="bold")
     table.add_row("doubled effects", str(len(result.doubled)), _must("0", not result.doubled), style="bold")

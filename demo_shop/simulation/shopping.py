@@ -22,7 +22,7 @@ from django.db import transaction
 
 from demo_shop.orders import services as orders
 from demo_shop.orders.models import HistoryEntry
-from demo_shop.simulation.ledger import Deed, Ledger
+from demo_shop.simulation.ledger import Deed, Fate, Ledger
 from demo_shop.stock import services as stock
 
 PRODUCTS = {"mug": Decimal("9.90"), "lamp": Decimal("34.50"), "chair": Decimal("119.00")}
@@ -151,9 +151,9 @@ class Customers:
                 if purchase.abandoned:
                     _change_mind()
         except ChangedMind:
-            self._ledger.rolled_back(purchase.number)
+            self._ledger.record(Fate.ROLLED_BACK, purchase.number)
             return False
-        self._ledger.committed(purchase.number)
+        self._ledger.record(Fate.COMMITTED, purchase.number)
         if purchase.submitted_twice:
             self._ledger.done(Deed.INJECTED, _HANDLERS_OF_ORDER_PLACED)
             orders.announce(order)
@@ -167,7 +167,7 @@ class Customers:
             except orders.TooLate:
                 self._ledger.done(Deed.TOO_LATE)
             else:
-                self._ledger.taken_back(purchase.number)
+                self._ledger.record(Fate.TAKEN_BACK, purchase.number)
         if purchase.stars and purchase.rated_at_once:
             rate(purchase, self._ledger)
 
@@ -177,7 +177,7 @@ class Customers:
                 orders.place_order(purchase.customer, purchase.product, 1, purchase.total, number=purchase.gift)
                 _change_mind()
         except ChangedMind:
-            self._ledger.rolled_back(purchase.gift)
+            self._ledger.record(Fate.ROLLED_BACK, purchase.gift)
 
 
 class Critics:
@@ -206,7 +206,7 @@ def rate(purchase: Purchase, ledger: Ledger) -> None:
         orders.rate(purchase.number, purchase.stars)
     except orders.AlreadyRated:
         return
-    ledger.rated(purchase.number)
+    ledger.record(Fate.RATED, purchase.number)
 
 
 def _change_mind() -> NoReturn:

@@ -35,7 +35,6 @@ from demo_shop.simulation.audit import (
     Facts,
     audit,
 )
-from demo_shop.simulation.census import Traffic
 from demo_shop.simulation.copies import Copier
 from demo_shop.simulation.fleet import Fleet
 from demo_shop.simulation.ledger import Ledger
@@ -99,10 +98,10 @@ def run(options: Options, console: Console) -> Audit:
             try:
                 day.run_until_finished()
             except NoProgress:
-                unfinished = list(_missing(*day.look()))
+                unfinished = list(_missing(day.look()))
             processes.end()
-            facts, traffic = day.look()
-            screen.show(facts, traffic, processes.workers, last=True)
+            facts = day.look()
+            screen.show(facts, processes.workers, last=True)
     result = audit(replace(facts, unfinished=tuple(unfinished), bad_ends=tuple(processes.bad_ends)))
     screen.show_audit(result)
     python = os.path.relpath(sys.executable)
@@ -148,12 +147,12 @@ class _Day:
                 all_have_ended = all(future.done() for future in [*visitors, *residents])
                 worked_before = time.thread_time()
                 self._processes.mend()
-                facts, traffic = self._look_and_show()
+                facts = self._look_and_show()
                 _raise_failures([*visitors, *residents])
                 if all(future.done() for future in visitors):
                     if facts.transfers.given_up and facts.transfers.deposited:
                         self._processes.end(fleet.TRANSFERS)
-                    if not any(_missing(facts, traffic)):
+                    if not any(_missing(facts)):
                         # Nothing is left to do. That is final when no thread can send another copy.
                         closing.set()
                         if all_have_ended:
@@ -166,17 +165,17 @@ class _Day:
                 worked = time.thread_time() - worked_before
                 stop.wait(max(_LOOK_EVERY_SECONDS, worked / _PART_OF_A_PROCESSOR_FOR_LOOKING))
 
-    def look(self) -> tuple[Facts, Traffic]:
+    def look(self) -> Facts:
         return census.take(
             self._ledger, self._processes.results(), wanted=self._options.orders, kills_wanted=self._options.kills
         )
 
-    def _look_and_show(self) -> tuple[Facts, Traffic]:
-        facts, traffic = self.look()
-        self._screen.show(facts, traffic, self._processes.workers)
+    def _look_and_show(self) -> Facts:
+        facts = self.look()
+        self._screen.show(facts, self._processes.workers)
         if any(all(order in facts.effects[effect] for effect in _CHAIN) for order in facts.committed):
             self._chain_is_proven.set()
-        return facts, traffic
+        return facts
 
     def _kill_some(self, stop: threading.Event) -> None:
         self._processes.kill_some(self._options.kills, random.Random(self._options.seed), stop)
@@ -247,10 +246,10 @@ def _happened(facts: Facts) -> int:
     """A count that only grows, to detect progress."""
     transfers = facts.transfers
     counted = [facts.committed, transfers.withdrawn, transfers.deposited, *facts.effects.values()]
-    return sum(map(len, counted)) + facts.kills + facts.suppressed + transfers.given_up
+    return sum(map(len, counted)) + facts.kills + facts.traffic.suppressed + transfers.given_up
 
 
-def _missing(facts: Facts, traffic: Traffic) -> Iterator[str]:
+def _missing(facts: Facts) -> Iterator[str]:
     """What must still happen before the run is finished, in words."""
     if len(facts.committed) < facts.wanted:
         yield f"{facts.wanted - len(facts.committed)} orders are not placed"
@@ -263,7 +262,7 @@ def _missing(facts: Facts, traffic: Traffic) -> Iterator[str]:
     for effect, findings in groupby(audit(facts).lost, key=lambda finding: finding.effect):
         orders = [finding.order for finding in findings]
         yield f"{effect} of {len(orders)} orders are missing, {orders[0]} first"
-    for where, count in traffic.open.items():
+    for where, count in facts.traffic.open.items():
         yield f"{count} messages are still in the {where}"
-    if facts.suppressed < facts.injected:
-        yield f"{facts.injected - facts.suppressed} duplicates have not arrived"
+    if facts.traffic.suppressed < facts.injected:
+        yield f"{facts.injected - facts.traffic.suppressed} duplicates have not arrived"

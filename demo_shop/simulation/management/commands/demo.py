@@ -90,7 +90,7 @@ def _as_json(result: Audit) -> dict[str, Any]:
         "effects": {effect: result.total(effect) for effect in EFFECTS},
         "duplicates_injected": facts.injected,
         "copied_on_the_broker": facts.copied,
-        "duplicates_suppressed": facts.suppressed,
+        "duplicates_suppressed": facts.traffic.suppressed,
         "webhook_calls_repeated": facts.repeated_calls,
         "webhook_calls_refused": facts.refused_calls,
         "transfers": {
@@ -102,7 +102,7 @@ def _as_json(result: Audit) -> dict[str, Any]:
             "money_missing": facts.transfers.money_missing,
         },
         "kills": facts.kills,
-        "dead": facts.dead,
+        "dead": facts.traffic.dead,
         "lost": [asdict(finding) for finding in result.lost],
         "doubled": [asdict(finding) for finding in result.doubled],
         "ghosts": [asdict(finding) for finding in result.ghosts],
