@@ -61,7 +61,8 @@ def became(transfer_id):
 
 
 def transferring(world, transfer_id, **how):
-    return world.command("bank_transfer", transfer_id, ADA, str(AMOUNT), outbox={"CHECKS": {**OFTEN, "THREADS": 1}}, **how)
+    code = f"from tests.support.apps.bank.transfers import transfer; transfer({transfer_id!r}, {ADA!r}, {AMOUNT})"
+    return world.command("shell", "--command", code, outbox={"CHECKS": {**OFTEN, "THREADS": 1}}, **how)
 
 
 def test_a_transfer_is_neither_lost_nor_doubled_whichever_process_is_killed(bank):
