@@ -12,6 +12,6 @@ Messages with a delay: an SMS 20 minutes after an order and a request for a revi
 order that is cancelled in time also cancels its messages. A receipt that the mail provider refuses is sent again 10 minutes
 later (`notices`). A sale is reported when its payment and its shipment have both arrived (`orders`).
 
-Two more packages are no part of the shop. `banks` is an example of prepared messages, with a second database. `simulation` is
+Two more packages are not part of the shop. `banks` is an example of prepared messages, with a second database. `simulation` is
 `manage.py demo`: it simulates many customers of both, kills processes, and audits the result.
 """

@@ -13,12 +13,13 @@ from inbox import Lease, Message, RetryLater, idempotent_handler, leased_handler
 
 @idempotent_handler("shop.order.sms_due")
 def send_sms(message: Message) -> None:
-    Notice.objects.create(kind=Notice.Kind.SMS, **message.payload)
+    Notice.objects.create(kind=Notice.Kind.SMS, order=message.payload["order"], customer=message.payload["customer"])
 
 
 @idempotent_handler("shop.order.review_due")
 def ask_for_review(message: Message) -> None:
-    Notice.objects.create(kind=Notice.Kind.REVIEW_REQUEST, **message.payload)
+    kind = Notice.Kind.REVIEW_REQUEST
+    Notice.objects.create(kind=kind, order=message.payload["order"], customer=message.payload["customer"])
 
 
 # A mail is a call to another company, so it is made under a lease and outside of any transaction. The lease is short because

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import math
 import uuid
-from collections.abc import Sequence
 from copy import copy
 from datetime import timedelta
 from typing import Any
+
+from django.db.models import CharField, TextField
 
 import inbox.models
 import outbox.models
@@ -34,10 +35,12 @@ from tests.support.heartbeats import a_consumer, a_relay
 from tests.support.inbox_rows import store_message
 
 PLACED, PAID, SHIPPED, SMS = "shop.order.placed", "shop.order.paid", "shop.order.shipped", "shop.sms.due"
+COUPON = "shop.coupon.granted"
 RESERVE, CHARGE, PARCEL, TEXT = "stock.reserve_stock", "payments.request_payment", "shipments.send_parcel", "notices.send_sms"
 TOPIC_OF = {RESERVE: PLACED, CHARGE: PLACED, PARCEL: PAID, TEXT: SMS}
 SECOND, MINUTE, HOUR = timedelta(seconds=1), timedelta(minutes=1), timedelta(hours=1)
 
+PAUSE = "The mail provider asks us to wait until 18:00."
 TIMEOUT = ("payments.gateway.GatewayTimeout", "shop/payments/gateway.py:charge:88", "no answer within 10 s")
 AMOUNT = ("ValueError", "shop/payments/handlers.py:request_payment:23", "the amount '12,50' is not a number")
 ADDRESS = ("shipments.errors.UnknownPostcode", "shop/shipments/labels.py:label_for:41", "no carrier serves the postcode 99999")
@@ -68,30 +71,17 @@ def a_busy_day(*, hours: int = 24, history: int = 0) -> None:
 
 def _statistics(hours: int) -> None:
     now = utcnow().replace(second=0, microsecond=0)
-    minutes = [now - number * MINUTE for number in range(1, 60 * hours)]
     rows = []
-    for number, minute in enumerate(minutes):
-        rate = 320 + 140 * math.sin(number / 9) + 60 * math.sin(number / 2.3)
+    for number in range(60 * hours - 1):
+        minute = now - (number + 1) * MINUTE
+        sent = int(320 + 140 * math.sin(number / 9) + 60 * math.sin(number / 2.3))
         trouble = max(0.0, 40 * math.sin((number - 8) / 7)) if number < 30 else 0.0
-        sent = int(rate)
-        rows.append(
-            _minute(
-                "outbox",
-                minute,
-                {"published": sent, "retried": int(trouble / 4)},
-                to_broker=_histogram(sent, 0.012 + 0.008 * abs(math.sin(number / 6))),
-            )
-        )
-        counts = {
-            "handled": sent - int(trouble),
-            "failed": int(trouble),
-            "deferred": int(trouble / 3),
-            "redeliveries": int(2 + math.sin(number / 3)),
-            "resends": number % 2,
-            "repeats": int(number % 7 == 0),
-        }
+        published = {"published": sent, "retried": int(trouble / 4)}
+        rows.append(_minute("outbox", minute, published, to_broker=_histogram(sent, 0.012 + 0.008 * abs(math.sin(number / 6)))))
+        counts = {"handled": sent - int(trouble), "failed": int(trouble), "deferred": int(trouble / 3)}
+        copies = {"redeliveries": int(2 + math.sin(number / 3)), "resends": number % 2, "repeats": int(number % 7 == 0)}
         times = {"to_inbox": _histogram(sent, 0.03), "to_effect": _histogram(sent, 0.045 + trouble / 150)}
-        rows.append(_minute("inbox", minute, counts, **times))
+        rows.append(_minute("inbox", minute, counts | copies, **times))
         if trouble:
             rows.append(_minute("inbox", minute, {"failed": int(trouble * 0.8)}, subject=CHARGE))
             rows.append(_minute("inbox", minute, {"failed": int(trouble * 0.2)}, subject=PARCEL))
@@ -151,43 +141,38 @@ def _outbox() -> None:
     for number in range(9):
         later = -(1 + number * number) * 7 * MINUTE
         a_message(State.SCHEDULED, topic=SMS, biz_id=_order(number), ago=13 * MINUTE, due_ago=later, **_of(number))
-    _failing_outbox("returned", "NO_ROUTE: no queue is bound for the topic shop.coupon.granted", "shop.coupon.granted", 5)
-    _failing_outbox("nacked", "the broker answered basic.nack", SMS, 3)
-    dead = a_message(State.DEAD, topic="shop.invoice.made", biz_id=_order(41), key="customer-17", ago=2 * HOUR)
-    _fail_outbox(dead, "too large", "PRECONDITION_FAILED: the body has 21,004,812 bytes, the broker takes 16,777,216", 5)
+    unroutable = ("returned", f"NO_ROUTE: no queue is bound for the topic {COUPON}")
+    for failure, topic, count in ((unroutable, COUPON, 5), (("nacked", "the broker answered basic.nack"), SMS, 3)):
+        for number in range(count):
+            failed = _refused(*failure, 2 + number, ago=(9 + number) * MINUTE)
+            a_message(State.RETRYING, topic=topic, biz_id=_order(number), due_ago=-MINUTE, **failed)
+    too_large = "PRECONDITION_FAILED: the body has 21,004,812 bytes, the broker takes 16,777,216"
+    failed = _refused("too large", too_large, 5, ago=2 * HOUR)
+    a_message(State.DEAD, topic="shop.invoice.made", biz_id=_order(41), key="customer-17", **failed)
     a_message(State.WAITING, topic="shop.invoice.made", biz_id=_order(42), key="customer-17", ago=4 * MINUTE)
     for number in range(4):
         a_message(State.PAUSED, topic="shop.review.due", biz_id=_order(number), ago=20 * MINUTE)
-    a_message(State.CANCELLED, topic=SMS, biz_id=_order(50), ago=3 * HOUR, settled_at=utcnow() - HOUR)
-    a_message(State.EXPIRED, topic="shop.offer.made", biz_id=_order(51), ago=3 * HOUR, settled_at=utcnow() - HOUR)
-    a_message(State.PREPARED, topic="bank.transfer.made", biz_id="transfer-7731", ago=40 * SECOND, due_ago=-20 * SECOND)
-    a_message(
-        State.STUCK, topic="bank.transfer.made", biz_id="transfer-7702", ago=5 * HOUR, attempts=15, last_error="unknown: no row"
-    )
-    outbox.models.PausedTopic.objects.create(
-        topic="shop.review.due",
-        paused_by="ada in the admin",
-        reason="The mail provider asks us to wait until 18:00.",
-        paused_at=utcnow() - 20 * MINUTE,
-    )
-    outbox.models.PausedTopic.objects.create(
-        topic="shop.coupon.granted",
-        reason="20 refusals in a row: NO_ROUTE",
-        paused_at=utcnow() - MINUTE,
-        probe_at=utcnow() + 30 * SECOND,
-        pause_seconds=60,
-    )
+    settled = {"ago": 3 * HOUR, "settled_at": utcnow() - HOUR}
+    a_message(State.CANCELLED, topic=SMS, biz_id=_order(50), **settled)
+    a_message(State.EXPIRED, topic="shop.offer.made", biz_id=_order(51), **settled)
+    transfer = "bank.transfer.made"
+    a_message(State.PREPARED, topic=transfer, biz_id="transfer-7731", ago=40 * SECOND, due_ago=-20 * SECOND)
+    a_message(State.STUCK, topic=transfer, biz_id="transfer-7702", ago=5 * HOUR, attempts=15, last_error="unknown: no row")
+    for topic, columns in {
+        "shop.review.due": {"paused_by": "ada in the admin", "reason": PAUSE, "paused_at": utcnow() - 20 * MINUTE},
+        COUPON: {
+            "reason": "20 refusals in a row: NO_ROUTE",
+            "paused_at": utcnow() - MINUTE,
+            "probe_at": utcnow() + 30 * SECOND,
+            "pause_seconds": 60,
+        },
+    }.items():
+        outbox.models.PausedTopic.objects.create(topic=topic, **columns)
     for number, error in enumerate(("", "ConnectionError: the ledger is unavailable")):
-        message = a_message(State.PUBLISHED, topic=PAID, biz_id=_order(70 + number), settled_at=utcnow())
-        PendingCallback.objects.create(
-            message=message,
-            event="published",
-            settled_at=utcnow(),
-            callback="payments.book_in_the_ledger",
-            attempts=3 * number,
-            available_at=utcnow() + number * MINUTE,
-            last_error=error,
-        )
+        now = utcnow()
+        due = {"settled_at": now, "available_at": now + number * MINUTE, "attempts": 3 * number, "last_error": error}
+        message = a_message(State.PUBLISHED, topic=PAID, biz_id=_order(70 + number), settled_at=now)
+        PendingCallback.objects.create(message=message, event="published", callback="payments.book_in_the_ledger", **due)
 
 
 def _history(count: int) -> None:
@@ -212,20 +197,10 @@ def _order(number: int) -> str:
     return f"order-{10_240 + number}"
 
 
-def _failing_outbox(kind: str, error: str, topic: str, count: int) -> None:
-    for number in range(count):
-        row = a_message(State.RETRYING, topic=topic, biz_id=_order(number), ago=(9 + number) * MINUTE, due_ago=-MINUTE)
-        _fail_outbox(row, kind, error, 2 + number)
-
-
-def _fail_outbox(row: OutboxMessage, kind: str, error: str, attempts: int) -> None:
-    OutboxMessage.objects.filter(pk=row.pk).update(
-        error_class=kind,
-        last_error=error,
-        attempts=attempts,
-        failing_since=row.created_at + SECOND,
-        failed_at=utcnow() - 20 * SECOND,
-    )
+def _refused(kind: str, error: str, attempts: int, *, ago: timedelta) -> dict[str, Any]:
+    """The columns of a message that the broker has not taken since it was published."""
+    since = {"failing_since": utcnow() - ago + SECOND, "failed_at": utcnow() - 20 * SECOND}
+    return {"ago": ago, "error_class": kind, "last_error": error, "attempts": attempts, **since}
 
 
 # ------------------------------------------------------------------------------------------------------------------ inbox
@@ -277,20 +252,12 @@ def _a_chain() -> None:
 
 def _endpoints() -> None:
     now = utcnow()
+    answer = "POST https://{}.example/in was answered with {}".format
+    unavailable = {"failures": 6, "probe_at": now + MINUTE, "reason": answer("accounting", "503: maintenance until 15:00")}
     for name, columns in {
         "warehouse": {"topics": [PLACED, PAID], "state_since": now - 9 * HOUR},
-        "accounting": {
-            "state": "paused",
-            "state_since": now - MINUTE,
-            "probe_at": now + MINUTE,
-            "failures": 6,
-            "reason": "POST https://accounting.example/in was answered with 503: maintenance until 15:00",
-        },
-        "old-partner": {
-            "state": "disabled",
-            "state_since": now - 5 * HOUR,
-            "reason": "POST https://old-partner.example/in was answered with 410.",
-        },
+        "accounting": {"state": "paused", "state_since": now - MINUTE, **unavailable},
+        "old-partner": {"state": "disabled", "state_since": now - 5 * HOUR, "reason": answer("old-partner", "410.")},
     }.items():
         Endpoint.objects.create(name=name, url=f"https://{name}.example/in", **columns)
 
@@ -346,64 +313,50 @@ def failing(
 
 def _attempt(number: int, failure: tuple[str, str, str], at: Any) -> dict[str, Any]:
     kind, place, error = failure
-    frames: Sequence[str] = ()
+    short = kind.rpartition(".")[2]
+    last, own = f"{short}: {error}\n", ""
     if kind in _CALLERS:
+        frame = '  File "{}", line {}, in {}\n    {}\n'.format
         file, function, line, code = _CALLERS[kind]
-        frames = [f'  File "{file}", line {line}, in {function}\n    {code}\n']
+        own = frame(file, line, function, code)
         if not place.startswith(f"{file}:{function}:"):
-            frames = [*frames, '  File "{}", line {}, in {}\n    raise {}("{}")\n'.format(*_parts(place), _short(kind), error)]
-    last = f"{_short(kind)}: {error}\n"
+            file, function, number_of_line = place.split(":")
+            own += frame(file, number_of_line, function, f'raise {short}("{error}")')
+        own += last
     library = '  File "/usr/lib/python3.12/contextlib.py", line 81, in inner\n    return func(*args, **kwds)\n'
     return {
         "attempt": number + 1,
         "at": at.isoformat(),
         "class": kind,
         "place": place,
-        "error": f"{_short(kind)}: {error}",
-        "own": "".join(frames) + last if frames else "",
-        "traceback": f"Traceback (most recent call last):\n{library}{''.join(frames)}{last}" if frames else "",
+        "error": last.strip(),
+        "own": own,
+        "traceback": own and f"Traceback (most recent call last):\n{library}{own}",
     }
-
-
-def _parts(place: str) -> tuple[str, str, str]:
-    file, function, line = place.split(":")
-    return file, line, function
-
-
-def _short(kind: str) -> str:
-    return kind.rpartition(".")[2]
 
 
 def _a_life() -> None:
     """One message from its transaction to its failures, in the trails of both apps."""
-    sent = a_message(State.PUBLISHED, topic=PLACED, biz_id="order-10299", ago=12 * MINUTE, settled_at=utcnow(), **_of(59))
-    received = failing(CHARGE, "order-10299", AMOUNT, attempts=2, dead=True, ago=12 * MINUTE, message_id=str(sent.message_id))
-    a_handled(RESERVE, "order-10299", ago=12 * MINUTE, message_id=str(sent.message_id))
-    begin = sent.created_at
-    for seconds, was, became in ((0.4, "ready", "retrying"), (2.4, "retrying", "ready"), (2.43, "ready", "published")):
-        outbox.models.TrailEntry.objects.create(
-            message_id=sent.message_id,
-            was=was,
-            became=became,
-            at=begin + timedelta(seconds=seconds),
-            process="shop-web-1:811:lane-1",
-            reason="the connection to the broker ended" if became == "retrying" else "",
-        )
-    steps = [
+    told = {"biz_id": "order-10299", "ago": 12 * MINUTE}
+    sent = a_message(State.PUBLISHED, topic=PLACED, settled_at=utcnow(), **told, **_of(59))
+    failing(CHARGE, failure=AMOUNT, attempts=2, dead=True, message_id=str(sent.message_id), **told)
+    a_handled(RESERVE, message_id=str(sent.message_id), **told)
+    begin, process = sent.created_at, "shop-web-1:811:lane-1"
+    for seconds, was, became, reason in (
+        (0.4, "ready", "retrying", "the connection to the broker ended"),
+        (2.4, "retrying", "ready", ""),
+        (2.43, "ready", "published", ""),
+    ):
+        step = {"was": was, "became": became, "reason": reason, "at": begin + seconds * SECOND, "process": process}
+        outbox.models.TrailEntry.objects.create(message_id=sent.message_id, **step)
+    process = "shop-worker-1:902:worker-3"
+    for handler, seconds, was, became, reason in (
         (RESERVE, 2.45, "", "done", ""),
         (CHARGE, 2.46, "received", "retrying", AMOUNT[2]),
         (CHARGE, 32.5, "retrying", "dead", AMOUNT[2]),
-    ]
-    for handler, seconds, was, became, reason in steps:
-        inbox.models.TrailEntry.objects.create(
-            message_id=received.message_id,
-            handler=handler,
-            was=was,
-            became=became,
-            at=begin + timedelta(seconds=seconds),
-            process="shop-worker-1:902:worker-3",
-            reason=reason,
-        )
+    ):
+        step = {"was": was, "became": became, "reason": reason, "at": begin + seconds * SECOND, "process": process}
+        inbox.models.TrailEntry.objects.create(message_id=str(sent.message_id), handler=handler, **step)
 
 
 # ------------------------------------------------------------------------------------------------- what operators have done
@@ -411,102 +364,56 @@ def _a_life() -> None:
 
 def _decisions() -> None:
     now = utcnow()
-    operations = [
-        ("retry", f"failure group {TIMEOUT[0]} {TIMEOUT[1]}", "finished", (412, 409, 2, 1), {}),
-        ("retry", f"failure group {AMOUNT[0]} {AMOUNT[1]}", "stopped", (31, 1, 0, 0), {"is_canary": True}),
-        ("skip", "all messages with handler notices.send_sms, state dead", "cancelled", (5_000, 1_200, 0, 0), {}),
-        ("retry", f"failure group {TIMEOUT[0]} {TIMEOUT[1]}", "running", (1_180, 640, 3, 0), {"rate": 50}),
-    ]
-    for number, (action, selection, state, (total, done, refused, failed), given) in enumerate(operations):
+    timeouts, amounts = (f"failure group {kind} {place}" for kind, place, _ in (TIMEOUT, AMOUNT))
+    again = "wave 1: 1 of 1 messages failed again as before (ValueError)"
+    canary = {"is_canary": True, "wave": 1, "failed_again": 1, "stopped_because": again}
+    for number, (action, selection, state, total, done, columns) in enumerate(
+        [
+            ("retry", timeouts, "finished", 412, 409, {"refused": 2, "failed": 1}),
+            ("retry", amounts, "stopped", 31, 1, canary),
+            ("skip", f"all messages with handler {TEXT}, state dead", "cancelled", 5_000, 1_200, {"cancelled_by": "ada"}),
+            ("retry", timeouts, "running", 1_180, 640, {"refused": 3, "rate": 50}),
+        ]
+    ):
         began = now - (4 - number) * 13 * MINUTE
-        is_open = state == "running"
-        Operation.objects.create(
-            app="inbox",
-            action=action,
-            selection=selection,
-            state=state,
-            total=total,
-            done=done,
-            refused=refused,
-            failed=failed,
-            requested_by="ada",
-            reason="The gateway works again.",
-            reasons={"it is done now": refused} if refused else {},
-            unchanged=[[1, "shop.order.placed order-10240", "it is done now"]] if refused else [],
-            stopped_because="wave 1: 1 of 1 messages failed again as before (ValueError)" if state == "stopped" else "",
-            cancelled_by="ada" if state == "cancelled" else "",
-            wave=1 if state == "stopped" else 0,
-            failed_again=1 if state == "stopped" else 0,
-            planned_at=now - 15 * SECOND if is_open else began,
-            started_at=now - 13 * SECOND if is_open else began + SECOND,
-            ended_at=None if is_open else began + MINUTE,
-            holder="shop-worker-1:902",
-            **given,
-        )
-    Operation.objects.create(
-        app="outbox",
-        action="restore",
-        selection="failure group returned shop.coupon.granted",
-        state="planned",
-        total=5,
-        requested_by="ada",
-        planned_at=now - 3 * SECOND,
-    )
-    FailureNote.objects.create(
-        app="inbox",
-        error_class=TIMEOUT[0],
-        place=TIMEOUT[1],
-        note="The payment gateway is slow since 14:20. Their status page says: until 16:00. Retry as a canary then.",
-        written_by="ada",
-        written_at=now - 14 * MINUTE,
-    )
-    FailureNote.objects.create(
-        app="outbox",
-        error_class="returned",
-        place="shop.coupon.granted",
-        note="The coupon service is deployed at 15:00 and declares its queue.",
-        written_by="grace",
-        written_at=now - 8 * MINUTE,
-    )
-    alerts = [
-        ("outbox", "unroutable", "shop.coupon.granted", "Its messages cannot be delivered, and wait. NO_ROUTE."),
-        ("inbox", "dead", "", "New dead letters within 15 min: 6. Retry, correct or skip them."),
-        ("inbox", "no_consumer", PARCEL, "No consumer ran for the handler shipments.send_parcel."),
-    ]
-    for number, (app, condition, on, summary) in enumerate(alerts):
-        cleared = number == 2
-        Alert.objects.create(
-            app=app,
-            condition=condition,
-            object=on,
-            summary=summary,
-            state="cleared" if cleared else "raised",
-            first_seen_at=now - 20 * MINUTE,
-            seen_at=now - 5 * SECOND,
-            raised_at=now - 18 * MINUTE,
-            cleared_at=now - 4 * MINUTE if cleared else None,
-        )
+        at = {"planned_at": began, "started_at": began + SECOND, "ended_at": began + MINUTE}
+        if state == "running":
+            at = {"planned_at": now - 15 * SECOND, "started_at": now - 13 * SECOND}
+        asked = {"requested_by": "ada", "reason": "The gateway works again.", "holder": "shop-worker-1:902"}
+        counted = {"state": state, "total": total, "done": done, **columns}
+        if "refused" in columns:
+            counted["reasons"] = {"it is done now": columns["refused"]}
+            counted["unchanged"] = [[1, f"{PLACED} {_order(0)}", "it is done now"]]
+        Operation.objects.create(app="inbox", action=action, selection=selection, **counted, **at, **asked)
+    planned = {"state": "planned", "total": 5, "requested_by": "ada", "planned_at": now - 3 * SECOND}
+    Operation.objects.create(app="outbox", action="restore", selection=f"failure group returned {COUPON}", **planned)
+    slow = "The payment gateway is slow since 14:20. Their status page says: until 16:00. Retry as a canary then."
+    deployed = "The coupon service is deployed at 15:00 and declares its queue."
+    for app, (kind, place), note, writer, ago in (
+        ("inbox", TIMEOUT[:2], slow, "ada", 14 * MINUTE),
+        ("outbox", ("returned", COUPON), deployed, "grace", 8 * MINUTE),
+    ):
+        written = {"note": note, "written_by": writer, "written_at": now - ago}
+        FailureNote.objects.create(app=app, error_class=kind, place=place, **written)
+    seen = {"first_seen_at": now - 20 * MINUTE, "raised_at": now - 18 * MINUTE, "seen_at": now - 5 * SECOND}
+    raised, cleared = {"state": "raised"}, {"state": "cleared", "cleared_at": now - 4 * MINUTE}
+    for app, condition, on, summary, columns in (
+        ("outbox", "unroutable", COUPON, "Its messages cannot be delivered, and wait. NO_ROUTE.", raised),
+        ("inbox", "dead", "", "New dead letters within 15 min: 6. Retry, correct or skip them.", raised),
+        ("inbox", "no_consumer", PARCEL, f"No consumer ran for the handler {PARCEL}.", cleared),
+    ):
+        Alert.objects.create(app=app, condition=condition, object=on, summary=summary, **seen, **columns)
     for app in ("outbox", "inbox"):
         at = {"valid_from": now - MINUTE, "expires_at": now + MINUTE, "done_at": now}
         Lease.objects.create(name=f"{app}: alerts", token=uuid.uuid4(), holder="shop-web-1:811", **at)
-        # "where" of an entry is the admin or the name of a command.
+        # "place" of an entry is the admin or the name of a command.
+        by = {"app": app, "at": now - 9 * MINUTE, "actor": "ada", "place": "admin", "address": "203.0.113.7"}
         for action, kind, name, parameters in (
-            ("pause", "topic", "shop.review.due", {"reason": "The mail provider asks us to wait until 18:00."}),
+            ("pause", "topic", "shop.review.due", {"reason": PAUSE}),
             ("retry", "operation", f"failure group {TIMEOUT[0]}", {"messages": 1_180, "rate": 50}),
             ("skip", "message", "shop.sms.due order-10322", {"reason": "The customer was called."}),
         ):
-            AuditEntry.objects.create(
-                app=app,
-                at=now - 9 * MINUTE,
-                actor="ada",
-                place="admin",
-                address="203.0.113.7",
-                action=action,
-                kind=kind,
-                name=name,
-                object_id="",
-                parameters=parameters,
-            )
+            AuditEntry.objects.create(action=action, kind=kind, name=name, parameters=parameters, **by)
 
 
 # ---------------------------------------------------------------------------------------------------------- hostile texts
@@ -514,51 +421,46 @@ def _decisions() -> None:
 
 def hostile_rows(text: str) -> None:
     """One row more of each kind, with this text wherever a text is stored."""
-    now = utcnow()
-    names = {"topic": text, "biz_id": text, "key": text, "headers": {text: text}, "payload": {text: text}}
+    now, body = utcnow(), json.dumps({text: text}).encode()
+    names = {"topic": text, "biz_id": text, "key": text, "headers": {text: text}}
     ids = {"correlation_id": text, "causation_id": text, "traceparent": text}
     for state in (State.DEAD, State.SCHEDULED, State.STUCK, State.PUBLISHED):
-        settled = {"settled_at": now} if state == State.PUBLISHED else {}
-        row = a_message(state, last_error=text, attempts=3, **names, **ids, **settled)
-    OutboxMessage.objects.filter(state=State.DEAD, topic=text).update(error_class=text, failing_since=now, failed_at=now)
-    trail = {"message_id": row.message_id, "was": "ready", "became": "published", "at": now, "process": text, "reason": text}
-    outbox.models.TrailEntry.objects.create(**trail)
-    PendingCallback.objects.create(
-        message=row, event="dead", settled_at=now, callback=text, available_at=now, last_error=text, reason=text
-    )
-    outbox.models.PausedTopic.objects.create(topic=text, paused_by=text, reason=text, paused_at=now)
-    inbox.models.PausedHandler.objects.create(handler=text, paused_by=text, reason=text, paused_at=now)
-    Endpoint.objects.create(name=text[:64], url=text, topics=[text], state="disabled", state_since=now, reason=text)
-    asked = {"requested": "pause", "requested_by": text, "requested_at": now}
+        failed = {"last_error": text, "attempts": 3}
+        if state == State.DEAD:
+            failed |= {"error_class": text, "failing_since": now, "failed_at": now}
+        if state == State.PUBLISHED:
+            failed |= {"settled_at": now}
+        sent = a_message(state, payload={text: text}, **names, **ids, **failed)
+    received = failing(
+        text, text, (text, text, text), dead=True, topic=text, key=text, source=text, body=body, headers={text: text},
+        message_id=str(sent.message_id), duplicates=2, conflicts=1, conflicting_id=text, conflicting_body=body,
+        conflicting_at=now, result=text, **ids,
+    )  # fmt: skip
     a_relay(host=text, waits_for=text)
     a_consumer(host=text, waits_for=text, handlers=[text], running=[a_run(text, text, message=text)])
-    Process.objects.filter(host=text).update(**asked)
-    received = failing(
-        text, text, (text, text, text), dead=True, topic=text, key=text, source=text, body=json.dumps({text: text}).encode(),
-        headers={text: text}, message_id=str(row.message_id), duplicates=2, conflicts=1, conflicting_id=text,
-        conflicting_body=json.dumps(text).encode(), conflicting_at=now, result=text, **ids,
-    )  # fmt: skip
-    run = Run.objects.create(handler=text, run_id=text, row=received, opened_at=now, deadline_at=now, started_by=text)
-    Part.objects.create(
-        run=run, topic=text, message_id=text, key=text, body=json.dumps(text).encode(), stored_at=now, entered_by=text,
-        headers={text: text}, correlation_id=text, causation_id=text,
-    )  # fmt: skip
-    inbox.models.Step.objects.create(message=received, name=text, result=text, taken_at=now)
-    inbox.models.TrailEntry.objects.create(**trail, handler=text)
+    Process.objects.filter(host=text).update(requested="pause", requested_by=text, requested_at=now)
+
+    trail = {"was": "ready", "became": "published", "at": now}
+    _filled(outbox.models.TrailEntry, text, message_id=sent.message_id, **trail)
+    _filled(inbox.models.TrailEntry, text, message_id=str(sent.message_id), **trail)
+    _filled(PendingCallback, text, message=sent, event="dead", settled_at=now, available_at=now)
+    _filled(outbox.models.PausedTopic, text, paused_at=now)
+    _filled(inbox.models.PausedHandler, text, paused_at=now)
+    _filled(inbox.models.Step, text, message=received, result=text, taken_at=now)
+    _filled(Endpoint, text, topics=[text], state="disabled", state_since=now)
+    run = _filled(Run, text, row=received, opened_at=now, deadline_at=now)
+    _filled(Part, text, run=run, body=body, stored_at=now, headers={text: text})
     for app in ("outbox", "inbox"):
-        Minute.objects.create(app=app, minute=now, process=text, subject=text, counts={"dead": 900})
-        FailureNote.objects.create(app=app, error_class=text, place=text, note=text, written_by=text, written_at=now)
-        Alert.objects.create(
-            app=app, condition=text[:64], object=text,
-            summary=text, state="raised", first_seen_at=now, seen_at=now, raised_at=now,
-            unsent=[["raised", text]], send_error=text,
-        )  # fmt: skip
-        AuditEntry.objects.create(
-            app=app, at=now, actor=text, place=text, address=text, action=text[:64], kind=text[:64], name=text, object_id=text,
-            parameters={text: text},
-        )  # fmt: skip
-        Operation.objects.create(
-            app=app, action=text[:32], selection=text,
-            given={text: text}, reason=text, requested_by=text, state="stopped", total=3,
-            refused=3, stopped_because=text, reasons={text: 3}, unchanged=[[1, text, text]], holder=text, planned_at=now,
-        )  # fmt: skip
+        _filled(Minute, text, app=app, minute=now, counts={"dead": 900})
+        _filled(FailureNote, text, app=app, written_at=now)
+        _filled(AuditEntry, text, app=app, at=now, parameters={text: text})
+        seen = {"first_seen_at": now, "seen_at": now, "unsent": [["raised", text]]}
+        _filled(Alert, text, app=app, state="raised", **seen)
+        refused = {"total": 3, "refused": 3, "reasons": {text: 3}, "unchanged": [[1, text, text]]}
+        _filled(Operation, text, app=app, given={text: text}, state="stopped", planned_at=now, **refused)
+
+
+def _filled(model: Any, text: str, **columns: Any) -> Any:
+    """Store a row with these columns, and with this text in every other one that holds a text."""
+    fields = [field for field in model._meta.concrete_fields if isinstance(field, (CharField, TextField)) and not field.choices]
+    return model.objects.create(**{**{field.name: text[: field.max_length] for field in fields}, **columns})
