@@ -7,7 +7,7 @@ from django.db.models import QuerySet
 from django.utils.translation import gettext as _
 
 from exactly_once.console.operators.audit import Subject
-from exactly_once.console.operators.dead_letters import Letters, Refused, plain, value_of
+from exactly_once.console.operators.dead_letters import Letters, Refused, value_of
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from inbox.conf import inbox_options
 from inbox.handlers.registry import may_exist, registry
@@ -76,7 +76,7 @@ class InboxLetters(Letters):
         return super().lines(rows.prefetch_related(_STEPS))
 
     def values(self, row: Any) -> dict[str, Any]:
-        steps = [{name: plain(getattr(step, name)) for name in _STEP_FIELDS} for step in row.steps.all()]
+        steps = [{name: getattr(step, name) for name in _STEP_FIELDS} for step in row.steps.all()]
         return {**super().values(row), _STEPS: steps}
 
     def taken(self, given: dict[str, Any]) -> dict[str, Any]:

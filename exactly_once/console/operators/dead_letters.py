@@ -6,16 +6,14 @@ if it is UTF-8, otherwise as base64 in `body_base64`. Instants are in ISO 8601. 
 
 import base64
 import json
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, BinaryIO
 
+from django.core.exceptions import ValidationError
 from django.db import IntegrityError, models, transaction
-from django.db.backends.base.operations import BaseDatabaseOperations
 from django.db.models import QuerySet
-from django.utils.dateparse import parse_datetime
 from django.utils.timezone import is_aware
 from django.utils.translation import gettext as _
 
@@ -97,17 +95,17 @@ class Letters:
         while some := list(rows.filter(pk__gt=last)[:_AT_ONCE]):
             last = some[-1].pk
             for row in some:
-                yield json.dumps(self.values(row), ensure_ascii=False) + "\n"
+                yield json.dumps(self.values(row), ensure_ascii=False, default=_plain) + "\n"
 
     def values(self, row: Any) -> dict[str, Any]:
         """The content of the line of a row."""
         # SQLite stores a body that was written by hand as text.
         body = row.body.encode() if isinstance(row.body, str) else bytes(row.body)
-        given = {name: plain(getattr(row, name)) for name in self._fields}
+        given = {_KIND: self.app, **{name: getattr(row, name) for name in self._fields}}
         try:
-            return {_KIND: self.app, **given, _BODY: body.decode()}
+            return {**given, _BODY: body.decode()}
         except UnicodeDecodeError:
-            return {_KIND: self.app, **given, _BODY_BASE64: base64.b64encode(body).decode()}
+            return {**given, _BODY_BASE64: base64.b64encode(body).decode()}
 
     def taken(self, given: dict[str, Any]) -> dict[str, Any]:
         """The values of a message, from the content of its line."""
@@ -155,25 +153,14 @@ def numbered(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
             yield number, line
 
 
-def plain(value: Any) -> Any:
-    """The value of a column as JSON can hold it."""
-    if isinstance(value, datetime):
-        return value.isoformat()
-    return str(value) if isinstance(value, uuid.UUID) else value
-
-
 def _object(line: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(line, parse_constant=_no_number)
+        found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise Refused(_("it is not JSON: %(why)s") % {"why": str(error)[:_MOST_SHOWN]}) from error
     if not isinstance(found, dict):
         raise Refused(_("it is not a JSON object"))
     return found
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _body(given: dict[str, Any]) -> bytes:
@@ -192,37 +179,28 @@ def value_of(field: Any, given: Any) -> Any:
     """The value of a column, as its field expects it."""
     if given is None and field.null:
         return None
-    found = _converted(field, given)
-    if found is None:
-        raise Refused(_("%(column)s is %(value)s, which does not fit") % {"column": field.name, "value": _shown(given)})
-    return found
+    with suppress(ValidationError, ValueError, TypeError, OverflowError):
+        json.dumps(given, ensure_ascii=False, allow_nan=False).encode()  # fails for NaN and for a surrogate
+        value = field.to_python(given)
+        field.run_validators(value)
+        if isinstance(value, datetime):
+            value = value.astimezone(UTC) if is_aware(value) else None
+        if _fits(field, given, value):
+            return value
+    raise Refused(_("%(column)s is %(value)s, which does not fit") % {"column": field.name, "value": _shown(given)})
 
 
-def _converted(field: Any, given: Any) -> Any:
-    """None: it does not fit."""
-    found: Any = None
+def _fits(field: Any, given: Any, value: Any) -> bool:
+    """Is it what an export writes for such a column? A field also takes "16" or 16.7 for a number, and any JSON."""
     if isinstance(field, models.JSONField):
-        found = given if isinstance(given, dict) or field.default is not dict else None
-    elif isinstance(field, models.BooleanField):
-        found = given if isinstance(given, bool) else None
-    elif isinstance(field, models.IntegerField):
-        is_number = isinstance(given, int) and not isinstance(given, bool)
-        _, largest = BaseDatabaseOperations.integer_field_ranges[field.get_internal_type()]
-        found = given if is_number and 0 <= given <= largest else None
-    elif isinstance(given, str):
-        with suppress(ValueError, OverflowError):
-            found = _of_text(field, given)
-    return found
+        return isinstance(given, dict) or field.default is not dict
+    written = value if isinstance(value, int) else _plain(value)
+    return value is not None and type(written) is type(given) and "\x00" not in str(given)
 
 
-def _of_text(field: Any, given: str) -> Any:
-    given.encode()  # fails for a surrogate
-    if isinstance(field, models.DateTimeField):
-        instant = parse_datetime(given)
-        return instant.astimezone(UTC) if instant and is_aware(instant) else None
-    if isinstance(field, models.UUIDField):
-        return uuid.UUID(given)
-    return given if "\x00" not in given and len(given) <= (field.max_length or len(given)) else None
+def _plain(value: Any) -> str:
+    """An instant or a UUID, as JSON can hold it."""
+    return value.isoformat() if isinstance(value, datetime) else str(value)
 
 
 def _shown(value: Any) -> str:
