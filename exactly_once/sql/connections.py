@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +24,21 @@ _View = TypeVar("_View", bound=Callable[..., Any])
 
 def is_postgresql(connection: BaseDatabaseWrapper) -> bool:
     return connection.vendor == "postgresql"
+
+
+def fetch(connection: BaseDatabaseWrapper, sql: str, parameters: Sequence[Any] | None = None) -> list[Any]:
+    """The rows of a statement."""
+    with connection.cursor() as cursor:
+        cursor.execute(sql, parameters)
+        rows: list[Any] = cursor.fetchall()
+    return rows
+
+
+def execute(connection: BaseDatabaseWrapper, sql: str, parameters: Sequence[Any] | None = None) -> int:
+    """Execute a statement; the number of its rows."""
+    with connection.cursor() as cursor:
+        cursor.execute(sql, parameters)
+        return int(cursor.rowcount)
 
 
 def is_outermost(connection: BaseDatabaseWrapper) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from django.db import connections, transaction
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import fetch, is_postgresql
 
 LIMIT = 10_000
 _SETTINGS = ("enable_seqscan", "enable_bitmapscan", "jit")
@@ -65,9 +65,8 @@ def _counted(alias: str, sources: Mapping[str, Sequence[str]], column: str, by: 
                 f"SELECT {len(names) - 1}, found.value, count(*), {earliest(alias, 'found.instant')} "  # noqa: S608 - our own names
                 f"FROM (SELECT {column} AS instant, {by} AS value {clause} LIMIT {LIMIT + 1}) found GROUP BY found.value"
             )
-    with preferring_indexes(alias), connections[alias].cursor() as cursor:
-        cursor.execute(" UNION ALL ".join(parts))
-        found = cursor.fetchall()
+    with preferring_indexes(alias):
+        found = fetch(connections[alias], " UNION ALL ".join(parts))
     return [(names[index], by, Count(number=number, oldest=instant(oldest))) for index, by, number, oldest in found]
 
 
@@ -76,9 +75,7 @@ def estimated(alias: str, source: str) -> Count | None:
     connection = connections[alias]
     if not is_postgresql(connection):
         return None
-    with connection.cursor() as cursor:
-        cursor.execute(f"EXPLAIN (FORMAT JSON) SELECT {source}")
-        plan = cursor.fetchone()[0]
+    plan = fetch(connection, f"EXPLAIN (FORMAT JSON) SELECT {source}")[0][0]
     found = json.loads(plan) if isinstance(plan, str) else plan
     return Count(number=int(found[0]["Plan"]["Plan Rows"]), is_estimate=True)
 

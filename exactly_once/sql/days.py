@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections
 from django.db.models import Func, IntegerField
 
+from exactly_once.sql.connections import fetch
 from exactly_once.sql.now import NOW, now_after
 
 if TYPE_CHECKING:
@@ -46,10 +47,8 @@ class Today(Func):
 def day_of(alias: str, ago: timedelta = timedelta()) -> int:
     """The present day by the database's clock, or the day `ago` before now."""
     connection = connections[alias]
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT {_DAY[connection.vendor].format(now_after(connection))}", [-ago.total_seconds()])
-        day: int = cursor.fetchone()[0]
-    return day
+    day = _DAY[connection.vendor].format(now_after(connection))
+    return int(fetch(connection, f"SELECT {day}", [-ago.total_seconds()])[0][0])
 
 
 def last_day(alias: str, kept: timedelta) -> int:

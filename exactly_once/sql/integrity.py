@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from django.db import connections, transaction
 from django.db.models import AutoField, Model
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import fetch, is_postgresql
 
 _NUMBERED = (
     "SELECT sequence, name, leaf::text, CASE WHEN NOT has_sequence_privilege(sequence, 'SELECT') THEN sequence "
@@ -71,10 +71,7 @@ def _leaves(alias: str, models: Iterable[type[Model]]) -> list[tuple[str, str, s
         return []  # SQLite also looks into the table
     pairs = zip(*numbered(models).items(), strict=True)
     names = [[connection.ops.quote_name(model._meta.db_table) for model in column] for column in pairs]
-    with connection.cursor() as cursor:
-        cursor.execute(_NUMBERED, names or [[], []])
-        found: list[tuple[str, str, str, str | None]] = cursor.fetchall()
-    return found
+    return fetch(connection, _NUMBERED, names or [[], []])
 
 
 def _have_next(alias: str, tables: Iterable[str], sequence: str) -> bool:
@@ -92,9 +89,7 @@ def without_identity(alias: str, model: type[Model]) -> list[str]:
     connection = connections[alias]
     if not is_postgresql(connection):
         return []
-    with connection.cursor() as cursor:
-        cursor.execute(_WITHOUT_IDENTITY, [connection.ops.quote_name(model._meta.db_table)])
-        return [name for (name,) in cursor.fetchall()]
+    return [name for (name,) in fetch(connection, _WITHOUT_IDENTITY, [connection.ops.quote_name(model._meta.db_table)])]
 
 
 def changed_collation(alias: str) -> tuple[str, str, str] | None:
@@ -105,13 +100,10 @@ def changed_collation(alias: str) -> tuple[str, str, str] | None:
     connection = connections[alias]
     if not is_postgresql(connection):
         return None
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT current_setting('server_version_num')::int")
-        if cursor.fetchone()[0] < _HAS_COLLATION_VERSIONS:
-            return None
-        cursor.execute(
-            "SELECT datname, datcollversion, pg_database_collation_actual_version(oid) FROM pg_database "
-            "WHERE datname = current_database() AND datcollversion <> pg_database_collation_actual_version(oid)"
-        )
-        found: tuple[str, str, str] | None = cursor.fetchone()
-    return found
+    if fetch(connection, "SELECT current_setting('server_version_num')::int")[0][0] < _HAS_COLLATION_VERSIONS:
+        return None
+    changed = (
+        "SELECT datname, datcollversion, pg_database_collation_actual_version(oid) FROM pg_database "
+        "WHERE datname = current_database() AND datcollversion <> pg_database_collation_actual_version(oid)"
+    )
+    return next(iter(fetch(connection, changed)), None)

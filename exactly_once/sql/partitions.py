@@ -26,7 +26,7 @@ from typing import Any
 from django.db import connections, migrations, router, transaction
 from django.db.models import Model
 
-from exactly_once.sql.connections import lock_timeout
+from exactly_once.sql.connections import fetch, lock_timeout
 from exactly_once.sql.days import date_of, number_of
 
 LONGEST_WAIT = timedelta(seconds=0.2)
@@ -96,9 +96,8 @@ class Days:
 
     def in_default(self, alias: str, last: int) -> list[int]:
         """The days up to `last` that have rows in the default partition. It reads all of it."""
-        with connections[alias].cursor() as cursor:
-            cursor.execute(f"SELECT DISTINCT day FROM {self.default} WHERE day <= %s", [last])  # noqa: S608 - our own names
-            return [day for (day,) in cursor.fetchall()]
+        days = f"SELECT DISTINCT day FROM {self.default} WHERE day <= %s"  # noqa: S608 - our own names
+        return [day for (day,) in fetch(connections[alias], days, [last])]
 
     def make(self, alias: str, day: int, longest_wait: timedelta | None = None) -> bool:
         """Create the partition of this day, unless it exists. True: it exists now.
@@ -236,9 +235,7 @@ class CreatePartitioned(migrations.CreateModel):
 
 
 def _is_partitioned(connection: Any, table: str) -> bool:
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT relkind = 'p' FROM pg_class WHERE oid = to_regclass(%s)", [table])
-        return bool(cursor.fetchone() == (True,))
+    return fetch(connection, "SELECT relkind = 'p' FROM pg_class WHERE oid = to_regclass(%s)", [table]) == [(True,)]
 
 
 @contextmanager

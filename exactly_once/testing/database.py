@@ -15,7 +15,7 @@ from django.db import OperationalError, connections, models, router, transaction
 from django.db.models import F, Model, QuerySet
 
 from exactly_once.models import Process
-from exactly_once.sql.connections import lock_timeout
+from exactly_once.sql.connections import execute, lock_timeout
 from exactly_once.sql.faults import is_collision
 from exactly_once.sql.schema import our_apps
 
@@ -64,8 +64,8 @@ def update_beside(rows: QuerySet[Any], values: Mapping[str, Any]) -> int:
             with transaction.atomic(using=rows.db):
                 if number % 2 and connection.vendor == "postgresql":
                     table = connection.ops.quote_name(rows.model._meta.db_table)
-                    with lock_timeout(rows.db, _LONGEST_WAIT), connection.cursor() as cursor:
-                        cursor.execute(f"LOCK TABLE {table} IN EXCLUSIVE MODE")
+                    with lock_timeout(rows.db, _LONGEST_WAIT):
+                        execute(connection, f"LOCK TABLE {table} IN EXCLUSIVE MODE")
                 return rows.update(**values)
         except OperationalError as error:
             number += 1

@@ -26,7 +26,7 @@ from django.db.models import QuerySet
 from exactly_once.models import Minute
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.heartbeat import one_line
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.now import DatabaseTime, now, now_after
 from exactly_once.sql.rows import delete_in_chunks
 from exactly_once.telemetry.statistics import ALL, OTHER, Counted, Tally, total
@@ -53,9 +53,7 @@ def database_time(alias: str) -> datetime:
     connection = connections[alias]
     if not is_postgresql(connection):
         return utcnow()  # SQLite has the clock of this machine
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT {now(connection)}")
-        found: datetime = cursor.fetchone()[0]
+    found: datetime = fetch(connection, f"SELECT {now(connection)}")[0][0]
     return found.astimezone(UTC)
 
 

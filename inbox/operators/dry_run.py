@@ -21,7 +21,7 @@ from django.db.backends.signals import connection_created
 
 from exactly_once.console.operators import dry_run as publishing
 from exactly_once.console.operators.dry_run import WouldPublish
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import execute, is_postgresql
 from exactly_once.wire.body import Undecodable
 from exactly_once.wire.envelope import Envelope
 from exactly_once.wire.formats import CELERY_TOPICS
@@ -236,9 +236,8 @@ class _Run:
                 # psycopg 3: also the transactions that begin after a commit() of the driver's connection.
                 connection.connection.read_only = True
                 connection._close = partial(_close_writable, connection)  # noqa: SLF001 - Django has no hook for it
-            with connection.cursor() as cursor:
-                # Always, because a pool may wrap the driver's connection, and an attribute of that has no effect.
-                cursor.execute("PRAGMA query_only = ON" if connection.vendor == "sqlite" else "SET TRANSACTION READ ONLY")
+            # Always, because a pool may wrap the driver's connection, and an attribute of that has no effect.
+            execute(connection, "PRAGMA query_only = ON" if connection.vendor == "sqlite" else "SET TRANSACTION READ ONLY")
             self._bound(connection.alias)
 
         connection_created.connect(begin, weak=False)

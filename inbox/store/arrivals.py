@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, TypedDict, Unpack, get_
 from django.db import connections, transaction
 
 from exactly_once.failures import DEFERRED
-from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.connections import execute, is_outermost, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.now import NOW, NOW_AFTER
 from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
@@ -215,8 +215,7 @@ def begin_fresh(
     if not inserted:
         return None
     if not transaction_id:  # SQLite
-        with connection.cursor() as cursor:
-            cursor.execute(f"SAVEPOINT {SAVEPOINT}")
+        execute(connection, f"SAVEPOINT {SAVEPOINT}")
     # Of two copies, the first is begun.
     ids: dict[int, int] = {}
     for index, (pk, _) in inserted.items():

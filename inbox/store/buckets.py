@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 from django.db import connections, transaction
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import execute, fetch, is_postgresql
 from exactly_once.sql.now import now
 from inbox.models import TokenBucket
-from inbox.store.dialect import fetch
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -96,6 +95,5 @@ def _lease_on_sqlite(connection: BaseDatabaseWrapper, handler: str, rate: float,
             return None
         tokens, elapsed, at = found[0]
         leased = refill_and_take(tokens, elapsed, rate=rate, burst=burst, most=most)
-        with connection.cursor() as cursor:
-            cursor.execute(f"UPDATE {TABLE} SET tokens = %s, filled_at = %s WHERE handler = %s", [leased.left, at, handler])
+        execute(connection, f"UPDATE {TABLE} SET tokens = %s, filled_at = %s WHERE handler = %s", [leased.left, at, handler])
     return leased

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from django.db import IntegrityError, connections, transaction
 from django.db.models import F, Q
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import NOW_AFTER, DatabaseTime
 from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, is_usable
@@ -32,7 +32,6 @@ from inbox.store.dialect import (
     as_bound,
     assignments,
     columns_of,
-    fetch,
     locked_means_busy,
     message_of,
     run,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import OperationalError, connections
 from django.db.models import JSONField
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.cursors import is_direct
 from exactly_once.sql.days import DAY_OF_NOW, LIVE, Today
 from exactly_once.sql.faults import LOCK_TIMEOUT, sqlstate_of
@@ -78,13 +78,6 @@ def fetch_all(connection: BaseDatabaseWrapper, sql: str, parameters: Sequence[An
     with connection.wrap_database_errors, Cursor(connection.connection) as cursor:
         cursor.execute(sql, parameters)
         return cursor.fetchall()
-
-
-def fetch(connection: BaseDatabaseWrapper, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-    """The rows of a statement."""
-    with connection.cursor() as cursor:
-        cursor.execute(sql, parameters)
-        return list(cursor.fetchall())
 
 
 def run(statement: PreparedStatement, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -17,12 +17,13 @@ from typing import Any
 
 from django.db import connections, transaction
 
+from exactly_once.sql.connections import fetch
 from exactly_once.sql.now import NOW
 from exactly_once.sql.prepared_statements import KEEP_PLANS
 from exactly_once.wire.formats import RUN_ELSEWHERE
 from inbox.models import PausedHandler
 from inbox.states import DUE
-from inbox.store.dialect import IS_OPEN, PAUSED_HANDLERS, TABLE, fetch
+from inbox.store.dialect import IS_OPEN, PAUSED_HANDLERS, TABLE
 
 STORED = f"state IN ({', '.join(repr(state.value) for state in DUE)}) AND {IS_OPEN}"
 """Messages that are run when their next attempt is due, as in the index `inbox_due`."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from django.db import connections, transaction
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime, now, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
@@ -24,7 +24,7 @@ from inbox.states import FINISH, LEASE, State
 from inbox.store import receipts
 from inbox.store.arrivals import insert_one
 from inbox.store.claims import under_claim
-from inbox.store.dialect import IS_OPEN, LONGEST_LOCK_WAIT, TABLE, fetch, locked_means_busy
+from inbox.store.dialect import IS_OPEN, LONGEST_LOCK_WAIT, TABLE, locked_means_busy
 from inbox.store.failure_columns import fail
 from inbox.store.message_rows import Failure, KeyBusy, NewRow, OrderedKey
 from inbox.store.ordering import deciding, hold_gates, promote_behind

@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import connections, transaction
 
-from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.connections import execute, fetch, is_outermost, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import NOW, NOW_AFTER
 from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, execute_script, is_usable
 from inbox.models import InboxMessage
 from inbox.states import PROMOTE, State
-from inbox.store.dialect import IS_OPEN, TABLE, columns_of, fetch, run
+from inbox.store.dialect import IS_OPEN, TABLE, columns_of, run
 from inbox.store.due import CLAIM, NOT_PAUSED, first_due
 from inbox.store.message_rows import OrderedKey
 from inbox.store.trail_entries import record
@@ -200,8 +200,7 @@ def deciding(alias: str, longest_wait: timedelta = LOCK_TIMEOUT) -> Iterator[Non
             if usable:
                 execute_script(connection, limits(longest_wait))
             else:
-                with connection.cursor() as cursor:
-                    cursor.execute(limits(longest_wait))
+                execute(connection, limits(longest_wait))
         yield
 
 

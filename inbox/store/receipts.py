@@ -9,12 +9,13 @@ from typing import Any
 from django.db import connections, transaction
 from django.db.models import QuerySet
 
+from exactly_once.sql.connections import fetch
 from exactly_once.sql.days import LIVE, Today
 from exactly_once.sql.finding import days_by, soon_after
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage, Receipt
 from inbox.states import SETTLED
-from inbox.store.dialect import RECEIPTS, TABLE, fetch
+from inbox.store.dialect import RECEIPTS, TABLE
 from inbox.store.message_rows import NewRow
 
 ID_OF = f"(SELECT id FROM {RECEIPTS} WHERE handler = %s AND topic = %s AND biz_id = %s)"
@@ -94,6 +95,4 @@ _PAIRS = {
 
 def handlers_with_topics(alias: str, most: int = 10_000) -> list[tuple[str, str]]:
     """The handlers of all messages with their topics, up to a limit."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(_PAIRS[connections[alias].vendor], [most])
-        return list(cursor.fetchall())
+    return fetch(connections[alias], _PAIRS[connections[alias].vendor], [most])

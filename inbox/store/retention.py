@@ -11,10 +11,11 @@ from datetime import timedelta
 
 from django.db import connections
 
+from exactly_once.sql.connections import fetch
 from exactly_once.sql.now import DatabaseTime
 from inbox.conf import inbox_options
 from inbox.models import KeptHandler
-from inbox.store.dialect import RECEIPTS, fetch
+from inbox.store.dialect import RECEIPTS
 
 CONFIRMED_EVERY = timedelta(hours=1)
 _MARGIN = timedelta(days=1)

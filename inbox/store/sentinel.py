@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, InterfaceError, transaction
 
-from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.connections import fetch, is_outermost, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
 from exactly_once.sql.finding import lately
@@ -22,7 +22,7 @@ from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.states import FINISH, State
 from inbox.store import receipts
-from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, assignments, fetch, message_of, run
+from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, assignments, message_of, run
 from inbox.store.failure_columns import ABANDON_AS
 from inbox.store.message_rows import ABANDONED, PARTLY, Guard
 from inbox.store.ordering import FOLLOW, GATE, PROMOTE_HEAD, for_follow, for_gate, promote_behind, promote_next

@@ -10,13 +10,13 @@ from datetime import timedelta
 
 from django.db import connections
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import now_after
 from inbox.models import InboxMessage
 from inbox.states import State
 from inbox.store import receipts
-from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, fetch
+from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE
 from inbox.store.message_rows import NewRow
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from django.db import connections, transaction
 from django.db.models.sql import UpdateQuery
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import execute, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.finding import days_by, lately
 from exactly_once.sql.now import now
@@ -63,9 +63,7 @@ def update(
         given = (*given, str(was), this_process(), printable(reason, ERROR_LENGTH))
     if script:
         return len(execute_script(connection, script, sql, given))
-    with connection.cursor() as cursor:
-        cursor.execute(sql, given)
-        return int(cursor.rowcount)
+    return execute(connection, sql, given)
 
 
 def record(alias: str, rows: Sequence[int], *, was: str, reason: str = "", matters: bool = True) -> None:

@@ -22,7 +22,7 @@ from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from exactly_once.process import work
 from exactly_once.process.clock import monotonic, utcnow
-from exactly_once.sql.connections import drop_unusable_connections, is_outermost, is_postgresql
+from exactly_once.sql.connections import drop_unusable_connections, execute, is_outermost, is_postgresql
 from exactly_once.sql.faults import (
     UNDEFINED_TABLE,
     alias_of,
@@ -327,8 +327,7 @@ def read_committed(alias: str) -> None:
     """
     connection = connections[alias]
     if is_postgresql(connection) and is_outermost(connection):
-        with connection.cursor() as cursor:
-            cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+        execute(connection, "SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
 
 
 def _timed(handler: Handler, begin: Callable[[], Guard | None]) -> Guard | None:

@@ -26,7 +26,7 @@ from typing import Any
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from exactly_once.process.clock import monotonic
-from exactly_once.sql.connections import has_begun
+from exactly_once.sql.connections import execute, has_begun
 from inbox import metrics
 from inbox.errors import TransactionBroken, TransactionControl
 from inbox.handlers.handler import Handler
@@ -114,8 +114,8 @@ class SessionChanges:
         if role and not names.isdisjoint(_RIGHTS):
             statements.append(f"SET ROLE {connection.ops.quote_name(role)}")
         # A broken transaction refuses this and the next statement, which reports it.
-        with suppress(DatabaseError, InterfaceError), transaction.atomic(using=alias), connection.cursor() as cursor:
-            cursor.execute("; ".join(statements))
+        with suppress(DatabaseError, InterfaceError), transaction.atomic(using=alias):
+            execute(connection, "; ".join(statements))
 
     def end_sessions(self) -> None:
         """Outside transactions: undo all changes that are left."""
@@ -154,8 +154,7 @@ class Supervision(SessionChanges):
         handler = self._handler
         # First, because it may fail while there is nothing to undo.
         if handler.timeout is not None and connections[handler.using].vendor == "postgresql":
-            with connections[handler.using].cursor() as cursor:
-                cursor.execute(f"SET LOCAL statement_timeout = {int(handler.timeout.total_seconds() * 1000)}")
+            execute(connections[handler.using], f"SET LOCAL statement_timeout = {int(handler.timeout.total_seconds() * 1000)}")
         self._open = _open_blocks()
         for connection, *_ in self._open:
             connection.execute_wrappers.append(self._watch)

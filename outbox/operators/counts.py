@@ -3,13 +3,13 @@
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Count, Min, Q, QuerySet
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import fetch, is_postgresql
+from exactly_once.sql.counts import estimated
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.partitions import COUNTED_EXACTLY_BYTES
@@ -42,8 +42,8 @@ def count_states(alias: str) -> Counts:
     rows = OutboxMessage.objects.using(alias)
     if not is_postgresql(connection) or _size(connection) <= COUNTED_EXACTLY_BYTES:
         return _counted(rows)
-    with connection.cursor() as cursor:
-        estimates = {state.value: _estimate(cursor, state) for state in SETTLED}
+    estimated_as = {state.value: estimated(alias, f"FROM {HISTORY} WHERE state = '{state}'") for state in SETTLED}
+    estimates = {state: count.number for state, count in estimated_as.items() if count}
     live = _counted(rows.filter(day=LIVE))
     return replace(live, states=live.states | estimates, estimated=frozenset(estimates))
 
@@ -59,15 +59,8 @@ def _counted(rows: QuerySet[OutboxMessage]) -> Counts:
 
 
 def _size(connection: BaseDatabaseWrapper) -> int:
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT sum(pg_relation_size(relid)) FROM pg_partition_tree('{HISTORY}') WHERE isleaf")
-        return int(cursor.fetchone()[0] or 0)
-
-
-def _estimate(cursor: Any, state: State) -> int:
-    """The planner's estimate: the density of each partition at its last ANALYZE or VACUUM, times its present size."""
-    cursor.execute(f"EXPLAIN (FORMAT JSON) SELECT FROM {HISTORY} WHERE state = %s", [state.value])
-    return int(cursor.fetchone()[0][0]["Plan"]["Plan Rows"])
+    sizes = f"SELECT sum(pg_relation_size(relid)) FROM pg_partition_tree('{HISTORY}') WHERE isleaf"
+    return int(fetch(connection, sizes)[0][0] or 0)
 
 
 def topics_unchecked(alias: str, topics: Collection[str]) -> list[str]:

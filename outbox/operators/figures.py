@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from django.db import connections
 
 from exactly_once.console.operators.clock_ahead import Dated
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.counts import Count, count_each, count_up_to_limit, earliest, estimated, instant
 from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.now import now_after
@@ -82,9 +82,7 @@ def oldest_due(alias: str, counted: dict[State, Count]) -> datetime | None:
     Among more messages than are counted it is the earliest of those that the relays send next.
     """
     connection = connections[alias]
-    with connection.cursor() as cursor:
-        cursor.execute(_HEADS.format(live=live(connection), earliest=earliest(alias, "available_at")))
-        (head,) = cursor.fetchone()
+    ((head,),) = fetch(connection, _HEADS.format(live=live(connection), earliest=earliest(alias, "available_at")))
     at = [instant(head), *(counted[state].oldest for state in WAITING)]
     return min((found for found in at if found is not None and found <= database_time(alias)), default=None)
 

@@ -23,7 +23,7 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.process.clock import monotonic
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import execute, fetch, is_postgresql
 from exactly_once.sql.days import FIRST_DAY
 from exactly_once.sql.now import NOW_AFTER, now
 from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, execute_script, is_usable
@@ -421,9 +421,7 @@ def look(
         found = _LOOK_PREPARED.fetch_after(connection, _KEEP_PLANS, [array_of(above), array_of(above.values()), since])
     else:
         values = "VALUES " + ", ".join(map(str, above.items()))
-        with connection.cursor() as cursor:
-            cursor.execute(_look(values, f"'{since}'", live(connection), now(connection)), [])
-            found = cursor.fetchall()
+        found = fetch(connection, _look(values, f"'{since}'", live(connection), now(connection)), [])
     of_shards = [row[:5] for row in found if row[0] is not None]
     first = {shard: min(filter(None, positions)) for shard, *positions, _, _ in of_shards if any(positions)}
     shards = [BusyShard(shard, min(floors.get(shard, 0), position - 1)) for shard, position in first.items()]
@@ -464,8 +462,7 @@ def require_writable(alias: str) -> None:
     Raises:
         django.db.Error: the database is not writable now.
     """
-    with connections[alias].cursor() as cursor:
-        cursor.execute(f"UPDATE {live(connections[alias])} SET state = state WHERE false")
+    execute(connections[alias], f"UPDATE {live(connections[alias])} SET state = state WHERE false")
 
 
 def claim_ready(
@@ -621,9 +618,7 @@ def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) 
     if is_usable(connection):
         found = _LOCK_ROWS_PREPARED.fetch(connection, given)
     else:
-        with connection.cursor() as cursor:
-            cursor.execute(_LOCK_ROWS.format(unread="%s::bigint[]", places="%s::tid[]"), given)
-            found = list(map(_with_bytes, cursor.fetchall()))
+        found = list(map(_with_bytes, fetch(connection, _LOCK_ROWS.format(unread="%s::bigint[]", places="%s::tid[]"), given)))
     versions = {row.position: row.version for row in rows}
     return {position: body for position, version, body in found if version == versions.get(position)}
 
@@ -642,16 +637,12 @@ def in_order(rows: Sequence[RelayedMessage], free: Collection[int]) -> list[Rela
 
 def lockers(alias: str, positions: Sequence[int]) -> list[int]:
     """The pids of the sessions that have locked these rows, as far as PostgreSQL reports them."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(_LOCKERS, [array_of(positions)])
-        return sorted(pid for (pid,) in cursor.fetchall())
+    return sorted(pid for (pid,) in fetch(connections[alias], _LOCKERS, [array_of(positions)]))
 
 
 def table_lockers(alias: str) -> list[int]:
     """The pids of the sessions whose table locks conflict with the writes of a pass."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(_TABLE_LOCKERS, [list(_WRITTEN_BY_A_PASS)])
-        return sorted(pid for (pid,) in cursor.fetchall())
+    return sorted(pid for (pid,) in fetch(connections[alias], _TABLE_LOCKERS, [list(_WRITTEN_BY_A_PASS)]))
 
 
 class ShardHolder(NamedTuple):
@@ -671,9 +662,7 @@ class ShardHolder(NamedTuple):
 
 def shard_holders(alias: str, longer_than: timedelta) -> list[ShardHolder]:
     """The transactions that hold locks on shards and are older than this. Relays that do not read their messages are ended."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(_SHARD_HOLDERS, [longer_than.total_seconds()])
-        return list(map(ShardHolder._make, cursor.fetchall()))
+    return list(map(ShardHolder._make, fetch(connections[alias], _SHARD_HOLDERS, [longer_than.total_seconds()])))
 
 
 def _read(

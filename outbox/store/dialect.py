@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from django.db import connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.connections import execute, is_outermost, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW
 from outbox.models import OutboxMessage, PausedTopic
 
@@ -55,8 +55,7 @@ def begin_bounded(alias: str, longest: timedelta, *, first: str = "", then: str 
     """
     connection = connections[alias]
     if script := bounds(connection, longest, first=first, then=then):
-        with connection.cursor() as cursor:
-            cursor.execute(script)
+        execute(connection, script)
 
 
 def bounds(connection: BaseDatabaseWrapper, longest: timedelta, *, first: str = "", then: str = "") -> str:

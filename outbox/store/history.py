@@ -6,6 +6,7 @@ from functools import partial
 from django.db import connections
 from django.db.models import Exists, OuterRef, Q
 
+from exactly_once.sql.connections import fetch
 from exactly_once.sql.days import date_of
 from exactly_once.upkeep.history import History
 from outbox.models import OutboxMessage, PendingCallback
@@ -16,10 +17,9 @@ _IS_PENDING = Q(Exists(PendingCallback.objects.filter(message=OuterRef("message_
 
 
 def _has_pending(alias: str, day: int) -> bool:
-    with connections[alias].cursor() as cursor:
-        # Not by the name of the day's partition, which another process may have dropped.
-        cursor.execute(f"SELECT 1 FROM {_PENDING} JOIN {TABLE} USING (message_id) WHERE day = %s LIMIT 1", [day])
-        return cursor.fetchone() is not None
+    # Not by the name of the day's partition, which another process may have dropped.
+    pending = f"SELECT 1 FROM {_PENDING} JOIN {TABLE} USING (message_id) WHERE day = %s LIMIT 1"
+    return bool(fetch(connections[alias], pending, [day]))
 
 
 HISTORY = History(

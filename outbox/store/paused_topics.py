@@ -22,7 +22,7 @@ from django.db import OperationalError, connections, transaction
 from django.db.models import BooleanField, Count, ExpressionWrapper, OuterRef, Q, QuerySet, Subquery
 from django.db.models.functions import Coalesce
 
-from exactly_once.sql.connections import is_postgresql, lock_timeout
+from exactly_once.sql.connections import fetch, is_postgresql, lock_timeout
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_collision
 from exactly_once.sql.now import DatabaseTime, now, now_after
@@ -223,9 +223,8 @@ def resume_stranded(alias: str) -> list[str]:
     """Begin to resume topics that have paused messages but no row, because the row was deleted by hand; returns them."""
     connection = connections[alias]
     paused = each_topic(f"{live(connection)} m WHERE m.state = 'paused'")
-    with connection.cursor() as cursor:
-        cursor.execute(f"{paused} AND NOT EXISTS (SELECT 1 FROM {PAUSED_TOPICS} p WHERE p.topic = name)")
-        stranded = [name for (name,) in cursor.fetchall()]
+    without_row = f"{paused} AND NOT EXISTS (SELECT 1 FROM {PAUSED_TOPICS} p WHERE p.topic = name)"
+    stranded = [name for (name,) in fetch(connection, without_row)]
     rows = [PausedTopic(topic=topic, reason=_STRANDED, paused_at=DatabaseTime(), is_resuming=True) for topic in stranded]
     PausedTopic.objects.using(alias).bulk_create(rows, ignore_conflicts=True)
     return stranded
@@ -293,9 +292,8 @@ def _has_open(alias: str, row: PausedTopic) -> bool:
     """Has the topic a ready probe, a retrying or paused message, or one in the secondary ready index?"""
     if _ready(alias, row.in_trial) or _has(alias, row.topic, State.RETRYING) or _has(alias, row.topic, State.PAUSED):
         return True
-    with connections[alias].cursor() as cursor:
-        cursor.execute(f"SELECT 1 FROM {live(connections[alias])} m WHERE {SECONDARY} AND m.topic = %s LIMIT 1", [row.topic])
-        return cursor.fetchone() is not None
+    released = f"SELECT 1 FROM {live(connections[alias])} m WHERE {SECONDARY} AND m.topic = %s LIMIT 1"
+    return bool(fetch(connections[alias], released, [row.topic]))
 
 
 def _has(alias: str, topic: str, state: State) -> bool:

@@ -13,7 +13,7 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.process.clock import monotonic
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.now import now, now_after
 from outbox.models import SHARDS
 from outbox.states import FIRE
@@ -165,9 +165,7 @@ def count_secondary_ready(alias: str, limit: int) -> int:
         # Shard by shard, so that the planner reads the index and not the table.
         of_a_shard = f"{secondary} AND m.shard = s.shard LIMIT {limit:d}"
         secondary = f"SELECT 1 FROM generate_series(0, {SHARDS - 1}) s(shard) CROSS JOIN LATERAL ({of_a_shard}) m"
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT count(*) FROM ({secondary} LIMIT {limit:d}) counted")
-        return int(cursor.fetchone()[0])
+    return int(fetch(connection, f"SELECT count(*) FROM ({secondary} LIMIT {limit:d}) counted")[0][0])
 
 
 def _is_due(connection: BaseDatabaseWrapper) -> str:

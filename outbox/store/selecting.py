@@ -9,6 +9,7 @@ from typing import Any
 from django.db import connections
 from django.db.models import QuerySet
 
+from exactly_once.sql.connections import fetch
 from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.finding import days_by, lately, on_all_days, soon_after
 from outbox.models import OutboxMessage
@@ -112,6 +113,4 @@ def live_names(alias: str, topics: Collection[str], biz_ids: Collection[str]) ->
 
 def topics(alias: str, most: int = 10_000) -> list[str]:
     """The topics of all messages, up to a limit, in their order."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(f"{each_topic(f'{TABLE} m WHERE true')} LIMIT %s", [most])
-        return [name for (name,) in cursor.fetchall()]
+    return [name for (name,) in fetch(connections[alias], f"{each_topic(f'{TABLE} m WHERE true')} LIMIT %s", [most])]

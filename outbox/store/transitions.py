@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import execute, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.finding import days_by
 from exactly_once.sql.now import NOW, now_after
@@ -162,9 +162,7 @@ def count_moved(
         return len(move(alias, transition, rows, reason=reason, recorded=True, **given))
     (source,) = transition.sources
     connection = connections[alias]
-    with connection.cursor() as cursor:
-        cursor.execute(*_statement(connection, transition, source, rows, given))
-        return int(cursor.rowcount)
+    return execute(connection, *_statement(connection, transition, source, rows, given))
 
 
 def move_and_commit(alias: str, transition: Transition, rows: Locked, *, before: Sequence[str]) -> int:

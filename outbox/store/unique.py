@@ -22,7 +22,7 @@ from django.db import IntegrityError, OperationalError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Exists, OuterRef, Q
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.faults import SERIALIZATION_FAILURE, sqlstate_of
 from outbox.models import OutboxMessage
@@ -82,9 +82,7 @@ def is_published_already(alias: str, positions: Sequence[int]) -> bool:
     connection = connections[alias]
     if not is_postgresql(connection):
         return False
-    with connection.cursor() as cursor:
-        cursor.execute(_PUBLISHED, [array_of(positions)])
-        sees_all, is_published = cursor.fetchone()
+    ((sees_all, is_published),) = fetch(connection, _PUBLISHED, [array_of(positions)])
     return is_published or not (sees_all or _may_be_published(connection, positions))
 
 
@@ -107,10 +105,8 @@ def _may_be_published(connection: BaseDatabaseWrapper, positions: Sequence[int])
     except OperationalError as error:
         if sqlstate_of(error) != SERIALIZATION_FAILURE:
             raise
-        with connection.cursor() as cursor:
-            cursor.execute(_VISIBLE, [array_of(positions)])
-            if not cursor.fetchone()[0]:
-                raise
+        if not fetch(connection, _VISIBLE, [array_of(positions)])[0][0]:
+            raise
         return False
     return True
 

@@ -10,12 +10,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from django.db import Error, connections, transaction
-from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder
 from exactly_once.sql import unwritable_rows
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import execute, fetch, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_canceled
 from exactly_once.sql.finding import lately
@@ -75,7 +74,7 @@ def change_writable(alias: str, rows: Rows, change: Change, last: Change | None 
     in_transaction = connection.in_atomic_block
     if in_transaction and last is None:
         # One round trip: it is not released, because the transaction soon ends.
-        _execute(connection, "; ".join(SAVEPOINT if is_postgresql(connection) else SAVEPOINT[1:]))
+        execute(connection, "; ".join(SAVEPOINT if is_postgresql(connection) else SAVEPOINT[1:]))
     try:
         return Changed(count=(last or change)(rows), done=positions)
     except Error as error:
@@ -83,7 +82,7 @@ def change_writable(alias: str, rows: Rows, change: Change, last: Change | None 
             raise
     if in_transaction:
         transaction.set_rollback(False, using=alias)
-        _execute(connection, "ROLLBACK TO SAVEPOINT writable")
+        execute(connection, "ROLLBACK TO SAVEPOINT writable")
     with transaction.atomic(using=alias):
         return change_in_parts(alias, rows, change)
 
@@ -91,7 +90,7 @@ def change_writable(alias: str, rows: Rows, change: Change, last: Change | None 
 def change_in_parts(alias: str, rows: Rows, change: Change) -> Changed:
     """Call `change` with all rows, and with the halves of each part that the database refuses. Inside an open transaction."""
     if is_postgresql(connections[alias]):
-        _execute(connections[alias], _IMMEDIATE)
+        execute(connections[alias], _IMMEDIATE)
     keys = _keys(alias, rows)
     count, done, stopped_keys = 0, set[int](), set[str]()
     unwritable: dict[int, Error] = {}
@@ -125,17 +124,10 @@ def _may_be_of_one(error: BaseException, rows: Collection[int] | None) -> bool:
     return may_be_of_one_row(error) or (is_canceled(error) and rows is not None and len(rows) == 1)
 
 
-def _execute(connection: BaseDatabaseWrapper, statement: str) -> None:
-    with connection.cursor() as cursor:
-        cursor.execute(statement)
-
-
 def _keys(alias: str, rows: Rows) -> dict[int, str]:
     """The keys of the messages by position, the oldest first."""
     if isinstance(rows, Found):
-        with connections[alias].cursor() as cursor:
-            cursor.execute(rows.locked(connections[alias]), rows.parameters)
-            rows = [position for (position,) in cursor.fetchall()]
+        rows = [position for (position,) in fetch(connections[alias], rows.locked(connections[alias]), rows.parameters)]
     live = OutboxMessage.objects.using(alias).filter(day=LIVE, pk__in=rows)
     return dict(live.order_by("pk").values_list("pk", "key"))
 

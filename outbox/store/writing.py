@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import execute, fetch, is_postgresql
 from exactly_once.sql.now import now, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, is_worthwhile, numbered
 from outbox.models import SHARDS
@@ -115,8 +115,7 @@ def hold_order(alias: str, keys: Collection[str]) -> None:
     if not keys or not is_postgresql(connection):
         return
     hashes = sorted({zlib.crc32(key.encode()) - 2**31 for key in keys})
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT pg_advisory_xact_lock({ORDER_SPACE}, hash) FROM unnest(%s::int[]) hash", [hashes])
+    execute(connection, f"SELECT pg_advisory_xact_lock({ORDER_SPACE}, hash) FROM unnest(%s::int[]) hash", [hashes])
 
 
 def insert(alias: str, row: NewRow) -> int | None:
@@ -128,9 +127,7 @@ def insert(alias: str, row: NewRow) -> int | None:
     if is_worthwhile(connection):
         found = next(iter(_prepared(statement).fetch(connection, parameters)), None)
     else:
-        with connection.cursor() as cursor:
-            cursor.execute(statement, parameters)
-            found = cursor.fetchone()
+        found = next(iter(fetch(connection, statement, parameters)), None)
     if found and row.is_unique and is_published_already(alias, found):
         _take_back(connection, found)
         return None
@@ -171,9 +168,7 @@ def insert_prepared(alias: str, row: NewRow, check_after: timedelta) -> int:
     """Insert one prepared message, whose first check is due after `check_after`; its position."""
     connection = connections[alias]
     values, parameters = _values(connection, row, check_after)
-    with connection.cursor() as cursor:
-        cursor.execute(f"INSERT INTO {live(connection)} {_INTO} {values} RETURNING id", parameters)
-        position: int = cursor.fetchone()[0]
+    position: int = fetch(connection, f"INSERT INTO {live(connection)} {_INTO} {values} RETURNING id", parameters)[0][0]
     record_insert(alias, [position])
     return position
 
@@ -200,8 +195,7 @@ def insert_many(alias: str, rows: Sequence[NewRow]) -> list[int]:
 
 def _take_back(connection: BaseDatabaseWrapper, position: Sequence[Any]) -> None:
     """Delete the row that this transaction has just inserted."""
-    with connection.cursor() as cursor:
-        cursor.execute(f"DELETE FROM {LIVE_PART} WHERE id = %s", position)
+    execute(connection, f"DELETE FROM {LIVE_PART} WHERE id = %s", position)
 
 
 def _begun(alias: str, found: Sequence[Any] | None) -> int | None:

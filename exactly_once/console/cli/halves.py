@@ -18,6 +18,7 @@ from exactly_once.console.cli.terminal import BOLD, RED, Line, Table, age
 from exactly_once.half import Half, half_of, halves
 from exactly_once.models import Process
 from exactly_once.process.life_sign import LifeSign, life_signs
+from exactly_once.sql.connections import execute
 from exactly_once.sql.labels import label_of
 from exactly_once.sql.schema import require_schema, why_unmigrated
 from exactly_once.upkeep.heartbeat_table import HeartbeatTable
@@ -77,8 +78,7 @@ def readiness(half: Half, alias: str, *, everywhere: bool) -> list[Check]:
     Raises:
         django.db.Error: the database does not answer.
     """
-    with connections[alias].cursor() as cursor:
-        cursor.execute("SELECT 1")
+    execute(connections[alias], "SELECT 1")
     if problem := why_unmigrated(alias, "exactly_once") or why_unmigrated(alias, half.app):
         return [Check(name="database", status=NOT_MIGRATED, detail=problem)]
     rows = running(half, alias)

@@ -11,6 +11,7 @@ from datetime import timedelta
 from django.db import connections
 from django.utils.translation import gettext as _
 
+from exactly_once.sql.connections import fetch
 from exactly_once.sql.counts import instant
 from exactly_once.sql.now import NOW, now_after
 from exactly_once.upkeep.minutes import database_time
@@ -76,9 +77,7 @@ def ahead(alias: str, kinds: Sequence[Dated]) -> Iterator[Ahead]:
             f"SELECT count(*), CAST(max({kind.written}) AS text) FROM (SELECT {kind.written} FROM {kind.table} "  # noqa: S608
             f"WHERE {waiting} LIMIT {_MOST_READ}) rows_that_wait WHERE {kind.written} > {limit}"
         )
-        with connection.cursor() as cursor:
-            cursor.execute(sql, [seconds, *values, seconds])
-            number, latest = cursor.fetchone()
+        ((number, latest),) = fetch(connection, sql, [seconds, *values, seconds])
         if number and (at := instant(latest)) is not None:
             mend = (
                 f"UPDATE {kind.table} SET {kind.due} = {now}, {kind.written} = {now} "  # noqa: S608 - our own names
