@@ -9,9 +9,6 @@ class ExactlyOnceConfig(AppConfig):
 
     def ready(self) -> None:
         from exactly_once import checks  # noqa: F401 - registers itself
-        from exactly_once.process.logs import escape_log_lines
-
-        escape_log_lines()
 
 
 def require_installed(app: AppConfig) -> None:

@@ -5,7 +5,6 @@ marks the message published. This is one database transaction, without network o
 each in its own transaction. Messages are durable and effects happen exactly once, on SQLite too.
 """
 
-import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from django.db import DatabaseError, transaction
 
 from exactly_once.process.clock import monotonic
-from exactly_once.process.logs import Reminder
+from exactly_once.process.logs import Reminder, escaping_logger
 from exactly_once.sql.faults import is_about_values
 from exactly_once.sql.schema import is_missing
 from exactly_once.transport.interface import (
@@ -42,7 +41,7 @@ from inbox.store import starts
 from inbox.store.message_rows import ConcurrentDuplicate
 from inbox.transactions.running import Arrival, DatabaseUnavailable
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 
 class LocalTransport(Transport):

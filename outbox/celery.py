@@ -16,7 +16,6 @@ A project's celery.py imports this module before Django's models are ready, so c
 call.
 """
 
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,10 +31,11 @@ from celery.app.control import Control
 from celery.contrib.django.task import DjangoTask
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.formats import CELERY_TOPICS
 from exactly_once.wire.text import fit
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 LAYOUT_OPTIONS = frozenset(
     {

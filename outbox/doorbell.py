@@ -16,7 +16,6 @@ A lost ring loses no message, because relays poll. The effects of a ring that is
 Relays of the same process are rung directly, on every database (`local://` runs its handlers there, and they may publish).
 """
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,10 +25,11 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.process.clock import monotonic, utcnow
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import Bell
 from outbox.conf import outbox_options
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 CHANNEL = "outbox_doorbell"
 """Channel of NOTIFY in one database. A second outbox in another schema of the database shares it, without harm."""

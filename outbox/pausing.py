@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 
 from django.db import transaction
 
+from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import NAME_LENGTH, why_no_topic
 from outbox import doorbell
@@ -17,7 +17,7 @@ from outbox.models import PausedTopic
 from outbox.store import paused_topics
 from outbox.store.dialect import database_of
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _PAUSED = "outbox: topic %r paused by %s%s; publish() goes on writing its messages, and no relay sends them until it is resumed"
 _RESUMED = "outbox: topic %r resumed by %s; relays make its messages ready in batches"

@@ -10,13 +10,13 @@ undecided.
 
 from __future__ import annotations
 
-import logging
 import uuid
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
+from exactly_once.process.logs import escaping_logger
 from exactly_once.states import Transition
 from exactly_once.wire.identity import new_message_id
 from outbox.api import PrepareOptions, draft_of, in_transaction, new_row, takes
@@ -28,7 +28,7 @@ from outbox.states import COMMIT, ROLL_BACK, UNDECIDED, State
 from outbox.store import prepared_rows, writing
 from outbox.store.dialect import database_of
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 
 @takes(PrepareOptions)

@@ -9,7 +9,7 @@ from typing import Any
 
 from exactly_once.wire.text import describe
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)  # noqa: TID251 - it logs names in the settings only
 
 
 def load(path: str) -> Callable[..., Any]:

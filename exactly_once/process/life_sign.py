@@ -6,7 +6,6 @@ it ends: so a file that a killed process left is recognised, also when its pid h
 """
 
 import json
-import logging
 import os
 import secrets
 import tempfile
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.text import describe
 
 try:
@@ -25,7 +25,7 @@ except ImportError:  # Windows: no process runs there, see `require_posix`
 else:
     HAS_FCNTL = True
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _LENGTH = 200
 """All contents have this length, so that one write replaces them."""

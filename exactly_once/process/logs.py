@@ -1,8 +1,7 @@
 """Log lines of all our apps, in which text of others cannot begin a line or control a terminal.
 
-A topic, an error and the answer of an endpoint are such text. The records of the loggers "exactly_once", "outbox" and
-"inbox", and below, escape their message and traceback when a handler formats them. Their `msg` and `args` stay as they are:
-some handlers group by them.
+A topic, an error and the answer of an endpoint are such text. The records of an `escaping_logger` escape their message and
+traceback when a handler formats them. Their `msg` and `args` stay as they are: some handlers group by them.
 
 `Reminder` limits the lines about a lasting condition: one at once, then one a minute.
 """
@@ -16,7 +15,6 @@ from typing import Any
 from exactly_once.process.clock import monotonic
 from exactly_once.wire.text import visible
 
-_APPS = {"exactly_once", "outbox", "inbox"}
 _LONGEST_CHAIN = 20
 _REMINDER_SECONDS = 60.0
 
@@ -49,25 +47,18 @@ class EscapedRecord(logging.LogRecord):
         super().__setattr__(name, _traceback(value, self) if name == "exc_text" and value else value)
 
 
-def escape_log_lines() -> None:
-    """Make the records of our apps escape foreign text. A second call changes nothing."""
-    before = logging.getLogRecordFactory()
-    if getattr(before, "escapes", False):
-        return
-
-    def factory(name: str, *args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = before(name, *args, **kwargs)
-        if name.partition(".")[0] in _APPS:
-            record.__class__ = _escaped(type(record))
-        return record
-
-    factory.escapes = True  # type: ignore[attr-defined]
-    logging.setLogRecordFactory(factory)
+def escaping_logger(module: str) -> logging.Logger:
+    """The logger of a module of ours."""
+    logger = logging.getLogger(module)  # noqa: TID251 - the only one
+    logger.addFilter(_escape)
+    return logger
 
 
-def _escaped(kind: type[logging.LogRecord]) -> type[logging.LogRecord]:
+def _escape(record: logging.LogRecord) -> bool:
+    kind = type(record)
     # The first can be pickled. A project's own factory may make records of another class.
-    return EscapedRecord if kind is logging.LogRecord else type(kind.__name__, (EscapedRecord, kind), {})
+    record.__class__ = EscapedRecord if kind is logging.LogRecord else type(kind.__name__, (EscapedRecord, kind), {})
+    return True
 
 
 def _traceback(text: str, record: logging.LogRecord) -> str:

@@ -15,7 +15,6 @@ through the broker would not arrive while the broker is unavailable.
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import select
 import signal
@@ -30,8 +29,9 @@ from typing import NoReturn, Protocol
 
 from exactly_once.process.clock import awake
 from exactly_once.process.life_sign import LifeSignWriter, giving_life_signs
+from exactly_once.process.logs import escaping_logger
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _PIPE_BYTES = 65_536
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from exactly_once.conf.masking import masked
 from exactly_once.metrics import OUTAGE_SECONDS, OUTAGES
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import StopRequest
 from exactly_once.wire.retry import Pause
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _FIRST_REMINDER_SECONDS = 10.0
 _LONGEST_REMINDER_SECONDS = 600.0

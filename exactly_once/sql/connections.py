@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sqlite3
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,10 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from django.db import DatabaseError, InterfaceError, connections, router, transaction
 from django.db.models import Model
 
+from exactly_once.process.logs import escaping_logger
+
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 LONGEST_IDLE = timedelta(seconds=10)
 """The server then ends the transaction of a frozen process that has decided something."""

@@ -5,7 +5,6 @@ collision it tries again at once; many in a row are logged once a minute. An une
 loop pauses, longer each time.
 """
 
-import logging
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
@@ -13,7 +12,7 @@ from typing import TypeVar
 
 from django.db import connections
 
-from exactly_once.process.logs import Reminder
+from exactly_once.process.logs import Reminder, escaping_logger
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.outage import Outage
 from exactly_once.sql.connections import drop_unusable_connections
@@ -22,7 +21,7 @@ from exactly_once.sql.schema import describe_missing, is_missing
 from exactly_once.wire.retry import Pause
 from exactly_once.wire.text import describe
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 Result = TypeVar("Result")
 

@@ -8,7 +8,6 @@ the processes of a Celery worker, the figures of all its processes are served to
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,13 +19,14 @@ from django.utils.translation import gettext as _
 
 from exactly_once.metrics import Instrument, instruments
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.probing import Reading
 from exactly_once.wire.text import describe
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 Sample = tuple[Instrument, Sequence[str], float]
 """A gauge, the values of its labels, and its value."""

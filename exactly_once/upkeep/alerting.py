@@ -10,7 +10,6 @@ process holds the lease; it may be repeated when a process is killed in between.
 """
 
 import json
-import logging
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -32,6 +31,7 @@ from exactly_once.half import Key, halves, required
 from exactly_once.models import Alert
 from exactly_once.process.clock import monotonic
 from exactly_once.process.heartbeat import one_line
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.main_thread import beside
 from exactly_once.sql.connections import with_table
@@ -40,7 +40,7 @@ from exactly_once.sql.turns import Turns
 from exactly_once.upkeep.loop_leases import TableLease
 from exactly_once.wire.text import ERROR_LENGTH, describe, fit, printable
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 alert_changed = Signal()
 """An alert was raised or cleared. Arguments: `event` ("raised" or "cleared"), `app`, `database`, and `alert`, its row. It is

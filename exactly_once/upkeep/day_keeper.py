@@ -1,6 +1,5 @@
 """Makes the partitions of history for the days ahead, and drops old ones: see `exactly_once.sql.partitions`."""
 
-import logging
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from math import inf
@@ -8,14 +7,14 @@ from math import inf
 from django.db import DatabaseError, connections
 
 from exactly_once.process.clock import monotonic
-from exactly_once.process.logs import Reminder
+from exactly_once.process.logs import Reminder, escaping_logger
 from exactly_once.sql import faults
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import date_of, day_of
 from exactly_once.upkeep.history import History
 from exactly_once.wire.text import describe
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _DAYS_AHEAD = 3
 _BETWEEN_WAITS_SECONDS = 3600.0

@@ -1,6 +1,5 @@
 """The rows of processes, and what writes them: one heartbeat of each process every few seconds; see `process.heartbeat`."""
 
-import logging
 import uuid
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
@@ -13,6 +12,7 @@ from exactly_once.models import Process
 from exactly_once.process import heartbeat, work
 from exactly_once.process.clock import monotonic
 from exactly_once.process.heartbeat import ProcessIdentity
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import ALLOWED_IN, Mode, Request, StopRequest
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.now import DatabaseTime, now_after
@@ -20,7 +20,7 @@ from exactly_once.telemetry.statistics import Tally
 from exactly_once.upkeep.minutes import MinuteWriter
 from exactly_once.wire.text import NAME_LENGTH, describe
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _IS_STOPPING = Q(stopped_at=None, mode=Mode.STOPPING)
 _ENDS = {Request.STOP, Request.DRAIN}

@@ -7,7 +7,6 @@ message depends on it.
 No step ends or delays its process. A failed step is reported with its remedy, and tried again in the next round.
 """
 
-import logging
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -18,13 +17,14 @@ from django.utils.translation import gettext as _
 
 from exactly_once.models import AuditEntry
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.rows import delete_in_chunks, older_entries
 from exactly_once.sql.turns import Turns
 from exactly_once.upkeep.loop_leases import TableLease
 from exactly_once.upkeep.operation_rows import OperationTable
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _LEASE = timedelta(seconds=180)
 CHUNK = 500

@@ -3,7 +3,6 @@
 The alerts of an app and its housekeeping; on SQLite all relaying, on PostgreSQL the timer.
 """
 
-import logging
 import uuid
 from datetime import timedelta
 
@@ -11,11 +10,12 @@ from django.db import DatabaseError, InterfaceError
 from django.db.models import Q, QuerySet
 
 from exactly_once.models import Lease
+from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import NAME_LENGTH
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 
 class TableLease:

@@ -12,7 +12,6 @@ Prometheus is supported too, but the pages of the admin work without it.
 The ideas of counting are described in `telemetry.statistics`.
 """
 
-import logging
 import os
 import socket
 from collections import Counter, defaultdict
@@ -26,13 +25,14 @@ from django.db.models import QuerySet
 from exactly_once.models import Minute
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.heartbeat import one_line
+from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.now import DatabaseTime, now, now_after
 from exactly_once.sql.rows import delete_in_chunks
 from exactly_once.telemetry.statistics import ALL, OTHER, Counted, Tally, total
 from exactly_once.wire.text import describe
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 MINUTE = timedelta(minutes=1)
 LATELY = timedelta(minutes=10)

@@ -5,7 +5,6 @@ batch. A canary runs in waves: it waits until a wave has been run, and stops by 
 in another way.
 """
 
-import logging
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
@@ -17,7 +16,7 @@ from django.db import connections
 from exactly_once.half import required
 from exactly_once.models import OperationState
 from exactly_once.process.clock import monotonic
-from exactly_once.process.logs import Reminder
+from exactly_once.process.logs import Reminder, escaping_logger
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.faults import is_collision, is_outage
 from exactly_once.sql.now import DatabaseTime
@@ -26,7 +25,7 @@ from exactly_once.transport.interface import BrokerUnavailable
 from exactly_once.upkeep.operation_rows import OperationTable
 from exactly_once.wire.text import describe
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 BATCH = 200
 _LARGEST_WAVE = 1_000

@@ -10,7 +10,6 @@ The pipeline (`inbox.receiving.receive`) runs a task as it runs a message. This 
 """
 
 import inspect
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from celery.utils.time import maybe_iso8601
 from django.db import connections, transaction
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.retry import Pause, RetryPolicy
 from exactly_once.wire.text import describe
 from inbox.celery.calls import NO_RESULT, Call, as_sent, decode_result, encode_result, read_call, signature_to_resend
@@ -43,7 +43,7 @@ from inbox.store import minutes, retention, tasks
 from inbox.store.message_rows import ConcurrentDuplicate, Failure
 from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _LONGEST_DEFERRAL = timedelta(minutes=5)
 _DEFERRALS = "inbox_deferrals"

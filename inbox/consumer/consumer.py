@@ -6,7 +6,6 @@ it is dropped, and so is its answer, because its delivery tag may now name anoth
 channel closes the connection; the broker delivers again, and the inbox suppresses the duplicates.
 """
 
-import logging
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from amqp.exceptions import ChannelError
 
 from exactly_once.conf.masking import masked
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import Bell, StopRequest, Watchdog
 from exactly_once.process.outage import Outage, wait_for_broker
 from exactly_once.transport.broker import (
@@ -47,7 +47,7 @@ from inbox.leases import renewal
 from inbox.limits.shedder import shedder_of
 from inbox.outcome import Outcome
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _Answer = TypeVar("_Answer")
 _TICK_SECONDS = 0.05

@@ -4,10 +4,10 @@ The inbox deduplicates by handler. So a renamed handler is a new one: it handles
 the queue of that name collects a copy of every message.
 """
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from exactly_once.process.logs import escaping_logger
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import may_exist, registry
 from inbox.store import due
@@ -15,7 +15,7 @@ from inbox.store.heartbeats import running_handlers
 from inbox.store.receipts import handlers_with_topics
 from inbox.transactions.running import committed
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 
 class NameWithoutCode(NamedTuple):

@@ -4,7 +4,6 @@ The thread that owns the broker connection puts deliveries in and gets answers o
 so that neither starves the other. No more handlers run at a time than there are threads.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 from django.db import connections
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.main_thread import stack_of
 from inbox.consumer.lanes import Delivery, Lane, Unanswered
 from inbox.consumer.reception import Reception
@@ -23,7 +23,7 @@ from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.limits import slots
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _LONGEST_WAIT_SECONDS = 0.5
 

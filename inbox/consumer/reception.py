@@ -1,6 +1,5 @@
 """How a worker handles a load of deliveries: read, receive and answer each."""
 
-import logging
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +12,7 @@ import kombu
 from django.db import DatabaseError, connections
 
 from exactly_once.process.clock import monotonic
-from exactly_once.process.logs import Reminder
+from exactly_once.process.logs import Reminder, escaping_logger
 from exactly_once.wire.envelope import OPAQUE, Envelope, from_delivery
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
@@ -34,7 +33,7 @@ from inbox.store.dialect import TABLE
 from inbox.store.message_rows import ConcurrentDuplicate
 from inbox.transactions.running import Arrival, DatabaseUnavailable
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 
 _REFUSAL_REMEDY = f"Look for a trigger, a rule or a damaged index of {TABLE} that refuses the row, and remove it."

@@ -4,7 +4,6 @@ Each message is claimed in its own commit and run in its own transaction, so any
 any number of processes.
 """
 
-import logging
 import random
 import threading
 from collections import defaultdict
@@ -15,7 +14,7 @@ from math import inf
 from django.db import connections
 
 from exactly_once.process.clock import monotonic
-from exactly_once.process.logs import Reminder
+from exactly_once.process.logs import Reminder, escaping_logger
 from exactly_once.process.loop import StopRequest
 from inbox.conf import InboxOptions, has_outbox
 from inbox.consumer.names import Unattended
@@ -33,7 +32,7 @@ from inbox.store import claims, due, ordering, starts
 from inbox.store.message_rows import OrderedKey, Successor
 from inbox.transactions.running import DatabaseUnavailable, committed
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _SHORTEST_POLL_SECONDS = 0.01
 _LONGEST_WAIT_SECONDS = 0.05

@@ -1,6 +1,5 @@
 """A consumer process: consumer, runner, watchdog, companions, and an orderly shutdown."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -8,6 +7,7 @@ from functools import partial
 from django.core.exceptions import ImproperlyConfigured
 
 from exactly_once.conf.masking import masked
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import StopRequest, Watchdog
 from exactly_once.process.main_thread import beside
 from exactly_once.sql.connections import leave_pools
@@ -26,7 +26,7 @@ from inbox.housekeeping import databases, housekeepers
 from inbox.leases import renewal
 from inbox.limits.slots import limited_by_default
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _WATCHDOG_INTERVAL_SECONDS = 0.5
 _LONGEST_GOODBYE_SECONDS = 5.0

@@ -19,6 +19,7 @@ from amqp import spec
 from amqp.exceptions import AccessRefused, InvalidCommand, NotFound, PreconditionFailed, ResourceLocked
 
 from exactly_once.conf.masking import masked
+from exactly_once.process.logs import escaping_logger
 from exactly_once.transport import broker
 from exactly_once.transport.broker import EXCHANGE_TYPE, speaks_amqp
 from exactly_once.transport.management_api import default_url, read_list
@@ -29,7 +30,7 @@ from inbox.consumer.names import NameWithoutCode
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 # RabbitMQ 4 drops a message after 20 redeliveries from a quorum queue without a dead-letter exchange. The database counts
 # attempts; the broker must not.

@@ -8,7 +8,6 @@ unanswered deliveries are redelivered to another process, which counts the attem
 
 import ctypes
 import faulthandler
-import logging
 import os
 import sys
 import threading
@@ -23,10 +22,11 @@ from django.db import DatabaseError
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.deadlines import Deadlines
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import EXIT_SILENT
 from inbox.errors import HandlerTimeout
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _SHORTEST_GRACE_SECONDS = 5.0
 _CANCEL_GRACE_SECONDS = 1.0

@@ -8,7 +8,6 @@ extension is retried until the lease must have ended. When the process is asked 
 its row then says so: see `receiving.in_hand`.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,10 +17,11 @@ from django.db import connections
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.deadlines import Deadlines
+from exactly_once.process.logs import escaping_logger
 from inbox.leases.stores import EXTENSIONS_PER_LEASE, Lease, LeaseStore
 from inbox.transactions.running import DatabaseUnavailable
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _RETRY_SECONDS = 1.0
 

@@ -10,7 +10,6 @@ If the store is unavailable, it raises, and the message is not run. `lease_store
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from django.utils.module_loading import import_string
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.retry import Pause
 from inbox.conf import IN_THE_DATABASE, InboxOptions
 from inbox.outcome import Outcome
@@ -28,7 +28,7 @@ from inbox.store import lease_rows
 from inbox.store.message_rows import Failure, NewRow
 from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 T = TypeVar("T")
 _P = ParamSpec("_P")

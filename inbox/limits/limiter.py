@@ -5,7 +5,6 @@ tokens from these. `take` never waits for a database: a separate thread leases m
 unavailable, no tokens are granted.
 """
 
-import logging
 import random
 import threading
 from collections import defaultdict, deque
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from django.db import DatabaseError, InterfaceError, connections
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.outage import Outage
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_collision
@@ -22,7 +22,7 @@ from inbox.handlers.handler import Handler
 from inbox.store.buckets import lease_tokens
 from inbox.transactions.sessions import end_session
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _SHORTEST_WAIT_SECONDS = 0.005
 _COLLISION_BACKOFF_SECONDS = 0.025

@@ -6,17 +6,17 @@ Without a fresh reading nothing is dropped.
 """
 
 import inspect
-import logging
 import threading
 from math import ceil
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.text import describe
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.handlers.options import Shed
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _READING_VALID_SECONDS = 5.0
 _STOP_FRACTION = 0.9

@@ -13,7 +13,7 @@ from django.db.models import Count, Min
 
 from exactly_once.console.operators.clock_ahead import Dated
 from exactly_once.sql import counts as counting
-from exactly_once.sql.connections import fetch, is_postgresql
+from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import FIRST_DAY, LIVE
 from inbox.housekeeping import HISTORY
 from inbox.models import InboxMessage, TrailEntry

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ from django.db import router, transaction
 from django.db.models import Count, OuterRef, QuerySet, Subquery
 from django.db.models.functions import Coalesce
 
+from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, printable
@@ -18,7 +18,7 @@ from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler
 from inbox.states import DUE
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _PAUSED = "inbox: handler %s paused by %s%s; its messages stay in the queue or stored, and no process runs them"
 _RESUMED = "inbox: handler %s resumed by %s; consumers run its messages again, the oldest first"

@@ -12,7 +12,6 @@ many with one statement, and acknowledged after that commit; a runner handles it
 - a delivery that is refused, which is stored as a dead letter, or dropped by load shedding, which is stored as `shed`.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -20,6 +19,7 @@ from datetime import timedelta
 from django.db import DatabaseError, transaction
 
 from exactly_once.failures import REFUSED
+from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import lock_timeout
 from exactly_once.wire.text import ERROR_LENGTH, describe, printable
 from inbox.conf import InboxOptions
@@ -35,7 +35,7 @@ from inbox.store.arrivals import Insertion, Values, in_lock_order
 from inbox.store.message_rows import ConcurrentDuplicate, undecoded
 from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _HAND_OVER_WAIT = timedelta(milliseconds=20)
 """How long the relay waits for a concurrent duplicate, because other messages wait behind."""

@@ -11,7 +11,6 @@ A handler may also query another database. While that one is unavailable only th
 of its messages at a time finds out whether it is available again.
 """
 
-import logging
 import os
 import threading
 import uuid
@@ -24,6 +23,7 @@ from typing import Any
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.outage import Outage
 from exactly_once.sql.faults import is_collision, remedy
 from exactly_once.sql.schema import behind_their_tables, is_missing, why_unmigrated
@@ -33,7 +33,7 @@ from inbox.store.message_rows import ConcurrentDuplicate, NewRow
 from inbox.transactions.running import DatabaseUnavailable, committed, why_not_stored
 from inbox.transactions.sessions import end_session
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _LARGER_THAN_A_PAGE = 10_000
 """In bytes. On a full disk small rows may still fit into existing pages; this one does not."""

@@ -11,6 +11,7 @@ from django.dispatch import Signal
 
 from exactly_once.conf.redactors import redacted_error
 from exactly_once.failures import COMMITTED_BY_ITSELF, DEFERRED, NEVER_ENDED, class_of, own_frames, place_of
+from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.faults import SERIALIZATION_FAILURE, is_collision, sqlstate_of
 from exactly_once.wire.retry import RetryPolicy
 from exactly_once.wire.text import describe
@@ -26,7 +27,7 @@ from inbox.store.admitting import Admitted
 from inbox.store.message_rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, order_of
 from inbox.transactions.running import TRIES_AT_ONCE, Arrival, DatabaseUnavailable, committed
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _SHORTEST_DELAY = timedelta(seconds=1)
 _NEVER_ENDED = "Its attempts never ended: its process died, or its database became unavailable."

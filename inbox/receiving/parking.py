@@ -11,7 +11,6 @@ row becomes that of its message, which is run by the same claim. If the message 
 `open_claimed` also opens the other stored messages.
 """
 
-import logging
 import random
 from dataclasses import replace
 from datetime import timedelta
@@ -20,6 +19,7 @@ from functools import partial
 from django.db import DatabaseError
 
 from exactly_once.process.clock import utcnow
+from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.body import Undecodable
 from exactly_once.wire.envelope import Envelope
 from exactly_once.wire.text import describe
@@ -46,7 +46,7 @@ from inbox.store import arrivals, claims, duplicates, message_rows
 from inbox.store.message_rows import UNIDENTIFIED, ConcurrentDuplicate, Earlier, Failure, NewRow
 from inbox.transactions.running import Arrival, committed
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _LOCK_WAIT = timedelta(milliseconds=10)
 """How long the runner waits for a row lock before it assumes that another process is handling the message."""

@@ -25,7 +25,6 @@ cannot overwrite the outcome of the next owner.
 Every delivery ends as one of `Outcome`. Only DEFERRED and UNSTORED are not acknowledged, and are processed again.
 """
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -35,6 +34,7 @@ from typing import Any
 from django.db import connections
 
 from exactly_once.failures import NEVER_ENDED
+from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.wire.body import Undecodable
 from exactly_once.wire.text import describe
@@ -70,7 +70,7 @@ from inbox.transactions.running import (
 )
 from inbox.transactions.sessions import SessionChanges, autocommit, is_inside_a_transaction
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _UNAVAILABLE_BACKOFF = timedelta(seconds=5)
 _KEY_BUSY_BACKOFF = timedelta(seconds=0.5)

@@ -9,7 +9,6 @@ inbox, and neither a collision nor the values of its row are the cause, then the
 nor if `publish()` draws an id that exists, from a sequence that is behind its table.
 """
 
-import logging
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from exactly_once.process import work
 from exactly_once.process.clock import monotonic, utcnow
+from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import drop_unusable_connections, execute, is_outermost, is_postgresql
 from exactly_once.sql.faults import (
     UNDEFINED_TABLE,
@@ -50,7 +50,7 @@ from inbox.store import dialect, sentinel
 from inbox.store.message_rows import ABANDONED, Failure, Guard, NewRow, OrderedKey, order_of
 from inbox.transactions.sessions import Supervision, end_session
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -15,7 +15,6 @@ would be committed, and all later work of this thread would be part of a transac
 removed, and the handler fails.
 """
 
-import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -26,12 +25,13 @@ from typing import Any
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import execute, has_begun
 from inbox import metrics
 from inbox.errors import TransactionBroken, TransactionControl
 from inbox.handlers.handler import Handler
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _COMMENTS = r"(?:\s|--[^\n]*\n|/\*(?:[^*]|\*(?!/))*\*/)*"
 _CHANGE = rf"{_COMMENTS}(?:set\s+(?!(?:local|transaction|constraints)\b)|(?:reset|discard|pragma)\b)"

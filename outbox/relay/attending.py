@@ -25,7 +25,7 @@ from django.db import connections
 
 from exactly_once.process import work
 from exactly_once.process.clock import awake, monotonic
-from exactly_once.process.logs import Reminder
+from exactly_once.process.logs import Reminder, escaping_logger
 from exactly_once.process.loop import Bell, StopRequest
 from exactly_once.process.main_thread import stack_of
 from exactly_once.process.outage import Outage, OutageLog
@@ -35,7 +35,7 @@ from exactly_once.sql.turns import Turns
 from exactly_once.wire.text import describe
 from outbox.conf import OutboxOptions
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _SHORTEST_POLL_SECONDS = 0.5
 _LONGEST_POLL_SECONDS = 5.0

@@ -5,12 +5,12 @@ successful pass doubles the number. A pass that took too long was too large: the
 limit is half.
 """
 
-import logging
 from collections.abc import Callable
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _TOO_LARGE_SECONDS = 60.0
 _BETWEEN_REPORTS_SECONDS = 60.0

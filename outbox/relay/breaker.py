@@ -14,7 +14,6 @@ A topic with a rate (`TopicOptions.rate`) has a row while it has messages. Any r
 allows, and all relays send only these. The broker's answers do not matter to the rate.
 """
 
-import logging
 import math
 import random
 from collections import Counter
@@ -22,13 +21,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.transport.interface import PublishOutcome, Verdict
 from outbox.store import paused_topics
 from outbox.store.claiming import TopicPause
 from outbox.store.dialect import PAUSED_TOPICS
 from outbox.store.unwritable_rows import UnwritableRows
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _REFUSALS = 20
 _PROBES = 5

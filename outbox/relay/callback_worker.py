@@ -22,6 +22,7 @@ from django.db import transaction
 
 from exactly_once.conf.redactors import redacted_error
 from exactly_once.process.clock import monotonic, utcnow
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.outage import OutageLog
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_collision, is_outage
@@ -37,7 +38,7 @@ from outbox.store import decision_rows, pending_callbacks, prepared_rows
 from outbox.store.dialect import begin_bounded
 from outbox.store.pending_callbacks import pending_calls
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _LEASE_MARGIN = timedelta(seconds=30)
 """A call is claimed for CALLBACKS["TIMEOUT"] plus this margin; after that, a call claimed by a dead process is due again."""

@@ -7,19 +7,18 @@ A locked shard belongs to another relay, and is free again in a moment. A shard 
 held by a relay that does not read what the database sends it. The session of such a relay is ended.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from django.db import Error
 
 from exactly_once.process.clock import monotonic
-from exactly_once.process.logs import Reminder
+from exactly_once.process.logs import Reminder, escaping_logger
 from outbox.models import SHARDS
 from outbox.store import claiming
 from outbox.store.claiming import Claim, RelayedMessage
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _REMEMBERED_SECONDS = 1.0
 """Since the last locked row was found."""

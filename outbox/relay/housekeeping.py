@@ -4,7 +4,6 @@ The entries are those of the trail and of the audit log, and bulk operations tha
 `upkeep.housekeeping`; the history of a day without a partition is in the default partition.
 """
 
-import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from math import inf
@@ -12,6 +11,7 @@ from math import inf
 from django.db import connections
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import date_of, last_day
 from exactly_once.upkeep.day_keeper import DayKeeper
@@ -20,7 +20,7 @@ from outbox.conf import OutboxOptions
 from outbox.models import TrailEntry
 from outbox.store import history
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _PASS_MARGIN = timedelta(seconds=3)
 """A pass of a relay ends before BATCH_DEADLINE and this."""

@@ -13,7 +13,6 @@ This thread affects latency only. It raises nothing, and relays continue to poll
 
 from __future__ import annotations
 
-import logging
 import select
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,12 +21,13 @@ from typing import Any
 
 from django.db import connections
 
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import Bell, StopRequest
 from exactly_once.process.outage import Outage
 from outbox import doorbell
 from outbox.conf import OutboxOptions
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 APPLICATION_NAME = "outbox listener"
 _PULSE_SECONDS = 10.0

@@ -19,6 +19,7 @@ from django.db import transaction
 from django.dispatch import Signal
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.telemetry import tracing
 from exactly_once.telemetry.statistics import Tally
 from exactly_once.transport import broker
@@ -36,7 +37,7 @@ from outbox.store.settling import Failure, Settlement
 from outbox.store.unwritable_rows import Changed, UnwritableRows
 from outbox.store.waves import waves
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _MARGIN = timedelta(seconds=2)
 """Time that the database grants a pass beyond its deadline, for settling."""

@@ -4,7 +4,6 @@ Only a stop request ends the loop. It waits for an unavailable broker or databas
 pauses and continues.
 """
 
-import logging
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -13,7 +12,7 @@ from django.db import connections
 
 from exactly_once.process import work
 from exactly_once.process.clock import monotonic
-from exactly_once.process.logs import Reminder
+from exactly_once.process.logs import Reminder, escaping_logger
 from exactly_once.process.loop import Bell, StopRequest, Watchdog
 from exactly_once.process.outage import Outage, OutageLog, wait_for_broker
 from exactly_once.sql.faults import is_lock_timeout
@@ -33,7 +32,7 @@ from outbox.store import claiming, settling
 from outbox.store.dialect import EVER
 from outbox.store.unwritable_rows import UnwritableRows
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _SHORTEST_POLL_SECONDS = 0.01
 _LONGEST_CONTENDED_SECONDS = 0.1

@@ -1,6 +1,5 @@
 """A relay process: watchdog, two lanes, the timer, the doorbell, companions, and an orderly end."""
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -10,7 +9,7 @@ from typing import Any, Protocol
 from django.db import connections
 
 from exactly_once.conf.masking import masked
-from exactly_once.process.logs import Reminder
+from exactly_once.process.logs import Reminder, escaping_logger
 from exactly_once.process.loop import StopRequest, Watchdog
 from exactly_once.process.outage import OutageLog
 from exactly_once.sql.connections import leave_pools
@@ -29,7 +28,7 @@ from outbox.relay.timer import Timer
 from outbox.store import claiming
 from outbox.transports import open_transport
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _LANES = 2
 """Relays in one process. While one waits for the broker's confirms the other claims, encodes and settles."""

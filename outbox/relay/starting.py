@@ -13,7 +13,6 @@ A round reads what was settled before its instant. All of that is committed when
 in their order.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,6 +24,7 @@ from django.db import connections, transaction
 from django.utils.module_loading import import_string
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.turns import Fault, Turns
@@ -35,7 +35,7 @@ from outbox.store import backfilling
 from outbox.store.claiming import DamagedRow, RelayedMessage
 from outbox.store.outgoing import outgoing
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _BATCH = 200
 _LONGEST_STOP_SECONDS = 2.0

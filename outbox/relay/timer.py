@@ -17,7 +17,6 @@ messages per topic in the wheel is limited, due topics are served in turn, and n
 need for a few passes.
 """
 
-import logging
 import math
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,6 +24,7 @@ from datetime import timedelta
 from django.db import connections
 
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import Bell, StopRequest, Watchdog
 from exactly_once.process.outage import Outage, OutageLog
 from exactly_once.sql.turns import Turns
@@ -35,7 +35,7 @@ from outbox.store import claiming, scheduling
 from outbox.store.scheduling import Offset
 from outbox.store.unwritable_rows import UnwritableRows
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _LEASE = timedelta(seconds=3)
 _RENEW_SECONDS = 2.0

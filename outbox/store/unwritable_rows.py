@@ -5,14 +5,13 @@ are changed. Unwritable rows are skipped for some time, longer after each try, a
 keys wait for them.
 """
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from django.db import Error, connections, transaction
 
 from exactly_once.process.clock import monotonic
-from exactly_once.process.logs import Reminder
+from exactly_once.process.logs import Reminder, escaping_logger
 from exactly_once.sql import unwritable_rows
 from exactly_once.sql.connections import execute, fetch, is_postgresql
 from exactly_once.sql.days import LIVE
@@ -23,7 +22,7 @@ from outbox.models import OutboxMessage
 from outbox.store.dialect import TABLE, chunks
 from outbox.store.transitions import Found
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 Rows = Sequence[int] | Found
 Change = Callable[[Rows], int]

@@ -9,7 +9,6 @@ Any error of the channel or the socket closes the connection: py-amqp would sile
 and restart its delivery tags. The transport uses one connection with one channel, in one thread, without consumers.
 """
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -21,6 +20,7 @@ from amqp.exceptions import NotFound, RecoverableConnectionError
 
 from exactly_once.conf.tls import DEFAULT_TLS, TlsOptions
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.transport.broker import (
     BROKER_FAILURES,
     EXCHANGE_TYPE,
@@ -48,7 +48,7 @@ from exactly_once.wire.text import describe
 from outbox.transports.confirms import ConfirmTracker
 from outbox.transports.frames import METHOD, FrameWriter
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _TICK_SECONDS = 1.0
 _GLANCE_SECONDS = 0.0001

@@ -4,7 +4,6 @@ They have no publisher confirms: a publish that returns was accepted by the serv
 broker would silently drop a message to a topic without a bound queue, so the transport reads the binding table first.
 """
 
-import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from kombu.transport.virtual import Channel as VirtualChannel
 
 from exactly_once.conf.tls import DEFAULT_TLS, TlsOptions
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.transport.broker import (
     BROKER_FAILURES,
     EXCHANGE_TYPE,
@@ -37,7 +37,7 @@ from exactly_once.wire.envelope import Envelope
 from exactly_once.wire.formats import Wire
 from exactly_once.wire.text import describe
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _LEAST_SECONDS = 0.001
 _REDIS = {"redis", "rediss", "sentinel", "valkey", "valkeys"}

@@ -83,7 +83,7 @@ def log_to_console(verbosity: int) -> None:
     console = logging.StreamHandler(sys.stderr)
     console.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     for app in our_apps():
-        logger = logging.getLogger(app.name)
+        logger = logging.getLogger(app.name)  # noqa: TID251 - to configure it
         if not logger.hasHandlers():
             logger.addHandler(console)
             logger.setLevel(_LEVELS[verbosity])

@@ -8,7 +8,6 @@ The child stops, as after SIGTERM, when the other end of a socket is closed: aft
 and when the supervisor is killed. SIGTERM itself would be the second signal after Ctrl-C, which reaches both.
 """
 
-import logging
 import os
 import socket
 import subprocess
@@ -24,9 +23,10 @@ from django.core.management.base import CommandParser
 from django.utils import autoreload
 from django.utils.translation import gettext as _
 
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import StopRequest, running_until_signalled
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _SOCKET = "EXACTLY_ONCE_STOP_SOCKET"
 """The environment variable of a child with its end of the socket."""

@@ -1,7 +1,6 @@
 """Errors as problem details (RFC 9457): every answer of 400 and above is `application/problem+json`."""
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -13,9 +12,10 @@ from django.http.response import HttpResponseBase
 from ninja.errors import AuthenticationError, HttpError, ValidationError
 from pydantic import BaseModel, ConfigDict, Field
 
+from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.text import NAME_LENGTH, describe, printable
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 CONTENT_TYPE = "application/problem+json"
 _MOST_ERRORS = 20

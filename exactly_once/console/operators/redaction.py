@@ -8,7 +8,6 @@ cannot be decoded is not shown either.
 """
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,10 @@ from django.utils.translation import gettext
 
 from exactly_once.conf.redactors import load
 from exactly_once.console.display import Shown, as_json, as_payload
+from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.body import Undecodable, decode_payload
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _OF_CELERY = ("argsrepr", "kwargsrepr")
 """Headers in which Celery repeats the arguments of a task."""

@@ -7,7 +7,6 @@ The leases are those of the database (`store.leases`), whatever `INBOX["LEASE_ST
 """
 
 import json
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from functools import reduce
 from typing import Any
 
 from exactly_once.failures import DEFERRED
+from exactly_once.process.logs import escaping_logger
 from exactly_once.upkeep.minutes import MinuteWriter
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
@@ -32,7 +32,7 @@ from inbox.store import claims, lease_rows, minutes, receipts
 from inbox.store.message_rows import ConcurrentDuplicate, Failure, KeyBusy
 from inbox.transactions.running import Arrival, committed
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 REPORTED = "reported by a client"
 """The class of failures that clients report."""

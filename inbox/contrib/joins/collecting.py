@@ -5,10 +5,10 @@ message is a part of its run if and only if it is handled. The run id is its biz
 """
 
 import json
-import logging
 from collections.abc import Sequence
 from datetime import timedelta
 
+from exactly_once.process.logs import escaping_logger
 from inbox.conf import inbox_options
 from inbox.contrib.joins import store
 from inbox.contrib.joins.join import TOPIC, Definition, Join
@@ -17,7 +17,7 @@ from inbox.errors import Reject, RetryLater
 from inbox.handlers.message import Message
 from inbox.states import DUE, State
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _RUNNING = timedelta(seconds=1)
 _EARLY = timedelta(minutes=1)

@@ -9,7 +9,6 @@ While an endpoint is not active, its messages stay due in the inbox, and no atte
 M. Nygard, "Release It!".
 """
 
-import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,6 +17,7 @@ from django.db import transaction
 from django.db.models import F, Q
 
 from exactly_once.conf.redactors import redacted_error
+from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from exactly_once.wire.text import ERROR_LENGTH, printable
@@ -26,7 +26,7 @@ from inbox.contrib.outgoing_webhooks.models import Endpoint, State
 from inbox.contrib.outgoing_webhooks.signing import new_secret
 from inbox.store import due
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 FAILURES = 5
 """Consecutive failures after which an endpoint is paused."""

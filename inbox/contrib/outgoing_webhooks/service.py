@@ -4,14 +4,13 @@ It is a process of its own, so that requests to slow endpoints never occupy a th
 messages are read again and again; a new, paused or changed one takes effect in all processes without a restart.
 """
 
-import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
 from exactly_once.process.clock import monotonic
-from exactly_once.process.logs import Reminder
+from exactly_once.process.logs import Reminder, escaping_logger
 from exactly_once.process.loop import StopRequest, Watchdog
 from exactly_once.sql.connections import leave_pools
 from inbox.conf import inbox_options
@@ -24,7 +23,7 @@ from inbox.contrib.outgoing_webhooks.models import Endpoint
 from inbox.handlers.handler import Handler
 from inbox.transactions.running import DatabaseUnavailable, committed
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 THREADS = 16
 _REFRESH_SECONDS = 1.0

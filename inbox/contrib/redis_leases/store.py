@@ -11,7 +11,6 @@ run again automatically.
 
 import hashlib
 import json
-import logging
 import threading
 import uuid
 from collections import OrderedDict
@@ -27,6 +26,7 @@ from redis.retry import Retry
 
 from exactly_once.conf.masking import masked
 from exactly_once.process.clock import monotonic
+from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.contrib.redis_leases import rows, scripts
@@ -39,7 +39,7 @@ from inbox.store import lease_rows
 from inbox.store.message_rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, KeyBusy, NewRow
 from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _SOCKET_SECONDS = 5.0
 _LONGEST_WAIT_SECONDS = 2.0

@@ -1,4 +1,3 @@
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from exactly_once.console.cli.command import DatabaseCommand
 from exactly_once.console.cli.terminal import Progress, refuse_unknown
 from exactly_once.console.operators.audit import Actor, Subject, record
 from exactly_once.console.plurals import ngettext
+from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import decision_transaction
 from exactly_once.upkeep.operations import BATCH
 from inbox.handlers.registry import may_exist, registry
@@ -18,7 +18,7 @@ from inbox.operators import decisions
 from inbox.operators.decisions import Decision
 from inbox.states import State
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _Row = tuple[int, bool, str, str]
 """Primary key, is it in quarantine, message id, handler."""

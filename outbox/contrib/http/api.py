@@ -1,6 +1,5 @@
 """The endpoints."""
 
-import logging
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from itertools import islice
@@ -17,6 +16,7 @@ from exactly_once.console.http.api import Api, Name, answers, client_of, require
 from exactly_once.console.http.problems import Problem, with_status
 from exactly_once.console.operators.audit import Actor, Subject, record
 from exactly_once.models import OPEN
+from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import decision_transaction
 from exactly_once.sql.finding import lately, newest
 from exactly_once.upkeep.operation_rows import Plan
@@ -34,7 +34,7 @@ from outbox.store.dialect import database_of
 from outbox.store.restoring import restored_by_default
 from outbox.store.selecting import Selection, identified, placed
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 _MOST_ROWS = 1_000_000
 """Of an operation, as on the pages of the admin."""

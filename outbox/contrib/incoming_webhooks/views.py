@@ -6,7 +6,6 @@ Nothing is stored for a request that is answered otherwise. Neither a body nor a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from http import HTTPStatus
 
@@ -17,6 +16,7 @@ from django.http.response import HttpResponseBase
 from django.views.decorators.csrf import csrf_exempt
 from django.views.generic import View
 
+from exactly_once.process.logs import escaping_logger
 from outbox.conf import outbox_options
 from outbox.contrib.incoming_webhooks.endpoint import Endpoint, Event, Read, Unreadable
 from outbox.contrib.incoming_webhooks.signals import conflicting_event
@@ -24,7 +24,7 @@ from outbox.contrib.incoming_webhooks.signatures import InvalidSignature, Verify
 from outbox.errors import PayloadTooLarge
 from outbox.store.dialect import database_of
 
-logger = logging.getLogger(__name__)
+logger = escaping_logger(__name__)
 
 
 class WebhookView(View):

@@ -10,6 +10,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.urls import reverse
 
+from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import StopRequest
 from inbox.consumer.runner import Runner
 from inbox.contrib.http import subscribe
@@ -69,7 +70,7 @@ def is_harmless(text, *, quotes):
 
 def test_error_and_traceback_of_a_handler_forge_no_log_line(log, handles):
     deliver(handles(fail), an_envelope(), given=ONE_ATTEMPT)
-    logging.getLogger("inbox.tests").error("for the test", exc_info=a_chain())
+    escaping_logger("inbox.tests").error("for the test", exc_info=a_chain())
     assert is_harmless(log.getvalue(), quotes="The above exception was the direct cause")
     assert "is a dead letter" in log.getvalue()
 
@@ -115,6 +116,23 @@ def test_handler_of_the_project_can_still_group_records_by_their_template(caplog
     [record] = [record for record in caplog.records if "dead letter" in record.getMessage()]
     assert "%s" in record.msg
     assert any("boom" in str(value) for value in record.args)
+
+
+class RecordOfTheProject(logging.LogRecord):
+    pass
+
+
+def test_record_of_the_projects_own_class_keeps_it_and_is_escaped(log, caplog):
+    before = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(RecordOfTheProject)
+    try:
+        escaping_logger("inbox.tests").error("for the test: %s", HOSTILE)
+        logging.getLogger("shop").error("of the project: %s", "a\x08")
+    finally:
+        logging.setLogRecordFactory(before)
+    assert all(isinstance(record, RecordOfTheProject) for record in caplog.records)
+    assert log.getvalue().endswith("shop: of the project: a\x08\n")
+    assert is_harmless(log.getvalue().removesuffix("\x08\n"), quotes="boom")
 
 
 @pytest.mark.parametrize("command", ["exactly_once_trail", "exactly_once_status"])
