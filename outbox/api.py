@@ -26,10 +26,10 @@ from itertools import groupby
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 from asgiref.sync import sync_to_async
-from django.db import connections
 from django.utils import timezone
 
 from exactly_once.process.clock import utcnow
+from exactly_once.sql.connections import is_inside_a_transaction
 from exactly_once.telemetry import tracing
 from exactly_once.wire.context import OUTER_CORRELATION, caused_by, current_cause
 from exactly_once.wire.envelope import RESERVED_HEADERS, HeaderValue, headers_as_json, is_reserved
@@ -270,19 +270,10 @@ async def _joining(function: Callable[_P, _Result], *args: _P.args, **options: _
         raise PublishedOutsideTransaction(error.alias, is_async=True) from None
 
 
-def in_transaction(alias: str) -> bool:
-    """Is the caller inside an `atomic()` of `alias`?
-
-    Under django.test.TestCase everything is inside a transaction of the test; only one that the code under test opened counts,
-    so that a missing atomic() fails in the tests and not in production.
-    """
-    return any(not getattr(block, "_from_testcase", False) for block in connections[alias].atomic_blocks)
-
-
 def _require_transaction(using: str | None) -> str:
     """The alias, which is inside `atomic()`."""
     alias = database_of(using)
-    if not in_transaction(alias):
+    if not is_inside_a_transaction(alias):
         raise PublishedOutsideTransaction(alias, is_async=_in_event_loop())
     return alias
 

@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeVar
 from uuid import UUID
 
 from asgiref.sync import async_to_sync
-from django.apps import apps
 
+from exactly_once.sql.labels import name_of
 from exactly_once.wire.identity import origin
 from exactly_once.wire.text import why_no_topic, why_unfit
 
@@ -153,20 +153,13 @@ def _registering(topic: str, event: Event, name: str | None) -> Callable[[Functi
 
     def decorate(function: Function) -> Function:
         called = _synchronous(function)
-        known_as = name or _default_name(function)
+        known_as = name or name_of(function, "callback")
         if reason := why_unfit(known_as):
             raise ValueError(f"The name {known_as!r} is not valid for a callback: {reason}.")
         registry.add(topic, event, known_as, called)
         return function
 
     return decorate
-
-
-def _default_name(function: Callable[..., Any]) -> str:
-    if not hasattr(function, "__name__"):
-        raise ValueError(f"{function!r} has no __name__: give the callback a name=.")
-    config = apps.get_containing_app_config(function.__module__)
-    return f"{config.label if config else function.__module__}.{function.__name__}"
 
 
 def _synchronous(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,6 +32,7 @@ from celery.contrib.django.task import DjangoTask
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.process.logs import escaping_logger
+from exactly_once.sql.connections import is_inside_a_transaction
 from exactly_once.wire.formats import CELERY_TOPICS
 from exactly_once.wire.text import fit
 
@@ -86,13 +87,12 @@ class OutboxTask(DjangoTask):  # type: ignore[misc] # celery is not typed
             InvalidMessage, PayloadTooLarge: with the value and the remedy; nothing was written.
             kombu.exceptions.EncodeError: the arguments cannot be serialised; nothing was written.
         """
-        from outbox.api import in_transaction  # noqa: PLC0415 - models are not ready when this module is imported
-        from outbox.store.dialect import database_of  # noqa: PLC0415
+        from outbox.store.dialect import database_of  # noqa: PLC0415 - models are not ready when this module is imported
 
         alias = database_of(self.outbox_using)
         app = self._get_app()
         at_once = app.conf.task_always_eager or _at_once.get()
-        if at_once or not in_transaction(alias):
+        if at_once or not is_inside_a_transaction(alias):
             if not at_once:
                 _warn_of_commit_hook(self, alias)
             return super().apply_async(args, kwargs, task_id, producer, link, link_error, shadow, **options)

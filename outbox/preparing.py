@@ -17,9 +17,10 @@ from typing import Any, Self, Unpack
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from exactly_once.process.logs import escaping_logger
+from exactly_once.sql.connections import is_inside_a_transaction
 from exactly_once.states import Transition
 from exactly_once.wire.identity import new_message_id
-from outbox.api import PrepareOptions, draft_of, in_transaction, new_row, takes
+from outbox.api import PrepareOptions, draft_of, new_row, takes
 from outbox.callbacks import checkers
 from outbox.conf import outbox_options
 from outbox.decisions import Decision, Outcome, decide, said
@@ -47,7 +48,7 @@ def prepare(topic: str, payload: Any, *, using: str | None = None, **options: Un
     """
     alias = database_of(using)
     connection = connections[alias]
-    if in_transaction(alias) or not (connection.in_atomic_block or connection.get_autocommit()):
+    if is_inside_a_transaction(alias) or not (connection.in_atomic_block or connection.get_autocommit()):
         raise PreparedInsideTransaction(alias)
     row = new_row(draft_of("prepare", topic, payload, options), new_message_id())
     if checkers.of(topic) is None:

@@ -47,6 +47,15 @@ def is_outermost(connection: BaseDatabaseWrapper) -> bool:
     return len(connection.atomic_blocks) == 1
 
 
+def is_inside_a_transaction(alias: str) -> bool:
+    """Is there an `atomic()` on this connection, other than that of a test case? As Django's atomic(durable=True) asks.
+
+    Under django.test.TestCase everything is inside a transaction of the test; only one that the code under test opened counts,
+    so that a missing atomic() fails in the tests and not in production.
+    """
+    return any(not getattr(block, "_from_testcase", False) for block in connections[alias].atomic_blocks)
+
+
 @contextmanager
 def decision_transaction(alias: str, longest_idle: timedelta = LONGEST_IDLE) -> Iterator[None]:
     """The transaction of an operator's decision and its audit entry: READ COMMITTED whatever the project's default is.

@@ -5,6 +5,7 @@ Django derives from it the names of tables, permissions, URLs of the admin and m
 apps name themselves and each other by package, and convert it to the label where Django asks for one.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from django.apps import apps
@@ -22,3 +23,15 @@ def label_of(app: str) -> str:
 def package_of(model: Any) -> str:
     """The half that a model belongs to, "outbox" or "inbox", also for the models of its optional packages."""
     return str(model._meta.app_config.name.partition(".")[0])
+
+
+def name_of(function: Callable[..., Any], kind: str) -> str:
+    """The default name of a callback or a handler: the label of its app, and its own name.
+
+    Raises:
+        ValueError: it has no name.
+    """
+    if not hasattr(function, "__name__"):
+        raise ValueError(f"{function!r} has no __name__, which is the default name of its {kind}: set name=.")
+    config = apps.get_containing_app_config(function.__module__)
+    return f"{config.label if config else function.__module__}.{function.__name__}"

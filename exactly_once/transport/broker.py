@@ -64,6 +64,13 @@ py-amqp raises AttributeError when it loses its connection at the wrong moment; 
 _SYSTEMS = {"redis": "redis", "rediss": "redis", "sqs": "aws_sqs", "confluentkafka": "kafka"}
 
 
+def failures_of(connection: Any) -> tuple[type[Exception], ...]:
+    """The errors of a lost connection of kombu, or of one that is not open (None)."""
+    if connection is None:
+        return BROKER_FAILURES
+    return (*BROKER_FAILURES, *connection.connection_errors, *connection.channel_errors)
+
+
 def queue_name(subscriber: str, *topics: str) -> str:
     """The name of the queue of one handler, or of the exchange of its partitions.
 

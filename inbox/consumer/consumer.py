@@ -29,6 +29,7 @@ from exactly_once.transport.broker import (
     connection_attempts,
     connection_options,
     dispatch_what_is_read,
+    failures_of,
     is_refusal,
     read_in_chunks,
     speaks_amqp,
@@ -149,7 +150,7 @@ class Consumer:
                     self._waits_for = ""
                     if drain and self._is_drained():
                         break
-                except self._failures() as error:
+                except failures_of(self._connection) as error:
                     self._wait_for_broker(error, drain=drain)
                 except Exception as error:
                     # One malformed frame of the server must not end every consumer.
@@ -225,7 +226,7 @@ class Consumer:
                 # Each queue that hangs delays the others by seconds, so no more than one is tried at a time.
                 self._forbidden |= {lane, *(suspected if lane in suspected else ())}
                 self._report_problem(lane, f"{error} {_NOT_RECEIVED}")
-            except self._failures():
+            except failures_of(self._connection):
                 if self._speaks_amqp:
                     self._suspected.add(lane)
                 raise
@@ -250,7 +251,7 @@ class Consumer:
             channel = answering_in_time(own.channel())
             channel.basic_qos(0, 1, False)
             channel.basic_consume(queue, no_ack=False)
-        except self._failures() as error:
+        except failures_of(self._connection) as error:
             raise Unusable(
                 f"The broker cannot deliver from the queue {queue!r} ({describe(error)}). Check that its nodes are "
                 "available: rabbitmq-queues quorum_status, rabbitmqctl list_unresponsive_queues."
@@ -477,11 +478,6 @@ class Consumer:
             self._round_trip = monotonic() - asked_at
         return answer
 
-    def _failures(self) -> tuple[type[Exception], ...]:
-        if self._connection is None:
-            return BROKER_FAILURES
-        return (*BROKER_FAILURES, *self._connection.connection_errors, *self._connection.channel_errors)
-
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         for acks in self._open:
@@ -512,7 +508,7 @@ class Consumer:
             while self._pool.alive and self._connection is not None:
                 self._watchdog.beat()
                 self._pump()
-        except self._failures() as error:
+        except failures_of(self._connection) as error:
             logger.debug("consumer: the broker connection ended during the shutdown: %s", describe(error))
             self._disconnect()
         while self._pool.alive:
@@ -524,6 +520,6 @@ class Consumer:
             self._answer()
             # Closing the channels returns prefetched deliveries, at once and in order.
             self._connection.close()
-        except self._failures() as error:
+        except failures_of(self._connection) as error:
             logger.debug("consumer: closing the broker connection failed: %s", describe(error))
             self._disconnect()

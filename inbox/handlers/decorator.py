@@ -20,7 +20,7 @@ from django.apps import apps
 from django.db import DEFAULT_DB_ALIAS, router
 
 from exactly_once.conf.settings import per_second
-from exactly_once.sql.labels import label_of
+from exactly_once.sql.labels import label_of, name_of
 from exactly_once.wire.identity import origin
 from exactly_once.wire.text import did_you_mean, why_no_topic, why_unfit
 from inbox.errors import NotCallable
@@ -105,7 +105,7 @@ def registering(
         runnable: Callable[..., Any] = function
         if inspect.iscoroutinefunction(function):
             runnable = async_to_sync(_as_coroutine(function, timeout))
-        handler_name = kept or default_name(function)
+        handler_name = kept or name_of(function, "handler")
         if reason := why_unfit(handler_name):
             raise ValueError(f"The name {handler_name!r} cannot be the name of a handler: {reason}.")
         handler = make(name=handler_name, function=runnable, biz_id=_biz_id_at(biz_id) if isinstance(biz_id, str) else biz_id)
@@ -318,10 +318,3 @@ def _as_coroutine(function: Callable[..., Any], limit: timedelta | None) -> Call
             return await function(given)
 
     return update_wrapper(run, function)
-
-
-def default_name(function: Callable[..., Any]) -> str:
-    if not hasattr(function, "__name__"):
-        raise ValueError(f"{function!r} has no __name__, which is the default name of its handler: set name=.")
-    config = apps.get_containing_app_config(function.__module__)
-    return f"{config.label if config else function.__module__}.{function.__name__}"

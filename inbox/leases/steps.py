@@ -14,10 +14,10 @@ from typing import Any
 from asgiref.sync import sync_to_async
 from django.core.serializers.json import DjangoJSONEncoder
 
+from exactly_once.sql.connections import is_inside_a_transaction
 from exactly_once.wire.text import describe, why_unfit
 from inbox.errors import LeaseLost, Reject, RetryLater, StepInterrupted
 from inbox.leases.stores import Lease, store_as_owner
-from inbox.transactions.sessions import is_inside_a_transaction
 
 _RESULTS = DjangoJSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 

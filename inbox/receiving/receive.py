@@ -35,7 +35,7 @@ from django.db import connections
 
 from exactly_once.failures import NEVER_ENDED
 from exactly_once.process.logs import escaping_logger
-from exactly_once.sql.connections import drop_unusable_connections
+from exactly_once.sql.connections import drop_unusable_connections, is_inside_a_transaction
 from exactly_once.wire.body import Undecodable
 from exactly_once.wire.text import describe
 from inbox import metrics, signals
@@ -68,7 +68,7 @@ from inbox.transactions.running import (
     read_committed,
     run_with_reruns,
 )
-from inbox.transactions.sessions import SessionChanges, autocommit, is_inside_a_transaction
+from inbox.transactions.sessions import SessionChanges, autocommit
 
 logger = escaping_logger(__name__)
 

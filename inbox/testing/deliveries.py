@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
+from exactly_once.sql.connections import is_inside_a_transaction
 from exactly_once.testing.database import require_tests
 from inbox.conf import inbox_options
 from inbox.consumer.channels import Acks
@@ -21,7 +22,6 @@ from inbox.local import LocalTransport
 from inbox.outcome import Outcome
 from inbox.testing.messages import as_delivered
 from inbox.testing.observing import Failures
-from inbox.transactions.sessions import is_inside_a_transaction
 
 TIMEOUT_SECONDS = 30.0
 _POLL_SECONDS = 0.02

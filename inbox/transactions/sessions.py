@@ -197,12 +197,6 @@ class Supervision(SessionChanges):
             )
 
 
-def is_inside_a_transaction(alias: str) -> bool:
-    """Is there an `atomic()` on this connection, other than that of a test case?"""
-    # The same check as Django's atomic(durable=True).
-    return any(not getattr(block, "_from_testcase", False) for block in connections[alias].atomic_blocks)
-
-
 @contextmanager
 def autocommit(alias: str) -> Iterator[None]:
     """A handler runs outside any transaction: each of its statements commits by itself. Close what it leaves open.

@@ -10,6 +10,7 @@ from typing import Any
 from django.apps import apps
 from django.utils.module_loading import import_string
 
+from exactly_once.sql.connections import is_inside_a_transaction
 from exactly_once.testing.database import require_tests
 from exactly_once.testing.matching import decoded
 from exactly_once.transport.broker import is_local
@@ -24,7 +25,6 @@ from exactly_once.transport.interface import (
     Verdict,
 )
 from exactly_once.wire.formats import Wire
-from outbox.api import in_transaction
 from outbox.conf import outbox_options
 from outbox.relay.service import serve
 from outbox.store.dialect import database_of
@@ -74,7 +74,7 @@ def run_relay(*, using: str | None = None, handlers: bool = True, raise_errors: 
     """
     require_tests("run_relay")
     alias = database_of(using)
-    if in_transaction(alias):
+    if is_inside_a_transaction(alias):
         raise RuntimeError(
             f"run_relay() was called inside transaction.atomic() on {alias!r}. A relay sees committed messages only: call it "
             "after that block. The transaction that a TestCase or pytest-django opens does not count."

@@ -14,11 +14,11 @@ from exactly_once.conf.tls import DEFAULT_TLS, TlsOptions
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
 from exactly_once.transport.broker import (
-    BROKER_FAILURES,
     EXCHANGE_TYPE,
     BrokerConnection,
     connection_attempts,
     connection_options,
+    failures_of,
     is_refusal,
     scheme_of,
 )
@@ -84,14 +84,14 @@ class VirtualTransport(Transport):
             self._producer = kombu.Producer(self._channel, self._exchange)
             self._direct = kombu.Producer(self._channel)
             self._exchange(self._channel).declare()
-        except self._failures(connection) as error:
+        except failures_of(connection) as error:
             connection.collect(socket_timeout=1.0)
             raise (BrokerRefused if is_refusal(error) else BrokerUnavailable)(describe(error)) from error
         self._connection = connection
 
     def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
         verdicts: dict[int, Verdict] = {}
-        failures = self._failures(self._connection)
+        failures = failures_of(self._connection)
         for message in messages:
             if monotonic() > deadline:
                 break
@@ -111,7 +111,7 @@ class VirtualTransport(Transport):
         if connection is not None:
             try:
                 connection.close()
-            except self._failures(connection) as error:
+            except failures_of(connection) as error:
                 logger.debug("Closing the broker connection: %s", describe(error))
 
     def _send_one(self, message: OutgoingMessage) -> Verdict:
@@ -178,9 +178,3 @@ class VirtualTransport(Transport):
         except KeyError:
             return ()
         return set(channel.typeof(exchange).lookup(table, exchange, topic, None))
-
-    @staticmethod
-    def _failures(connection: kombu.Connection | None) -> tuple[type[Exception], ...]:
-        if connection is None:
-            return BROKER_FAILURES
-        return (*BROKER_FAILURES, *connection.connection_errors, *connection.channel_errors)

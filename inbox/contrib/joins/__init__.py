@@ -15,12 +15,10 @@ An optional app: add "inbox.contrib.joins" to INSTALLED_APPS.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from django.apps import apps as installed_apps
-from django.core.exceptions import ImproperlyConfigured
-
+from inbox.contrib import looked_up
 from inbox.contrib.joins.join import Join
 
 if TYPE_CHECKING:
@@ -28,12 +26,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Join", "correlated", "joined_handler"]
 
-
-def __getattr__(name: str) -> Any:
-    # Looked up on first use, because Django imports this package before its models can be.
-    if name not in __all__:
-        raise AttributeError(f"module 'inbox.contrib.joins' has no attribute {name!r}")
-    # Without the app Django would take its models for those of the app "inbox", and makemigrations would add them there.
-    if not installed_apps.is_installed(__name__):
-        raise ImproperlyConfigured(f"{__name__}.{name} needs its app: add {__name__!r} to INSTALLED_APPS and run migrate.")
-    return getattr(import_module("inbox.contrib.joins.decorators"), name)
+__getattr__ = partial(looked_up, __name__, dict.fromkeys(("correlated", "joined_handler"), "decorators"))

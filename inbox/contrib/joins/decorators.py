@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from asgiref.sync import sync_to_async
 
+from exactly_once.sql.labels import name_of
 from exactly_once.wire.context import OUTER_CORRELATION, Cause, caused_by, current_cause
 from inbox.contrib.joins.collecting import collect, finish, gather
 from inbox.contrib.joins.join import TOPIC, Definition, Join
@@ -24,7 +25,6 @@ from inbox.errors import Reject
 from inbox.handlers.decorator import (
     Function,
     database_of,
-    default_name,
     kept_name,
     refuse_not_callable,
     registering,
@@ -70,7 +70,7 @@ def joined_handler(
 
     def decorate(function: Function) -> Function:
         refuse_not_callable(function, "join")
-        named = kept or default_name(function)
+        named = kept or name_of(function, "handler")
         join = Definition(name=named, using=database_of(using), topics=topics, deadline=deadline, on_missing=on_missing)
         _register(
             join,
@@ -127,7 +127,7 @@ def correlated(
         if on_timeout is not None and inspect.iscoroutinefunction(on_timeout) != inspect.iscoroutinefunction(function):
             raise TypeError("The handler and its on_timeout must both be async functions, or both be synchronous.")
         join = Definition(
-            name=name or default_name(function),
+            name=name or name_of(function, "handler"),
             using=database_of(using),
             topics=(request, answer),
             deadline=timeout,

@@ -16,11 +16,10 @@ An optional app: add "inbox.contrib.outgoing_webhooks" to INSTALLED_APPS.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from django.apps import apps as installed_apps
-from django.core.exceptions import ImproperlyConfigured
+from inbox.contrib import looked_up
 
 if TYPE_CHECKING:
     from inbox.contrib.outgoing_webhooks.fanning_out import send_webhooks
@@ -28,17 +27,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Endpoint", "send_webhooks"]
 
-_MODULES = {
-    "Endpoint": "inbox.contrib.outgoing_webhooks.models",
-    "send_webhooks": "inbox.contrib.outgoing_webhooks.fanning_out",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Looked up on first use, because Django imports this package before its models can be.
-    if name not in _MODULES:
-        raise AttributeError(f"module 'inbox.contrib.outgoing_webhooks' has no attribute {name!r}")
-    # Without the app Django would take Endpoint for a model of the app "inbox", and makemigrations would add it there.
-    if not installed_apps.is_installed(__name__):
-        raise ImproperlyConfigured(f"{__name__}.{name} needs its app: add {__name__!r} to INSTALLED_APPS and run migrate.")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = partial(looked_up, __name__, {"Endpoint": "models", "send_webhooks": "fanning_out"})
