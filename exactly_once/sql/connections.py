@@ -20,6 +20,8 @@ logger = escaping_logger(__name__)
 
 LONGEST_IDLE = timedelta(seconds=10)
 """The server then ends the transaction of a frozen process that has decided something."""
+READ_COMMITTED = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
+"""A transaction's first statement."""
 _View = TypeVar("_View", bound=Callable[..., Any])
 
 
@@ -47,6 +49,11 @@ def is_outermost(connection: BaseDatabaseWrapper) -> bool:
     return len(connection.atomic_blocks) == 1
 
 
+def set_local(**limits: timedelta) -> str:
+    """The statements that set these limits of PostgreSQL for the open transaction."""
+    return "".join(f"SET LOCAL {name} = {int(limit.total_seconds() * 1000)}; " for name, limit in limits.items())
+
+
 def is_inside_a_transaction(alias: str) -> bool:
     """Is there an `atomic()` on this connection, other than that of a test case? As Django's atomic(durable=True) asks.
 
@@ -65,11 +72,7 @@ def decision_transaction(alias: str, longest_idle: timedelta = LONGEST_IDLE) -> 
     with transaction.atomic(using=alias):
         connection = connections[alias]
         if is_postgresql(connection) and is_outermost(connection):
-            with connection.cursor() as cursor:
-                cursor.execute(
-                    "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
-                    f"SET LOCAL idle_in_transaction_session_timeout = {int(longest_idle.total_seconds() * 1000)}"
-                )
+            execute(connection, READ_COMMITTED + set_local(idle_in_transaction_session_timeout=longest_idle))
         yield
 
 

@@ -21,7 +21,7 @@ from django.db.backends.signals import connection_created
 
 from exactly_once.console.operators import dry_run as publishing
 from exactly_once.console.operators.dry_run import WouldPublish
-from exactly_once.sql.connections import execute, is_postgresql
+from exactly_once.sql.connections import execute, is_postgresql, set_local
 from exactly_once.wire.body import Undecodable
 from exactly_once.wire.envelope import Envelope
 from exactly_once.wire.formats import CELERY_TOPICS
@@ -211,12 +211,9 @@ class _Run:
     def _bound(self, alias: str) -> None:
         """Have PostgreSQL end the transaction of a handler that cannot be interrupted."""
         if is_postgresql(connections[alias]):
-            milliseconds = int((self._limit.total_seconds() + _GRACE_SECONDS) * 1000)
-            with connections[alias].cursor() as cursor:
-                cursor.execute(
-                    f"SET LOCAL statement_timeout = {milliseconds}; "
-                    f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}"
-                )
+            longest = self._limit + timedelta(seconds=_GRACE_SECONDS)
+            limits = set_local(statement_timeout=longest, idle_in_transaction_session_timeout=longest)
+            execute(connections[alias], limits)
 
     @contextmanager
     def _others_read_only(self) -> Iterator[None]:

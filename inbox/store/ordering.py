@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import connections, transaction
 
-from exactly_once.sql.connections import execute, fetch, is_outermost, is_postgresql
+from exactly_once.sql.connections import LONGEST_IDLE, READ_COMMITTED, execute, fetch, is_outermost, is_postgresql, set_local
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import NOW, NOW_AFTER
 from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, execute_script, is_usable
 from inbox.models import InboxMessage
 from inbox.states import PROMOTE, State
-from inbox.store.dialect import IS_OPEN, TABLE, columns_of, run
+from inbox.store.dialect import IS_OPEN, TABLE, as_bound, columns_of, run
 from inbox.store.due import CLAIM, NOT_PAUSED, first_due
 from inbox.store.message_rows import OrderedKey
 from inbox.store.trail_entries import record
@@ -62,8 +62,6 @@ _PROMOTE = (
     f"UPDATE {TABLE} SET state = 'received', attempts = attempts + {{attempts}}, fence = fence + 1, next_attempt_at = {{due}}"
 )
 _READ_COMMITTED = "read committed"
-_MAX_IDLE_MS = 10_000
-"""The server then ends the transaction of a frozen process that holds a gate."""
 LOCK_TIMEOUT = timedelta(seconds=10)
 _KEYS_AT_ONCE = 10_000
 
@@ -74,7 +72,7 @@ def for_gate(connection: BaseDatabaseWrapper, order: OrderedKey | None, *, is_fo
     No setting is left in a caller's transaction.
     """
     ends = is_outermost(connection)
-    gate = [None, None] if order is None else [_gate(*order), f"{_MAX_IDLE_MS}ms" if ends else None]
+    gate = [None, None] if order is None else [_gate(*order), as_bound(LONGEST_IDLE) if ends else None]
     return [*gate, is_followed and ends]
 
 
@@ -206,11 +204,7 @@ def deciding(alias: str, longest_wait: timedelta = LOCK_TIMEOUT) -> Iterator[Non
 
 def limits(longest_wait: timedelta) -> str:
     """The statements that begin a transaction of `deciding`."""
-    return (
-        "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
-        f"SET LOCAL idle_in_transaction_session_timeout = {_MAX_IDLE_MS}; "
-        f"SET LOCAL lock_timeout = {int(longest_wait.total_seconds() * 1000)}; "
-    )
+    return READ_COMMITTED + set_local(idle_in_transaction_session_timeout=LONGEST_IDLE, lock_timeout=longest_wait)
 
 
 @dataclass(frozen=True, kw_only=True)

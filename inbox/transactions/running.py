@@ -22,7 +22,7 @@ from django.db import DatabaseError, InterfaceError, connections, transaction
 from exactly_once.process import work
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.logs import escaping_logger
-from exactly_once.sql.connections import drop_unusable_connections, execute, is_outermost, is_postgresql
+from exactly_once.sql.connections import READ_COMMITTED, drop_unusable_connections, execute, is_outermost, is_postgresql
 from exactly_once.sql.faults import (
     UNDEFINED_TABLE,
     alias_of,
@@ -327,7 +327,7 @@ def read_committed(alias: str) -> None:
     """
     connection = connections[alias]
     if is_postgresql(connection) and is_outermost(connection):
-        execute(connection, "SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+        execute(connection, READ_COMMITTED)
 
 
 def _timed(handler: Handler, begin: Callable[[], Guard | None]) -> Guard | None:

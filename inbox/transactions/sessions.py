@@ -26,7 +26,7 @@ from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
-from exactly_once.sql.connections import execute, has_begun
+from exactly_once.sql.connections import execute, has_begun, set_local
 from inbox import metrics
 from inbox.errors import TransactionBroken, TransactionControl
 from inbox.handlers.handler import Handler
@@ -154,7 +154,7 @@ class Supervision(SessionChanges):
         handler = self._handler
         # First, because it may fail while there is nothing to undo.
         if handler.timeout is not None and connections[handler.using].vendor == "postgresql":
-            execute(connections[handler.using], f"SET LOCAL statement_timeout = {int(handler.timeout.total_seconds() * 1000)}")
+            execute(connections[handler.using], set_local(statement_timeout=handler.timeout))
         self._open = _open_blocks()
         for connection, *_ in self._open:
             connection.execute_wrappers.append(self._watch)

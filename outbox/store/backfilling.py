@@ -7,11 +7,12 @@ from datetime import datetime, timedelta
 from django.db import OperationalError, connections
 
 from exactly_once.process.clock import monotonic
+from exactly_once.sql.connections import READ_COMMITTED
 from outbox.conf import outbox_options
 from outbox.models import SHARDS
 from outbox.states import State
 from outbox.store.claiming import RelayedMessage, claims_by_locks, parts_of_published, read_published
-from outbox.store.dialect import LOCK_SPACE, READ_COMMITTED, begin_bounded
+from outbox.store.dialect import LOCK_SPACE, begin_bounded
 from outbox.store.lease import in_hand
 from outbox.store.selecting import Selection
 

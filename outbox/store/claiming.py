@@ -23,7 +23,7 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.process.clock import monotonic
-from exactly_once.sql.connections import execute, fetch, is_postgresql
+from exactly_once.sql.connections import READ_COMMITTED, execute, fetch, is_postgresql
 from exactly_once.sql.days import FIRST_DAY
 from exactly_once.sql.now import NOW_AFTER, now
 from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, execute_script, is_usable
@@ -37,7 +37,6 @@ from outbox.store.dialect import (
     LIVE_PART,
     LOCK_SPACE,
     PAUSED_TOPICS,
-    READ_COMMITTED,
     TABLE,
     any_of,
     array_of,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from django.db import connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from exactly_once.sql.connections import execute, is_outermost, is_postgresql
+from exactly_once.sql.connections import execute, is_outermost, is_postgresql, set_local
 from exactly_once.sql.days import DAY_OF_NOW
 from outbox.models import OutboxMessage, PausedTopic
 
@@ -35,8 +35,6 @@ DRAWN = {
     "sqlite": "1",
 }
 """The next number of the sequence of positions. Floors wait for transactions that have drawn one."""
-READ_COMMITTED = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
-"""A transaction's first statement."""
 DO_NOT_WAIT_FOR_THE_DISK = "SET LOCAL synchronous_commit = off"
 LOCK_SPACE = zlib.crc32(TABLE.encode()) - 2**31
 """First key of every advisory lock of the outbox; the second is the shard."""
@@ -62,11 +60,7 @@ def bounds(connection: BaseDatabaseWrapper, longest: timedelta, *, first: str = 
     """The statements of `begin_bounded`; "" inside the transaction of a test, where the settings would remain afterwards."""
     if not (is_postgresql(connection) and is_outermost(connection)):
         return ""
-    milliseconds = int(longest.total_seconds() * 1000)
-    return (
-        f"{first}SET LOCAL idle_in_transaction_session_timeout = {milliseconds}; "
-        f"SET LOCAL statement_timeout = {milliseconds}; {then}"
-    )
+    return first + set_local(idle_in_transaction_session_timeout=longest, statement_timeout=longest) + then
 
 
 @contextmanager
