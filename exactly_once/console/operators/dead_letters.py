@@ -39,7 +39,7 @@ class Letters:
     Args:
         app: its package.
         columns: the columns of a message in a line, besides the body. Those without a default are required.
-        identity: those that are unique together.
+        identity: those that are unique together; they are required, too.
     """
 
     def __init__(self, app: str, model: type[models.Model], columns: Sequence[str], identity: Sequence[str]) -> None:
@@ -115,7 +115,7 @@ class Letters:
         for name, field in self._fields.items():
             if name in given:
                 values[name] = value_of(field, given[name])
-            elif not (field.has_default() or field.null):
+            elif name in self._identity or not (field.has_default() or field.null):
                 raise Refused(_("it has no %(column)s") % {"column": name})
         for name in _NAMES:
             if reason := why_unfit(str(values.get(name, ""))):

@@ -140,7 +140,7 @@ class TestOutbox:
             {**line, "headers": [1]},
             {**line, "body": None},
             {**line, "colour": "red"},
-            {name: value for name, value in line.items() if name != "created_at"},
+            *({name: line[name] for name in line if name != missing} for missing in ("created_at", "message_id")),
             {**line, "body": "\x00", "key": "a\x00b"},
             {**line, "last_error": "\ud800"},
             {**line, "message_id": "1"},
