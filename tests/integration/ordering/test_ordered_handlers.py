@@ -651,7 +651,7 @@ class TestConcurrency:
         assert in_the_order_of_their_effects() == ["a1", "a3"]
 
     def test_process_frozen_while_it_stores_blocks_its_keys_for_a_bounded_time(self, handles, monkeypatch):
-        monkeypatch.setattr(ordering, "_MAX_IDLE_MS", 300)
+        monkeypatch.setattr(ordering, "LONGEST_IDLE", timedelta(milliseconds=300))
         handler = handles(the_effect, ordered=True)
         named(handler, "a1")
         with paused(monkeypatch, admitting, "_headless") as (frozen, go), suppress(DatabaseUnavailable):
