@@ -1,23 +1,21 @@
-"""Tables that are drawn again and again in a terminal, like `top`: `exactly_once_status --watch`.
+"""Tables that are read and shown again and again: `exactly_once_status --watch`.
 
-They are read on a thread of its own: "q" and Ctrl-C end the view also while a database does not answer. A failed reading leaves
-the last tables on the screen, below a line that says why. Without a terminal, or without `rich`, plain texts follow each other.
+They are read on a thread of its own, so that a signal ends the view also while a database does not answer. A failed reading
+leaves the last tables, below a line that says why. On a terminal `rich` draws them; otherwise plain texts follow each other.
 """
 
-import os
-import select
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 from django.db import connections
 from django.utils.translation import gettext as _
 
-from exactly_once.console.cli.terminal import DIM, RED, Table, drawing_on, plain, sentence
+from exactly_once.console.cli.terminal import DIM, RED, Table, coloured, console_on, plain, sentence
 from exactly_once.process.clock import monotonic
-from exactly_once.process.loop import Bell, StopRequest
+from exactly_once.process.loop import StopRequest
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.wire.text import describe, visible
 
@@ -38,38 +36,33 @@ class Rates:
 
 
 class LiveView:
-    """Draws `read()` every `every_seconds` until it is asked to stop, by `stop` or by the key q."""
+    """Shows `read()` every `every_seconds` until it is asked to stop."""
 
     def __init__(self, read: Callable[[], Sequence[Table]], *, title: str, every_seconds: float) -> None:
         self._read = read
         self._title = title
         self._every_seconds = every_seconds
-        self._bell = Bell()
         self._tables: Sequence[Table] = ()
         self._failing_since: float | None = None
         self._problem = ""
 
     def run(self, stop: StopRequest) -> None:
         threading.Thread(target=self._keep_reading, args=[stop], name="reader", daemon=True).start()
-        drawing = drawing_on(sys.stdout)
-        if drawing is None:
-            while not stop:
-                if self._bell.wait(self._every_seconds, stop):
-                    sys.stdout.write(f"{visible(plain([*self._head(), *self._tables]))}\n\n")
+        screen: Any = nullcontext()
+        if console := console_on(sys.stdout):
+            from rich.live import Live  # noqa: PLC0415 - as in console_on()
+
+            screen = Live(console=console, screen=True, refresh_per_second=1, get_renderable=self._coloured)
+        with screen:
+            while not stop.wait(self._every_seconds):
+                if console is None:
+                    sys.stdout.write(f"{visible(plain(self._page()))}\n\n")
                     sys.stdout.flush()
-            return
-        # The clock in the first line goes on also while a reading takes long.
-        with drawing.screen(sys.stdout, lambda: [*self._head(), *self._tables]), _keyboard() as keys:
-            while not stop:
-                self._bell.wait(self._every_seconds, stop, also=keys)
-                if keys and select.select([keys], [], [], 0)[0] and _is_end(keys):
-                    stop.set()
 
     def _keep_reading(self, stop: StopRequest) -> None:
         try:
             while not stop:
                 self._read_once()
-                self._bell.ring()
                 stop.wait(self._every_seconds)
         finally:
             connections.close_all()
@@ -84,34 +77,12 @@ class LiveView:
             self._problem = describe(error)
             connections.close_all()
 
-    def _head(self) -> Iterator[Table]:
+    def _page(self) -> Iterator[Table]:
         yield sentence(self._title, DIM)
         if self._failing_since is not None:
             words = _("Unavailable for %(seconds).0f s, tried again: %(reason)s")
             yield sentence(words % {"seconds": monotonic() - self._failing_since, "reason": self._problem}, RED)
+        yield from self._tables
 
-
-@contextmanager
-def _keyboard() -> Iterator[Any]:
-    """The keyboard if it can be read key by key; its modes are restored at the end."""
-    if sys.platform == "win32" or sys.stdin is None or sys.stdin.closed or not sys.stdin.isatty():
-        yield None
-        return
-    import termios  # noqa: PLC0415 - Windows has neither, and its standard input cannot be polled
-    import tty  # noqa: PLC0415
-
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin, termios.TCSANOW)
-    try:
-        yield sys.stdin
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
-
-
-def _is_end(keys: Any) -> bool:
-    """Was q pressed, or the terminal closed?"""
-    try:
-        pressed = os.read(keys.fileno(), 64)
-    except OSError:
-        return True
-    return not pressed or b"q" in pressed.lower()
+    def _coloured(self) -> Any:
+        return coloured(self._page())

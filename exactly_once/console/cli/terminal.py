@@ -1,14 +1,15 @@
-"""What commands read and print: tables and sentences.
+"""What commands read and print: tables, sentences, and how much is done.
 
-On a terminal `rich` draws them, if it is installed (the extra `terminal`). Without it, and into a pipe or a file, they are
-plain lines with the same words.
+On a terminal `rich` colours lines, breaks long ones between words and draws bars, if it is installed (the extra `terminal`).
+Without it, and into a pipe or a file, they are plain lines with the same words. Texts of messages are escaped everywhere: none
+can move the cursor or change a colour.
 """
 
 import os
 import sys
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import zip_longest
@@ -21,6 +22,7 @@ from django.utils.translation import gettext as _
 
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.wire.identity import uuid_in
+from exactly_once.wire.text import visible
 
 STANDARD = "-"
 """The name of the standard input or output."""
@@ -44,26 +46,24 @@ class Table:
 
     Attributes:
         texts: the number of columns at the end that are text. These and the first one are aligned to the left, the others to
-            the right. The last text may be long: a terminal breaks it between words.
+            the right. The last text may be long.
     """
 
     lines: Sequence[Line]
     texts: int = 0
 
-    def __str__(self) -> str:
+    def aligned(self) -> Iterator[tuple[str, str]]:
+        """Each line as text, with its style."""
         widths = [max(map(len, column)) for column in zip_longest(*(line.cells for line in self.lines), fillvalue="")]
         if self.texts:
             widths[-1] = 0
-        return "\n".join(
-            "  ".join(
-                cell.rjust(widths[number]) if self.is_number(number, len(widths)) else cell.ljust(widths[number])
-                for number, cell in enumerate(line.cells)
-            ).rstrip()
-            for line in self.lines
-        )
-
-    def is_number(self, column: int, columns: int) -> bool:
-        return 0 < column < columns - self.texts
+        numbers = range(1, len(widths) - self.texts)
+        for line in self.lines:
+            padded = (
+                cell.rjust(width) if number in numbers else cell.ljust(width)
+                for number, (cell, width) in enumerate(zip(line.cells, widths, strict=False))
+            )
+            yield "  ".join(padded).rstrip(), line.style
 
 
 def sentence(text: str, style: str = "") -> Table:
@@ -71,30 +71,35 @@ def sentence(text: str, style: str = "") -> Table:
 
 
 def plain(tables: Iterable[Table]) -> str:
-    return "\n\n".join(map(str, tables))
+    """With an empty line between two tables."""
+    return "\n\n".join("\n".join(text for text, _style in table.aligned()) for table in tables)
+
+
+def coloured(tables: Iterable[Table]) -> Any:
+    """The same, for `rich`."""
+    from rich.text import Text  # noqa: PLC0415 - as in console_on()
+
+    blank = Text("\n\n")
+    return blank.join(Text("\n").join(Text(visible(text), style) for text, style in table.aligned()) for table in tables)
 
 
 def show(tables: Sequence[Table], out: Any) -> None:
-    """Print tables, with an empty line between two.
-
-    Args:
-        out: a command's `stdout`, which escapes what is written to it. Drawn cells are escaped one by one.
-    """
-    if drawing := drawing_on(out):
-        drawing.show(tables, getattr(out, "_out", out))
+    """Print tables. `out` is a command's `stdout`, which would escape colours."""
+    if console := console_on(getattr(out, "_out", out)):
+        console.print(coloured(tables))
     else:
         out.write(plain(tables))
 
 
-def drawing_on(stream: Any) -> Any:
-    """The module that draws on this stream; None: with plain lines."""
+def console_on(stream: Any) -> Any:
+    """A console of `rich` on this stream; None: it gets plain lines."""
     if not stream.isatty():
         return None
     try:
-        from exactly_once.console.cli import drawing  # noqa: PLC0415 - rich is an extra, and a process without a terminal does not load it
+        from rich.console import Console  # noqa: PLC0415 - rich is an extra, and a process without a terminal does not load it
     except ImportError:
         return None
-    return drawing
+    return Console(file=stream, highlight=False)
 
 
 @contextmanager
@@ -187,31 +192,29 @@ def age(instant: datetime | None, now: datetime | None = None) -> str:
     return str(timedelta(seconds=int(seconds)))
 
 
-class Progress:
+class Progress(ExitStack):
     """How much is done, for `with`: on a terminal a bar with the time left, or without `rich` a line every two seconds."""
 
     def __init__(self, verb: str, total: int, stream: Any = None) -> None:
-        self._verb = verb
-        self._total = total
-        self._stream = stream or sys.stderr
+        super().__init__()
+        self._verb, self._total, self._stream = verb, total, stream or sys.stderr
         self._reported_at = monotonic()
-        drawing = drawing_on(self._stream)
-        self._bar = drawing.Bar(verb, total, self._stream) if drawing else None
+        self._bar: Any = None
         self.done = 0
 
     def __enter__(self) -> Self:
-        if self._bar:
-            self._bar.start()
-        return self
+        if console := console_on(self._stream):
+            from rich import progress  # noqa: PLC0415 - as in console_on()
 
-    def __exit__(self, *exc_info: object) -> None:
-        if self._bar:
-            self._bar.stop()
+            columns = progress.Progress.get_default_columns()
+            self._bar = self.enter_context(progress.Progress(*columns, progress.MofNCompleteColumn(), console=console))
+            self._task = self._bar.add_task(self._verb, total=self._total)
+        return self
 
     def advance(self, count: int) -> None:
         self.done += count
         if self._bar:
-            self._bar.set(self.done)
+            self._bar.update(self._task, completed=self.done)
         elif self._stream.isatty() and monotonic() - self._reported_at >= _BETWEEN_LINES_SECONDS:
             self._reported_at = monotonic()
             counts = {"verb": self._verb, "done": f"{self.done:,}", "total": f"{self._total:,}"}

@@ -27,7 +27,7 @@ class Command(HalvesCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
         parser.add_argument("--json", action="store_true", help=_("print one JSON object"))
-        parser.add_argument("--watch", action="store_true", help=_("redraw every two seconds, with rates, until q or Ctrl-C"))
+        parser.add_argument("--watch", action="store_true", help=_("show it again every two seconds, with rates, until Ctrl-C"))
         parser.add_argument(
             "--conflicts",
             action="store_true",
@@ -44,7 +44,7 @@ class Command(HalvesCommand):
             show(list(_tables(chosen, options, lambda _name, _count: "")), self.stdout)
 
     def _watch(self, chosen: list[Half], options: dict[str, Any]) -> None:
-        rates, words = Rates(), _("%(command)s of %(alias)s, every %(seconds)d s; q ends it")
+        rates, words = Rates(), _("%(command)s of %(alias)s, every %(seconds)d s; Ctrl-C ends it")
         named = {"command": "exactly_once_status", "alias": repr(options["database"]), "seconds": _REDRAW_SECONDS}
         view = LiveView(lambda: list(_tables(chosen, options, rates)), title=words % named, every_seconds=_REDRAW_SECONDS)
         with running_until_signalled(StopRequest()) as stop:
