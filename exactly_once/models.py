@@ -370,7 +370,7 @@ class Overview(AuditEntry):
 
 
 class DatabaseHealth(AuditEntry):
-    """The health of the database."""
+    """The page of what pins the vacuum horizon."""
 
     class Meta(_Page):
         verbose_name = verbose_name_plural = _("database health")

@@ -30,7 +30,6 @@ from exactly_once.sql.connections import fetch, lock_timeout
 from exactly_once.sql.days import date_of, number_of
 
 LONGEST_WAIT = timedelta(seconds=0.2)
-COUNTED_EXACTLY_BYTES = 16 * 1024 * 1024
 DEFAULT_SUFFIX = "_history_default"
 """Of the names of default partitions."""
 _LONGEST_READ = timedelta(seconds=2)
@@ -77,22 +76,6 @@ class Days:
     def existing(self, alias: str) -> list[int]:
         """As `existing_days`."""
         return existing_days(alias, self.table)
-
-    def first(self, alias: str) -> int | None:
-        """The first day that has rows. A large default partition is left out, because it has no index to search."""
-        with connections[alias].cursor() as cursor:
-            found: list[int] = []
-            for day in self.existing(alias):
-                # Not by the name of its partition, which may have been dropped, or belong to another user.
-                cursor.execute(f"SELECT 1 FROM {self.table} WHERE day = %s LIMIT 1", [day])  # noqa: S608 - our own names
-                if cursor.fetchone():
-                    found.append(day)
-                    break
-            cursor.execute(f"SELECT pg_relation_size('{self.default}')")
-            if cursor.fetchone()[0] <= COUNTED_EXACTLY_BYTES:
-                cursor.execute(f"SELECT min(day) FROM {self.default}")  # noqa: S608 - our own names
-                found += [day for (day,) in cursor.fetchall() if day is not None]
-        return min(found, default=None)
 
     def in_default(self, alias: str, last: int) -> list[int]:
         """The days up to `last` that have rows in the default partition. It reads all of it."""

@@ -13,7 +13,7 @@ def as_text(text: str) -> SafeString:
 
 register = Library()
 for function in (
-    *(display.age, display.app_name, as_text, display.bytes_text, display.duration, display.exact),
+    *(display.age, display.app_name, as_text, display.duration, display.exact),
     *(display.figure, display.headline, display.id_link, display.identifier, display.moment, display.seconds_text),
     *(display.state_badge, display.state_in_words, display.until, display.visible),
 ):

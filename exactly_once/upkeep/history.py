@@ -7,14 +7,14 @@ transactions.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, time, timedelta
+from datetime import timedelta
 from typing import Any
 
 from django.db import DatabaseError, connections
 from django.db.models import Model, Q, QuerySet
 
 from exactly_once.sql.connections import is_postgresql
-from exactly_once.sql.days import FIRST_DAY, date_of, day_of
+from exactly_once.sql.days import FIRST_DAY, day_of
 from exactly_once.sql.faults import INSUFFICIENT_PRIVILEGE, is_canceled, is_collision, sqlstate_of
 from exactly_once.sql.finding import windows
 from exactly_once.sql.now import DatabaseTime
@@ -82,14 +82,6 @@ class History:
             days = overdue + self.days.in_default(alias, last)
             rows = rows.filter(day__in=days) if days else rows.none()
         yield from self._deleted(rows, chunk)
-
-    def oldest(self, alias: str) -> datetime | None:
-        """The beginning of the oldest day that is still stored; None without any."""
-        if is_postgresql(connections[alias]):
-            first = self.days.first(alias)
-        else:
-            first = self.rows(alias).order_by("day").values_list("day", flat=True).first()
-        return None if first is None else datetime.combine(date_of(first), time(), UTC)
 
     def _old(self, alias: str) -> QuerySet[Any]:
         return self.rows(alias).exclude(self.stays(alias))

@@ -15,7 +15,6 @@ from exactly_once.console.admin.sections import (
     Fact,
     LeasedRun,
     Link,
-    OldestRow,
     Reading,
     Section,
     Text,
@@ -39,7 +38,6 @@ from exactly_once.wire.formats import CELERY_TOPICS
 from inbox.conf import inbox_options
 from inbox.consumer.topology import queues_of
 from inbox.handlers.registry import registry
-from inbox.housekeeping import HISTORY
 from inbox.models import InboxMessage, PausedHandler
 from inbox.operators import accounting
 from inbox.operators.accounting import DATED
@@ -171,14 +169,6 @@ def _leased(alias: str, most: int) -> list[LeasedRun]:
     return [LeasedRun(*columns) for columns in columns[:most]]
 
 
-def _oldest(alias: str) -> list[OldestRow]:
-    options = inbox_options()
-    return [
-        OldestRow(name=_("History"), at=HISTORY.oldest(alias), kept=options.KEEP_HISTORY),
-        OldestRow(name=_("Trail"), at=accounting.oldest_entry(alias), kept=options.TRAIL_RETENTION),
-    ]
-
-
 SECTION = Section(
     app="inbox",
     title=_("Inbox"),
@@ -197,7 +187,6 @@ SECTION = Section(
         "handler_paused": Condition(link=lambda name: listed(PausedHandler), is_urgent=False),
     },
     read=_read,
-    oldest=_oldest,
     minutes=MINUTES,
     numbers=[
         (_("handled"), ["handled"]),

@@ -16,7 +16,7 @@ from exactly_once.sql import counts as counting
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import FIRST_DAY, LIVE
 from inbox.housekeeping import HISTORY
-from inbox.models import InboxMessage, TrailEntry
+from inbox.models import InboxMessage
 from inbox.states import SETTLED, State
 from inbox.store.dialect import IS_OPEN, TABLE
 from inbox.store.due import longest_due, stored_handlers
@@ -145,11 +145,6 @@ def counts_by_handler(alias: str, states: Iterable[State]) -> dict[str, dict[str
 def _sources(states: Iterable[State]) -> dict[str, list[str]]:
     """Where the messages of each state are found by an index."""
     return {str(state): [f"FROM {TABLE} WHERE state = '{state}' AND {_INDEXES[state]}"] for state in states}
-
-
-def oldest_entry(alias: str) -> datetime | None:
-    """The instant of the oldest entry of the trail."""
-    return TrailEntry.objects.using(alias).order_by("at").values_list("at", flat=True).first()
 
 
 def oldest_waiting(alias: str) -> datetime | None:

@@ -22,7 +22,6 @@ from outbox.operators.pending_calls import hanging
 from outbox.states import State
 from outbox.store import selecting
 from outbox.store.heartbeats import relays
-from outbox.store.history import HISTORY
 
 _MOST_NAMED = 5
 _BACKLOG = (State.READY, State.SCHEDULED, State.WAITING, State.PAUSED)
@@ -106,14 +105,6 @@ def _waiting_for_the_clock(name: str) -> sections.Link:
     return sections.listed(OutboxMessage, state=name)
 
 
-def _oldest(alias: str) -> list[sections.OldestRow]:
-    options = outbox_options()
-    return [
-        sections.OldestRow(name=_("History"), at=HISTORY.oldest(alias), kept=options.keeps),
-        sections.OldestRow(name=_("Trail"), at=figures.oldest_entry(alias), kept=options.TRAIL_RETENTION),
-    ]
-
-
 SECTION = sections.Section(
     app="outbox",
     title=_("Outbox"),
@@ -132,7 +123,6 @@ SECTION = sections.Section(
         "topic_paused": sections.Condition(link=lambda name: sections.listed(PausedTopic), is_urgent=False),
     },
     read=_read,
-    oldest=_oldest,
     minutes=alerting.MINUTES,
     numbers=[
         (_("published"), ["published"]),

@@ -12,11 +12,11 @@ from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.counts import estimated
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.sql.partitions import COUNTED_EXACTLY_BYTES
 from outbox.models import OutboxMessage
 from outbox.states import SETTLED, UNDECIDED, State
 from outbox.store.dialect import HISTORY
 
+COUNTED_EXACTLY_BYTES = 16 * 1024 * 1024
 _WAITING = Q(state__in=[State.READY, State.WAITING]) | Q(
     state__in=[State.SCHEDULED, State.RETRYING], available_at__lte=DatabaseTime()
 )

@@ -11,7 +11,7 @@ from exactly_once.sql.counts import Count, count_each, count_up_to_limit, earlie
 from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.now import now_after
 from exactly_once.upkeep.minutes import database_time
-from outbox.models import SHARDS, PausedTopic, PendingCallback, TrailEntry
+from outbox.models import SHARDS, PausedTopic, PendingCallback
 from outbox.states import SETTLED, State
 from outbox.store.claiming import SECONDARY, STREAM
 from outbox.store.dialect import HISTORY, TABLE, live
@@ -118,8 +118,3 @@ def has_ready_for(alias: str, lag: timedelta) -> bool:
 def paused_topics(alias: str, most: int) -> list[PausedTopic]:
     """Topics that are paused and not being resumed, the longest first."""
     return list(PausedTopic.objects.using(alias).filter(is_resuming=False).order_by("paused_at")[:most])
-
-
-def oldest_entry(alias: str) -> datetime | None:
-    """The instant of the oldest entry of the trail."""
-    return TrailEntry.objects.using(alias).order_by("at").values_list("at", flat=True).first()

@@ -1,68 +1,108 @@
-"""Database health in the admin: sizes, dead rows, the last vacuum, partitions, and what pins the vacuum horizon.
+"""Database health in the admin: what pins the vacuum horizon, and what to do about it.
 
-See `operators.database_health`. A figure that the database does not have is shown as unknown.
+Vacuum removes no row version that the oldest open snapshot may see. While a transaction, a replica, a replication slot or a
+prepared transaction pins this horizon, the versions of published messages pile up, and relays read past them. Everything is
+read from PostgreSQL's views; no table of messages is read.
 """
 
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timedelta
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 from django.contrib import admin
+from django.db import connections
 from django.http import HttpRequest
 from django.utils.translation import gettext as _
 
 from exactly_once.console.admin.pages import PageAdmin
-from exactly_once.console.admin.sections import OldestRow, sections
-from exactly_once.console.display import duration, number
-from exactly_once.console.operators import database_health as health
-from exactly_once.console.operators.database_health import Pin, TableHealth
+from exactly_once.console.display import duration, number, visible
 from exactly_once.console.plurals import ngettext
 from exactly_once.models import DatabaseHealth
-from exactly_once.sql.schema import our_apps
-from exactly_once.upkeep.minutes import database_time
+from exactly_once.sql.connections import is_postgresql
 
-_MOST_PARTITIONS = 31
+_MOST_PINS = 20
 _LONG = timedelta(minutes=10)
 _MANY_TRANSACTIONS = 1_000_000
-_MARGIN = timedelta(days=1, minutes=10)
-"""Whole days of history are dropped, and processes purge in rounds."""
+_SEES_ALL_SESSIONS = "SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE')"
+_PINS = f"""
+SELECT CASE backend_type WHEN 'walsender' THEN 'replica' ELSE 'session' END, CAST(pid AS text),
+  greatest(age(backend_xmin), age(backend_xid)), concat_ws(', ', nullif(application_name, ''), usename), coalesce(state, ''),
+  CASE WHEN xact_start IS NOT NULL THEN greatest(statement_timestamp() - xact_start, '0') END,
+  CASE WHEN query_start IS NOT NULL THEN greatest(statement_timestamp() - query_start, '0') END
+FROM pg_stat_activity
+WHERE (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL) AND pid <> pg_backend_pid()
+  AND (datname = current_database() OR datname IS NULL)
+UNION ALL
+SELECT 'replication slot', slot_name::text, age(xmin), coalesce(plugin::text, ''),
+  CASE WHEN active THEN 'active' ELSE 'inactive' END, NULL, NULL
+FROM pg_replication_slots WHERE xmin IS NOT NULL
+UNION ALL
+SELECT 'prepared transaction', gid, age(transaction), owner::text, 'prepared',
+  greatest(statement_timestamp() - prepared, '0'), NULL
+FROM pg_prepared_xacts WHERE database = current_database()
+ORDER BY 3 DESC LIMIT {_MOST_PINS}
+"""  # noqa: S608 - our own number
 
 
-@admin.register(DatabaseHealth)
-class DatabaseHealthAdmin(PageAdmin):
-    """The health of the database and of the tables of the installed apps."""
+class Pin(NamedTuple):
+    """What keeps the vacuum horizon.
 
-    template = "exactly_once/health.html"
+    Attributes:
+        kind: "session", "replica", "replication slot" or "prepared transaction".
+        name: the process id, the slot's name or the transaction's identifier.
+        age: how many transactions ago its snapshot is.
+        who: the application and the user.
+        open_for: how long its transaction has been open; None if that is unknown.
+        query_for: how long its last statement has been running, or ago; None if there is none.
+    """
 
-    def content(self, request: HttpRequest) -> dict[str, Any]:
-        found, pins, now = our_tables(self.using), health.pins(self.using), database_time(self.using)
-        partitions = sorted((table for table in found or () if table.parent), key=lambda table: table.name, reverse=True)
-        return {
-            "now": now,
-            "database": self.using,
-            "database_bytes": health.database_bytes(self.using),
-            "warnings": list(horizon_warnings(pins)),
-            "tables": None if found is None else health.with_partitions_summed(found),
-            "partitions": partitions[:_MOST_PARTITIONS],
-            "indexes": health.largest_indexes(self.using, _table_names()),
-            "pins": None if pins is None else [(_named(pin), pin) for pin in pins],
-            "sees_all_sessions": health.sees_all_sessions(self.using),
-            "oldest": [
-                (f"{section.title}: {row.name}", oldest_text(row, now))
-                for section in sections(request)
-                for row in section.oldest(self.using)
-            ],
+    kind: str
+    name: str
+    age: int
+    who: str = ""
+    state: str = ""
+    open_for: timedelta | None = None
+    query_for: timedelta | None = None
+
+    def __str__(self) -> str:
+        kinds = {
+            "session": _("Session %(name)s"),
+            "replica": _("Replica of the session %(name)s"),
+            "replication slot": _("Replication slot %(name)s"),
+            "prepared transaction": _("Prepared transaction %(name)s"),
         }
+        name = kinds[self.kind] % {"name": self.name}
+        return visible(f"{name} ({self.who})" if self.who else name)
+
+    @property
+    def remedy(self) -> tuple[str, str]:
+        """What to do about it, and the statement for it."""
+        name = "'" + self.name.replace("'", "''") + "'"
+        remedies = {
+            "session": (_("If its work may be lost, end it:"), f"SELECT pg_terminate_backend({self.name});"),
+            "replica": (_("End the long queries on the replica, or set there:"), "hot_standby_feedback = off"),
+            "replication slot": (_("If no replica needs it any more, drop it:"), f"SELECT pg_drop_replication_slot({name});"),
+            "prepared transaction": (
+                _("Ask its transaction manager, and commit it or roll it back:"),
+                f"COMMIT PREPARED {name}; ROLLBACK PREPARED {name};",
+            ),
+        }
+        return remedies[self.kind]
 
 
-def _table_names() -> list[str]:
-    """The tables of the installed apps and of their optional packages."""
-    return sorted({model._meta.db_table for app in our_apps() for model in app.get_models() if not model._meta.proxy})
+def pins(alias: str) -> list[Pin] | None:
+    """What keeps the vacuum horizon of this database, the oldest first; None on a database without one."""
+    rows = _read(alias, _PINS)
+    return None if rows is None else [Pin(*row) for row in rows]
 
 
-def our_tables(alias: str) -> list[TableHealth] | None:
-    """The tables of the installed apps, the largest first; None if the database has no statistics of sizes."""
-    return health.tables(alias, _table_names())
+def _read(alias: str, statement: str) -> list[tuple[Any, ...]] | None:
+    """The rows of a statement for PostgreSQL; None on another database."""
+    if not is_postgresql(connections[alias]):
+        return None
+    with connections[alias].cursor() as cursor:
+        cursor.execute(statement)
+        return list(cursor.fetchall())
 
 
 def horizon_warnings(pins: Sequence[Pin] | None) -> Iterator[str]:
@@ -74,34 +114,27 @@ def horizon_warnings(pins: Sequence[Pin] | None) -> Iterator[str]:
             "%(what)s have held back the vacuum horizon, the first for %(duration)s: dead rows are not removed, and relays "
             "read past them.",
             len(opened),
-            what=", ".join(_named(pin) for _for, pin in opened),
+            what=", ".join(str(pin) for _for, pin in opened),
             duration=duration(max(lasted for lasted, _pin in opened)),
         )
     for pin in pins or ():
         if pin.open_for is None and pin.age >= _MANY_TRANSACTIONS:
             words = _("%(what)s has held back the vacuum horizon for %(count)s transactions: dead rows are not removed.")
-            yield words % {"what": _named(pin), "count": number(pin.age)}
+            yield words % {"what": pin, "count": number(pin.age)}
 
 
-def oldest_text(row: OldestRow, now: datetime) -> str:
-    """The age of the oldest row, and how far the purge is behind."""
-    if row.at is None:
-        return _("no rows")
-    old = now - row.at
-    if row.kept is None:
-        return duration(old)
-    given = {"age": duration(old), "kept": duration(row.kept)}
-    if old <= row.kept + _MARGIN:
-        return _("%(age)s, kept for %(kept)s") % given
-    return _("%(age)s, kept for %(kept)s: the purge is %(lag)s behind") % {**given, "lag": duration(old - row.kept)}
+@admin.register(DatabaseHealth)
+class DatabaseHealthAdmin(PageAdmin):
+    """What holds back the vacuum of a database."""
 
+    template = "exactly_once/health.html"
 
-def _named(pin: Pin) -> str:
-    kinds = {
-        "session": _("Session %(name)s"),
-        "replication slot": _("Replication slot %(name)s"),
-        "prepared transaction": _("Prepared transaction %(name)s"),
-    }
-    name = kinds[pin.kind] % {"name": pin.name}
-    details = ", ".join(filter(None, (pin.application, pin.user)))
-    return f"{name} ({details})" if details else name
+    def content(self, request: HttpRequest) -> dict[str, Any]:
+        found = pins(self.using)
+        return {
+            "database": self.using,
+            "pins": found,
+            "warnings": list(horizon_warnings(found)),
+            "sees_all_sessions": _read(self.using, _SEES_ALL_SESSIONS) == [(True,)],
+            "hidden": False,
+        }

@@ -16,7 +16,7 @@ from django.urls import URLPattern, path, reverse
 from django.utils.html import format_html
 from django.utils.translation import gettext as _
 
-from exactly_once.console.admin.database_health import horizon_warnings, our_tables
+from exactly_once.console.admin.database_health import horizon_warnings, pins
 from exactly_once.console.admin.message_search import BadSearch, read
 from exactly_once.console.admin.pages import PageAdmin
 from exactly_once.console.admin.sections import (
@@ -32,8 +32,7 @@ from exactly_once.console.admin.sections import (
     sections,
     view_permission,
 )
-from exactly_once.console.display import age, bytes_text, headline, identifier, number, state_badge, visible
-from exactly_once.console.operators import database_health
+from exactly_once.console.display import age, headline, identifier, number, state_badge, visible
 from exactly_once.console.operators.alerts import raised as raised_alerts
 from exactly_once.console.plurals import ngettext
 from exactly_once.models import Alert, DatabaseHealth, Operation, OperationState, Overview
@@ -176,7 +175,7 @@ class View:
         found += [line for section, _reading in self._read for line in self._stopped(section)]
         found += [
             Line(text=text, url=self._url(listed(DatabaseHealth)), is_urgent=True)
-            for text in horizon_warnings(database_health.pins(self._alias))
+            for text in horizon_warnings(pins(self._alias))
         ]
         return sorted(found, key=lambda line: (not line.is_urgent, line.rank))
 
@@ -254,9 +253,6 @@ class View:
         }
 
     def _common(self) -> Iterator[Fact]:
-        found = our_tables(self._alias)
-        size = None if found is None else sum(table.total_bytes for table in found)
-        yield Fact(name=_("Size of the tables"), value=bytes_text(size), link=listed(DatabaseHealth))
         if self._sees_alerts:
             yield Fact(name=_("Raised alerts"), value=number(raised_alerts(self._alias).count()), link=listed(Alert))
 

@@ -1,4 +1,4 @@
-"""What each app shows on the pages about both: the overview, topics and handlers, what runs now, the database's health.
+"""What each app shows on the pages about both: the overview, topics and handlers, what runs now.
 
 Each half has one section, so these pages know neither. A section only reads figures that cost little: counts up to a limit,
 and the statistics of each minute (`upkeep.minutes`). An unknown figure is shown as unknown, never as 0.
@@ -6,7 +6,7 @@ and the statistics of each minute (`upkeep.minutes`). An unknown figure is shown
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from django.contrib.admin import AdminSite
@@ -188,15 +188,6 @@ class Fact:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OldestRow:
-    """The oldest row of some kind, and how long such rows are kept; None if there is no row, or no limit."""
-
-    name: Text
-    at: datetime | None
-    kept: timedelta | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Reading:
     """What an app reads for one view of the overview.
 
@@ -251,7 +242,6 @@ class Section:
         model: its messages.
         conditions: by name, the gravest first.
         read: reads the present figures from the database of this alias.
-        oldest: reads the oldest rows that the purge deletes.
         minutes: its statistics.
         numbers: its counts: a label and the names whose sum it shows.
         plotted: the indexes of `numbers` that are drawn.
@@ -268,7 +258,6 @@ class Section:
     model: type[Model]
     conditions: Mapping[str, Condition]
     read: Callable[[str], Reading]
-    oldest: Callable[[str], Sequence[OldestRow]]
     minutes: Minutes
     numbers: Sequence[tuple[Text, Sequence[str]]]
     plotted: Sequence[int]

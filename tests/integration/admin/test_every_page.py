@@ -17,7 +17,7 @@ MODELS = {model._meta.label: model for model in admin.site._registry if model._m
 HARMLESS = "harm/less"
 """As often broken into lines."""
 OF_THE_SERVER = {"exactly_once.DatabaseHealth"}
-"""Pages whose rows are sessions and tables of the server, which change from one request to the next."""
+"""Pages whose rows are sessions of the server, which change from one request to the next."""
 
 
 def paths_of(model, text):

@@ -1,4 +1,4 @@
-"""The page of the database's health: sizes, the vacuum horizon, and how far the purge is behind."""
+"""The page of the database's health: what pins the vacuum horizon, and what to do about it."""
 
 from contextlib import closing
 from datetime import timedelta
@@ -7,69 +7,21 @@ import pytest
 from django.db import connection, connections
 from django.urls import reverse
 
-from exactly_once.console.admin.database_health import horizon_warnings
-from exactly_once.console.operators import database_health as health
-from exactly_once.console.operators.database_health import Pin
-from exactly_once.process.clock import utcnow
-from outbox.models import TrailEntry
-from outbox.store import history
+from exactly_once.console.admin.database_health import Pin, horizon_warnings, pins
 from tests.support.admin_pages import Page, superuser_client
 
 HEALTH = "admin:exactly_once_databasehealth_changelist"
 
 
-def the_page():
-    return Page(superuser_client().get(reverse(HEALTH)))
-
-
-@pytest.mark.every_database
-@pytest.mark.django_db
-class TestOnEveryDatabase:
-    def test_size_of_the_database_is_shown(self):
-        assert health.database_bytes("default") > 10_000
-        assert "Size of the database “default”:" in the_page().text
-
-    def test_purge_that_is_behind_is_shown_with_its_lag(self):
-        TrailEntry.objects.create(
-            message_id="0" * 32, was="ready", became="dead", at=utcnow() - timedelta(days=40), process="host:1"
-        )
-        assert "40 d, kept for 30 d: the purge is 10 d behind" in the_page().text
+def the_text():
+    return " ".join(Page(superuser_client().get(reverse(HEALTH))).text.split())
 
 
 @pytest.mark.every_database
 @pytest.mark.only_sqlite
 @pytest.mark.django_db
-def test_figures_that_sqlite_does_not_have_are_unknown():
-    text = the_page().text
-
-    assert "Unknown: only PostgreSQL reports the sizes and dead rows of tables." in text
-    assert "Unknown: only PostgreSQL has a vacuum horizon." in text
-
-
-@pytest.mark.django_db
-class TestOnPostgreSQL:
-    def test_tables_indexes_and_partitions_are_listed(self):
-        text = "".join(the_page().text.split())
-
-        for expected in ("outbox_outboxmessage_live", "outbox_outboxmessage_history_default", "outbox_trailentry", "never"):
-            assert expected in text
-        for expected in ("inbox_inboxmessage", "inbox_joins_run", "exactly_once_auditentry"):
-            assert expected in text
-
-    def test_partitions_of_history_are_one_table_among_the_tables(self):
-        for day in history.HISTORY.days.existing("default"):  # of earlier tests
-            history.HISTORY.drop_day("default", day)
-        found = health.tables("default", ["outbox_outboxmessage"])
-        assert {table.name: table.parent for table in found} == {
-            "outbox_outboxmessage_live": "",
-            "outbox_outboxmessage_history_default": "outbox_outboxmessage_history",
-        }
-        summed = {table.name: table.partitions for table in health.with_partitions_summed(found)}
-        assert summed == {"outbox_outboxmessage_live": 0, "outbox_outboxmessage_history": 1}
-
-    def test_size_of_a_table_includes_its_indexes(self):
-        [table] = health.tables("default", ["outbox_trailentry"])
-        assert table.total_bytes == table.table_bytes + table.index_bytes > 0
+def test_horizon_that_sqlite_does_not_have_is_unknown():
+    assert "Unknown: only PostgreSQL has a vacuum horizon." in the_text()
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])
@@ -81,39 +33,43 @@ class TestHorizon:
             (pid,) = holder.fetchone()
             holder.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
             holder.execute("SELECT count(*) FROM outbox_trailentry")
-            found = health.pins("default")
-            text = " ".join(the_page().text.split())
+            found, text = pins("default"), the_text()
             holder.execute("ROLLBACK")
 
         [pin] = [pin for pin in found if pin.name == str(pid)]
-        assert (pin.kind, pin.application, pin.user) == ("session", "<nightly> report", connection.settings_dict["USER"])
+        assert (pin.kind, pin.who) == ("session", f"<nightly> report, {connection.settings_dict['USER']}")
         assert pin.open_for is not None
-        assert f"Session {pid} (<nightly> report, {pin.user})" in text
-        assert str(pid) not in [pin.name for pin in health.pins("default")]
+        assert f"Session {pid} ({pin.who})" in text
+        assert f"SELECT pg_terminate_backend({pid});" in text
+        assert str(pid) not in [pin.name for pin in pins("default")]
 
 
-def test_transaction_that_is_open_for_long_is_reported():
-    pin = Pin(kind="session", name="17", age=5, application="report", user="ada", open_for=timedelta(hours=2))
+@pytest.mark.parametrize(
+    ("pin", "statement"),
+    [
+        (Pin("replication slot", "standby", 5), "SELECT pg_drop_replication_slot('standby');"),
+        (Pin("prepared transaction", "ada's", 5), "COMMIT PREPARED 'ada''s'; ROLLBACK PREPARED 'ada''s';"),
+    ],
+)
+def test_statement_that_frees_the_horizon_quotes_the_name(pin, statement):
+    assert pin.remedy[1] == statement
 
-    [line] = horizon_warnings([pin, Pin(kind="session", name="18", age=1, open_for=timedelta(seconds=3))])
 
-    assert line.startswith("Session 17 (report, ada) has held back the vacuum horizon for 2 h")
+def test_transactions_that_are_open_for_long_are_one_line():
+    found = [Pin("session", str(pid), 40, "inbox_consume", "", timedelta(minutes=pid)) for pid in (3, 17, 18)]
 
+    [several], [one] = horizon_warnings(found), horizon_warnings(found[:2])
 
-def test_sessions_that_hold_the_horizon_are_one_line_with_the_names_of_their_applications():
-    pins = [
-        Pin(kind="session", name=str(pid), age=40, application="inbox_consume", open_for=timedelta(minutes=pid))
-        for pid in (17, 18)
-    ]
-
-    [line] = horizon_warnings(pins)
-
-    assert line.startswith(
+    assert several.startswith(
         "Session 17 (inbox_consume), Session 18 (inbox_consume) have held back the vacuum horizon, the first for 18 min"
     )
+    assert one.startswith("Session 17 (inbox_consume) has held back the vacuum horizon for 17 min")
 
 
-def test_replication_slot_that_holds_many_transactions_is_reported():
-    [line] = horizon_warnings([Pin(kind="replication slot", name="standby", age=2_000_000)])
+@pytest.mark.parametrize(
+    ("kind", "named"), [("replication slot", "Replication slot a"), ("replica", "Replica of the session a")]
+)
+def test_replication_that_holds_many_transactions_is_reported(kind, named):
+    [line] = horizon_warnings([Pin(kind, "a", 2_000_000), Pin(kind, "b", 2_000)])
 
-    assert line.startswith("Replication slot standby has held back the vacuum horizon for 2,000,000 transactions")
+    assert line.startswith(f"{named} has held back the vacuum horizon for 2,000,000 transactions")

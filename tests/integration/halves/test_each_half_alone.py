@@ -71,7 +71,7 @@ assert "message-life" in visit(f"{half}message/1/change/")
 assert "No, take me back" in visit(f"{half}message/", {"action": action, "_selected_action": 1})
 assert "is shown as silent" in visit("process/", app="exactly_once")
 assert f'aria-labelledby="overview-{half}"' in visit("overview/", app="exactly_once")
-assert "Size of the database" in visit("databasehealth/", app="exactly_once")
+assert "Vacuum horizon of the database" in visit("databasehealth/", app="exactly_once")
 assert finders.find("exactly_once/admin.css")
 assert finders.find("exactly_once/uplot/uPlot.iife.min.js")
 """
