@@ -135,26 +135,6 @@ class OutboxMessage(models.Model):
         return f"{self.topic} {self.biz_id} ({self.state})"
 
 
-class ScheduledMessage(OutboxMessage):
-    """A scheduled message, for its own page in the admin."""
-
-    class Meta:
-        proxy = True
-        verbose_name = _("scheduled message")
-        verbose_name_plural = _("scheduled messages")
-        default_permissions = ()
-
-
-class PreparedMessage(OutboxMessage):
-    """A prepared or stuck message, for its own page in the admin."""
-
-    class Meta:
-        proxy = True
-        verbose_name = _("prepared message")
-        verbose_name_plural = _("prepared messages")
-        default_permissions = ()
-
-
 class PausedTopic(models.Model):
     """A topic whose messages are `paused`: an operator has paused it, the broker refuses them, or its rate limits them.
 

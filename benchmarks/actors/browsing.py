@@ -44,7 +44,7 @@ PAGES = {
     "outbox: list of overdue": f"{OUTBOX}?stuck=overdue",
     "outbox: search for a topic": f"{OUTBOX}?q=bench.topic",
     "outbox: search for a biz-id": f"{OUTBOX}?q=old-1000",
-    "outbox: list of scheduled": "/admin/outbox/scheduledmessage/",
+    "outbox: list of scheduled": f"{OUTBOX}?state=scheduled",
     "outbox: list of a topic": f"{OUTBOX}?topic=bench.topic",
     "outbox: list of the last hour": f"{OUTBOX}?age=hour",
     "outbox: list of messages unsettled for a day": f"{OUTBOX}?age=open-day",

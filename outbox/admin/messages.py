@@ -93,6 +93,23 @@ class OutboxStateFilter(filters.StateFilter):
         return chosen
 
 
+class DueFilter(filters.ConditionFilter):
+    """Of scheduled messages, by the time until they are due."""
+
+    title = _("due")
+    parameter_name = "due"
+    _spans: ClassVar[Any] = {
+        "minute": (_("Within a minute"), timedelta(minutes=1)),
+        "hour": (_("Within an hour"), timedelta(hours=1)),
+        "day": (_("Within a day"), timedelta(days=1)),
+        "week": (_("Within a week"), timedelta(days=7)),
+    }
+    fixed: ClassVar[Any] = {
+        value: (label, Q(state=State.SCHEDULED, day=LIVE, available_at__lt=DatabaseTime(span)))
+        for value, (label, span) in _spans.items()
+    }
+
+
 @admin.register(OutboxMessage)
 class OutboxMessageAdmin(MessageAdmin):
     """The list of all messages, and the page of each message."""
@@ -106,6 +123,7 @@ class OutboxMessageAdmin(MessageAdmin):
     list_filter: ClassVar[Any] = (
         OutboxStuckFilter,
         OutboxStateFilter,
+        DueFilter,
         filters.ErrorClassFilter,
         FailureFilter,
         filters.TopicFilter,
@@ -128,6 +146,11 @@ class OutboxMessageAdmin(MessageAdmin):
         (_("Origin"), {"fields": ("correlation_id_name", "causation_id_name", "traceparent_name")}),
     )
     nothing = _("No messages yet. Every message that publish() stores is listed here, the newest first.")
+
+    def get_ordering(self, request: HttpRequest) -> Any:
+        """Scheduled and prepared messages: the next one first, which is the order of an index."""
+        by_time = request.GET.get("due") or request.GET.get("state") in (State.SCHEDULED, *UNDECIDED)
+        return ("available_at", "id") if by_time else self.ordering
 
     def is_here(self, where: str) -> bool:
         return where == "outbox"

@@ -84,34 +84,6 @@ class Migration(migrations.Migration):
             },
         ),
         migrations.CreateModel(
-            name='PreparedMessage',
-            fields=[
-            ],
-            options={
-                'verbose_name': 'prepared message',
-                'verbose_name_plural': 'prepared messages',
-                'proxy': True,
-                'default_permissions': (),
-                'indexes': [],
-                'constraints': [],
-            },
-            bases=(f'{LABEL}.outboxmessage',),
-        ),
-        migrations.CreateModel(
-            name='ScheduledMessage',
-            fields=[
-            ],
-            options={
-                'verbose_name': 'scheduled message',
-                'verbose_name_plural': 'scheduled messages',
-                'proxy': True,
-                'default_permissions': (),
-                'indexes': [],
-                'constraints': [],
-            },
-            bases=(f'{LABEL}.outboxmessage',),
-        ),
-        migrations.CreateModel(
             name='TrailEntry',
             fields=[
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),

@@ -299,10 +299,6 @@ class ActingAdmin(ReadOnlyAdmin):
         rows: QuerySet[Any] = super().get_queryset(request).using(self.using).annotate(database_now=DatabaseTime())
         return rows
 
-    def everything(self, request: HttpRequest) -> QuerySet[Any]:
-        """The rows that an action searches, including those that no longer match the list."""
-        return self.get_queryset(request)
-
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         return LeanChangeList
 
@@ -394,7 +390,7 @@ class ActingAdmin(ReadOnlyAdmin):
 
     def _back(self, request: HttpRequest, queryset: QuerySet[Any], picked: Mapping[Any, Any]) -> HttpResponse | None:
         """To the row's own page, if the action was chosen there and the row still exists."""
-        if request.POST.get("own_page") and self.everything(request).using(queryset.db).filter(pk__in=picked).count() == 1:
+        if request.POST.get("own_page") and self.get_queryset(request).using(queryset.db).filter(pk__in=picked).count() == 1:
             return HttpResponseRedirect(self.own_url(next(iter(picked))))
         return None
 
@@ -431,7 +427,7 @@ class ActingAdmin(ReadOnlyAdmin):
             ) % {"limit": self.ACTION_LIMIT, "nouns": self.nouns}
             self.message_user(request, words, messages.ERROR)
             return None
-        fresh = self.everything(request).using(queryset.db).defer(*self.large_columns)
+        fresh = self.get_queryset(request).using(queryset.db).defer(*self.large_columns)
         found = {row.pk: row for row in fresh.filter(pk__in=keys)}
         if action.is_single and (len(keys) != 1 or not found):
             words = gettext("Nothing was changed: select one %(noun)s.") % {"noun": self.noun}
@@ -453,7 +449,7 @@ class ActingAdmin(ReadOnlyAdmin):
                     self.log_change(request, row, f"{capfirst(done)}: {given.reason}" if given.reason else f"{capfirst(done)}.")
                     self.audit(request, alias, action.name, row)
                     return RowOutcome(pk, subject)
-            now = self.everything(request).using(alias).defer(*self.large_columns).filter(pk=pk).first()
+            now = self.get_queryset(request).using(alias).defer(*self.large_columns).filter(pk=pk).first()
             return RowOutcome(pk, subject, gettext("it no longer exists") if now is None else self.why_not(action, now, given))
         except DatabaseError as error:
             # The rows before this one are committed, so the operator must get a report, not an error page.

@@ -58,6 +58,14 @@ class MessageChangeList(LeanChangeList):
             ) % {"most": number(searching.MOST_SEARCHED)}
         return rows
 
+    def get_ordering(self, request: HttpRequest, queryset: QuerySet[Any]) -> list[Any]:
+        self._order = self.model_admin.get_ordering(request)
+        return super().get_ordering(request, queryset)
+
+    def _get_default_ordering(self) -> Any:
+        """The order whose arrow the head of the list shows."""
+        return self._order
+
     def _unknown_value(self) -> str:
         for spec in self.filter_specs:
             if not isinstance(spec, admin.SimpleListFilter):

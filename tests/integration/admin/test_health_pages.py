@@ -1,14 +1,17 @@
 """The page of the database's health: what pins the vacuum horizon, and what to do about it."""
 
+import struct
 from contextlib import closing
 from datetime import timedelta
 
+import psycopg
 import pytest
 from django.db import connection, connections
 from django.urls import reverse
 
 from exactly_once.console.admin.database_health import Pin, horizon_warnings, pins
 from tests.support.admin_pages import Page, superuser_client
+from tests.support.waiting import wait_until
 
 HEALTH = "admin:exactly_once_databasehealth_changelist"
 
@@ -42,6 +45,22 @@ class TestHorizon:
         assert f"Session {pid} ({pin.who})" in text
         assert f"SELECT pg_terminate_backend({pid});" in text
         assert str(pid) not in [pin.name for pin in pins("default")]
+
+    def test_replica_with_feedback_is_named_and_is_not_open_for_zero_seconds(self):
+        settings = connection.settings_dict
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_current_wal_lsn(), CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS text) AS bigint)")
+            position, oldest = cursor.fetchone()
+        to = {name: settings[name.upper()] for name in ("host", "port", "user", "password")}
+        with closing(psycopg.connect(**to, replication="true", application_name="standby")) as standby:
+            replica = standby.pgconn
+            replica.exec_(f"START_REPLICATION PHYSICAL {position}".encode())
+            replica.put_copy_data(b"h" + struct.pack("!qIIII", 0, oldest, 0, 0, 0))  # the feedback of a hot standby
+            replica.flush()
+            wait_until(lambda: [pin.kind for pin in pins("default")] == ["replica"])
+
+            assert [pin.open_for for pin in pins("default")] == [None]
+            assert "hot_standby_feedback = off" in the_text()
 
 
 @pytest.mark.parametrize(

@@ -133,8 +133,6 @@ def a_row(handles):
     paused = {"paused_by": "ada", "paused_at": DatabaseTime()}
     makers = {
         "outbox.OutboxMessage": a_message,
-        "outbox.ScheduledMessage": partial(a_message, State.SCHEDULED, due_ago=-timedelta(hours=1)),
-        "outbox.PreparedMessage": partial(a_message, State.PREPARED, due_ago=-timedelta(hours=1)),
         "exactly_once.Alert": an_alert,
         "exactly_once.Operation": partial(Operation.objects.create, app="outbox", action="cancel", planned_at=DatabaseTime()),
         "exactly_once.FailureNote": partial(

@@ -159,9 +159,9 @@ class TestPeople:
         damaged("settled_at = '-infinity', state = 'cancelled', day = 1")
 
         client = staff_client(VIEW, "view_overview")
-        models = ("outbox_outboxmessage", "outbox_scheduledmessage", "outbox_preparedmessage", "exactly_once_overview")
-        for page in [LIST.replace("outbox_outboxmessage", model) for model in models]:
-            assert client.get(reverse(page)).status_code == 200
+        pages = [reverse(LIST), *(reverse(LIST, query={"state": state}) for state in State)]
+        for page in [*pages, reverse("admin:exactly_once_overview_changelist")]:
+            assert client.get(page).status_code == 200
         for position in OutboxMessage.objects.values_list("pk", flat=True):
             assert client.get(reverse(DETAIL, args=[position])).status_code == 200
         output_of("exactly_once_trail", str(rows["created_at = 'infinity'"].id))
