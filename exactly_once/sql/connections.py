@@ -95,9 +95,12 @@ def lock_timeout(alias: str, duration: timedelta) -> Iterator[None]:
         yield
         return
     with connection.cursor() as cursor:
-        cursor.execute("SELECT current_setting('lock_timeout')")
-        (before,) = cursor.fetchone()
-        cursor.execute("SELECT set_config('lock_timeout', %s, true)", [f"{int(duration.total_seconds() * 1000)}ms"])
+        cursor.execute(
+            "WITH present AS MATERIALIZED (SELECT current_setting('lock_timeout') AS value) "
+            "SELECT value, set_config('lock_timeout', %s, true) FROM present",
+            [f"{int(duration.total_seconds() * 1000)}ms"],
+        )
+        before, _now = cursor.fetchone()
         try:
             yield
         finally:

@@ -51,12 +51,13 @@ def days_by(rows: QuerySet[Any], field: str, values: Collection[Any], likely: Co
     if not is_postgresql(connections[rows.db]):
         return dict(rows.filter(**{f"{field}__in": values}).values_list(field, "day"))
     found: dict[Any, int] = {}
+    missing = list(values)
     first = sorted({LIVE, *likely})[: 2 * _AT_ONCE]
     # The open ones again at the end: a row that is made open meanwhile leaves a day that was not read for one that was.
     for days in chain([{"day__in": first}], windows(rows), [{"day": LIVE}]):
-        if not (missing := [value for value in values if value not in found]):
-            break
         found.update(_without_locks(rows.filter(**{f"{field}__in": missing}, **days).values_list(field, "day")))
+        if not (missing := [value for value in missing if value not in found]):
+            break
     return found
 
 

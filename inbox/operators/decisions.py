@@ -13,6 +13,7 @@ from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 from django.db import OperationalError, connections, transaction
+from django.db.models import QuerySet
 
 from exactly_once.sql.connections import is_postgresql, lock_timeout
 from exactly_once.sql.days import LIVE
@@ -29,7 +30,7 @@ from inbox.states import OVERRIDE, RETRY, SKIP, State
 from inbox.store import receipts
 from inbox.store.message_rows import stored_row
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
-from inbox.store.trail_entries import record
+from inbox.store.trail_entries import update
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -137,8 +138,6 @@ def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
 
 def decide(alias: str, row: int, decision: Decision) -> bool:
     """Make the transition of one message. False: its state does not allow it, or a process is working on it."""
-    if _is_leased(alias, row):
-        return False
     try:
         with waiting_for_locks(alias):
             rows = (
@@ -147,11 +146,10 @@ def decide(alias: str, row: int, decision: Decision) -> bool:
                 .exclude(state=State.RUNNING, next_attempt_at__gt=DatabaseTime())
             )
             message = rows.select_for_update().only(*_NAMED).first()
-            if message is None or decision.why_not(message):
+            if message is None or decision.why_not(message) or (message.state == State.RUNNING and _is_leased(alias, row)):
                 return False
-            _write(alias, message, decision.written)
+            _write(alias, message, decision)
             _remember_longer(alias, [row], decision)
-            record(alias, [row], was=message.state, reason=decision.reason)
             if decision.written["state"] == State.RETRYING and _is_task(message):
                 _resend(alias, row)
             return True
@@ -198,9 +196,8 @@ def decide_many(alias: str, rows: Sequence[int], decision: Decision) -> list[Row
             else:
                 changed.setdefault(message.state, []).append(row)
         for state, together in changed.items():
-            InboxMessage.objects.using(alias).filter(pk__in=together, day=LIVE).update(**decision.written)
+            update(alias, _live(alias, together), decision.written, was=state, reason=decision.reason)
             _remember_longer(alias, together, decision)
-            record(alias, together, was=state, reason=decision.reason)
     if missing := [row for row in rows if row not in found]:
         days = {*receipts.days_of(alias, missing).values()}
         others = {message.pk: message for message in messages.filter(pk__in=missing, day__in=days)}
@@ -237,12 +234,8 @@ def _is_task(message: InboxMessage) -> bool:
 
 
 def _is_leased(alias: str, row: int) -> bool:
-    """Is it running, under a lease that has not ended according to its store? That may have extended it without the row.
-
-    A run that begins after this changes the row's time, which the decision checks.
-    """
-    running = InboxMessage.objects.using(alias).filter(pk=row, day=LIVE, state=State.RUNNING).first()
-    return running is not None and lease_store(inbox_options()).is_held(alias, stored_row(running))
+    """Has the lease of a running message not ended according to its store? That may have extended it without the row."""
+    return lease_store(inbox_options()).is_held(alias, stored_row(_live(alias, [row]).get()))
 
 
 @contextmanager
@@ -252,19 +245,24 @@ def waiting_for_locks(alias: str) -> Iterator[None]:
         yield
 
 
-def _write(alias: str, message: InboxMessage, written: Mapping[str, Any]) -> None:
-    row = InboxMessage.objects.using(alias).filter(pk=message.pk, day=LIVE)
+def _live(alias: str, rows: Sequence[int]) -> QuerySet[InboxMessage]:
+    return InboxMessage.objects.using(alias).filter(pk__in=rows, day=LIVE)
+
+
+def _write(alias: str, message: InboxMessage, decision: Decision) -> None:
+    written = decision.written
+    write = partial(update, alias, _live(alias, [message.pk]), was=message.state, reason=decision.reason)
     if message.state == State.RUNNING and written["state"] == State.RETRYING:
         # Only its lease store knows whether it has been run, so it stays running until its next owner has the lease.
         written = {**written, "state": State.RUNNING}
     if not message.ordered or message.state == State.WAITING:
         # The holder of the gate may be waiting for a waiting row, which is not the head.
-        row.update(**written)
+        write(written)
         return
     hold_gates(alias, message.handler, [message.key])
     if written["state"] == State.RETRYING and not is_head(alias, message.handler, message.key, message.place or message.pk):
         written = {**written, "state": State.WAITING, "next_attempt_at": None}
-    row.update(**written)
+    write(written)
     promote_next(alias, message.handler, message.key)
 
 

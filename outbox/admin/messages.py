@@ -1,7 +1,7 @@
 """The list and the pages of the outbox's messages."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -78,9 +78,8 @@ class OutboxStuckFilter(filters.StuckFilter):
 class OutboxStateFilter(filters.StateFilter):
     """With the counts of the overview, which have a limit."""
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        counts = figures.counts(model_admin.using)
-        return [(state, f"{label} ({count_text(counts[State(state)])})") for state, label in self.states(model_admin)]
+    def counts(self, request: HttpRequest, model_admin: Any) -> Mapping[str, str]:
+        return {state: count_text(count) for state, count in figures.counts(model_admin.using).items()}
 
     def of(self, queryset: QuerySet[Any], state: str) -> QuerySet[Any]:
         return queryset.filter(_READY) if state == State.READY else super().of(queryset, state)

@@ -7,7 +7,6 @@ A second restore finds nothing to restore, and a restore that was killed is cont
 from collections.abc import Collection, Sequence
 
 from django.db import IntegrityError, OperationalError, transaction
-from django.db.models import Value
 
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_collision
@@ -37,16 +36,17 @@ def restore(
     rows = placed(alias, positions, unless=State.PUBLISHED)
     # A published message cannot be restored, and finding it by its position is slow. The rows are locked first, because the
     # statement that moves a row does not return its previous state.
-    locked = rows.select_for_update(skip_locked=skip_locked).order_by("pk")
-    # Whether one is replaced is asked of unique messages only, because it locks all of history.
-    annotation = IS_REPLACED if rows.filter(is_unique=True).exists() else Value(value=False)
-    locked = locked.annotate(ahead=IS_AHEAD, replaced=annotation)
+    locking = rows.select_for_update(skip_locked=skip_locked).order_by("pk").annotate(ahead=IS_AHEAD)
+    locked = list(locking.values_list("pk", "state", "ahead", "is_unique"))
+    # It is asked of unique messages only, because it locks all of history.
+    asked = any(is_unique for *_others, is_unique in locked)
+    replaced_before = {*rows.filter(IS_REPLACED).values_list("pk", flat=True)} if asked else set()
     found: dict[str, list[int]] = {}
     left: dict[int, str] = {}
-    for position, state, ahead, is_replaced in locked.values_list("pk", "state", "ahead", "replaced"):
+    for position, state, ahead, _is_unique in locked:
         if state not in states:
             left[position] = state
-        elif is_replaced:
+        elif position in replaced_before:
             left[position] = REPLACED
         elif not ahead and not overdue:
             left[position] = OVERDUE

@@ -116,6 +116,8 @@ class LeanChangeList(ChangeList):
     """A list that does not load the large columns."""
 
     def get_results(self, request: HttpRequest) -> None:
+        if request.method == "POST":
+            self.queryset = self.queryset.none()  # an action finds its rows by itself
         super().get_results(request)
         paginator: Any = self.paginator
         self.result_count = _RowCount(self.result_count)
@@ -316,7 +318,7 @@ class ActingAdmin(ReadOnlyAdmin):
             "title": capfirst(self.opts.verbose_name_plural),
             "nothing": self.nothing,
             "hint": self.hint,
-            "warnings": self.warnings(request),
+            "warnings": () if request.method == "POST" else self.warnings(request),
             "adds": self.adds,
         }
         return super().changelist_view(request, {**context, **(extra_context or {})})

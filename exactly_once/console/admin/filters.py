@@ -34,6 +34,11 @@ MOST_OFFERED = 30
 """Values in a menu. A list can be filtered by any other in its URL."""
 
 
+def is_shown(request: HttpRequest) -> bool:
+    """Is the menu of a filter shown? An action on the list needs the chosen value only."""
+    return request.method != "POST"
+
+
 class ConditionFilter(admin.SimpleListFilter):
     """By one of several conditions.
 
@@ -87,9 +92,17 @@ class StateFilter(admin.SimpleListFilter):
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        """Every state with its count, which has the same limit as the list's."""
+        """Every state with its count."""
+        states = self.states(model_admin)
+        if not is_shown(request):
+            return states
+        counts = self.counts(request, model_admin)
+        return [(state, f"{label} ({counts[state]})") for state, label in states]
+
+    def counts(self, request: HttpRequest, model_admin: Any) -> Mapping[str, str]:
+        """The number of messages by state, up to the same limit as the list's."""
         rows = model_admin.get_queryset(request)
-        return [(state, f"{label} ({counted(self.of(rows, state))})") for state, label in self.states(model_admin)]
+        return {state: counted(self.of(rows, state)) for state, _label in self.states(model_admin)}
 
     def states(self, model_admin: Any) -> list[tuple[str, str]]:
         return list(model_admin.opts.get_field("state").choices)
@@ -139,7 +152,8 @@ class ValueFilter(admin.SimpleListFilter):
         return queryset.filter(**{str(self.parameter_name): value})
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        chosen, names = request.GET.get(self.parameter_name or ""), list(self.known(model_admin)[: self.most])
+        chosen = request.GET.get(self.parameter_name or "")
+        names = list(self.known(model_admin)[: self.most]) if is_shown(request) else []
         if chosen and chosen not in names:
             names.append(chosen)
         return [(name, visible(name)) for name in names]

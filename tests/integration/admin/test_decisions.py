@@ -1,18 +1,32 @@
-"""The transaction of a decision in the admin, in a project whose transactions are serializable unless they say otherwise."""
+"""Decisions in the admin: their transaction, in a project whose default is serializable, and the queries of one click."""
 
 import pytest
 from django.db import connection
+from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from inbox.contrib.joins.models import Run
 from inbox.contrib.outgoing_webhooks import Endpoint
-from tests.support.admin_pages import a_message, act, act_on_all, an_inbox_message, superuser_client
+from outbox.states import State
+from tests.support.admin_pages import (
+    LIST,
+    RESTORE,
+    VIEW,
+    a_message,
+    act,
+    act_on_all,
+    an_inbox_message,
+    staff_client,
+    superuser_client,
+)
 from tests.support.joins import TOPICS, comes, report
 from tests.support.sql import executed
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 CONFIRMED = {"confirmed": "yes", "reason": "because"}
+INBOX_LIST = "admin:inbox_inboxmessage_changelist"
+CONTROL = {"BEGIN", "COMMIT", "SAVEPOINT", "ROLLBACK", "RELEASE"}
 READ_COMMITTED = ("read committed", "10s")
 
 
@@ -37,7 +51,7 @@ def recorded(request, monkeypatch):
 
 
 def skip(client):
-    act(client, "skip", an_inbox_message(), page="admin:inbox_inboxmessage_changelist", **CONFIRMED)
+    act(client, "skip", an_inbox_message(), page=INBOX_LIST, **CONFIRMED)
 
 
 def cancel(client):
@@ -74,3 +88,22 @@ def test_decision_about_a_run_is_read_committed(joins, recorded):
     act(superuser_client(), "start", Run.objects.get(), page="admin:inbox_joins_run_changelist", **CONFIRMED)
 
     assert recorded == [READ_COMMITTED]
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("own_page", [{}, {"own_page": "1"}], ids=["in the list", "on the message's page"])
+@pytest.mark.parametrize(
+    ("page", "action", "fields"),
+    [(LIST, "restore", {}), (LIST, "restore", {**CONFIRMED, "overdue": "on"}), (INBOX_LIST, "retry", {})],
+    ids=["restore, before it is confirmed", "restore, confirmed", "retry"],
+)
+def test_click_on_an_action_takes_at_most_15_queries(page, action, fields, own_page):
+    rows = [a_message(State.DEAD) if page == LIST else an_inbox_message() for _ in range(2)]
+    client = staff_client(VIEW, RESTORE, "view_inboxmessage", "retry_inboxmessage")
+    act(client, action, rows[0], page=page, **fields)  # a process reads the content types once
+
+    with CaptureQueriesContext(connection) as captured:
+        assert act(client, action, rows[1], page=page, **fields, **own_page).status_code in {200, 302}
+
+    queries = [each["sql"] for each in captured if each["sql"].split()[0] not in CONTROL]
+    assert len(queries) <= 15, queries
