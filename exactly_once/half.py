@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from django_stubs_ext import StrOrPromise as Text
 
     from exactly_once.conf.app_options import AlertOptions
+    from exactly_once.console.admin.actions import Action
     from exactly_once.console.admin.sections import Section
     from exactly_once.console.cli.halves import Status
-    from exactly_once.console.operators.actions import Action
+    from exactly_once.console.operators.actions import Change
     from exactly_once.console.operators.clock_ahead import Dated
     from exactly_once.console.operators.dead_letters import Letters
     from exactly_once.console.operators.dry_run import Publisher
@@ -57,7 +58,7 @@ class Half:
         letters: its dead letters.
         groups: its failing messages, in groups.
         groups_label: what the groups call the names of those that fail.
-        actions: those that can be operations, by name.
+        changes: those of its messages that an operation can make, by name.
         why_not: why the user who planned an operation may no longer do so; "" if they may.
         conditions: takes a database and the options; returns the conditions of alerts that are met, each with its summary.
         at_once: the conditions that one evaluation raises.
@@ -67,7 +68,7 @@ class Half:
         missing: takes a database; the work that no process does there and the consequence, or "".
         is_starting: takes the row of a process that has not done any work yet.
         before_purge: takes a database, before anything is deleted there.
-        section_name, status_name: the dotted names of `section`, and of the module `status`.
+        section_name, actions_name, status_name: the dotted names of `section`, of `actions`, and of the module `status`.
     """
 
     app: str
@@ -83,7 +84,7 @@ class Half:
     letters: Letters
     groups: FailureGroups
     groups_label: Text
-    actions: Mapping[str, Action]
+    changes: Mapping[str, Change]
     why_not: Callable[[Any], str]
     conditions: Callable[[str, AlertOptions], Mapping[Key, str]]
     at_once: Collection[str] = ()
@@ -94,12 +95,18 @@ class Half:
     is_starting: Callable[[Any], bool] = lambda process: False
     before_purge: Callable[[str], None] = lambda alias: None
     section_name: str
+    actions_name: str
     status_name: str
 
     @cached_property
     def section(self) -> Section:
         """What it shows on the pages about both."""
         return cast("Section", import_string(self.section_name))
+
+    @cached_property
+    def actions(self) -> Mapping[str, Action]:
+        """The actions of its pages that can be operations, by name."""
+        return cast("Mapping[str, Action]", import_string(self.actions_name))
 
     @cached_property
     def status(self) -> Status:

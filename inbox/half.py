@@ -11,7 +11,7 @@ from inbox.operators import processes, trail
 from inbox.operators.accounting import DATED
 from inbox.operators.alerting import conditions
 from inbox.operators.dead_letters import letters
-from inbox.operators.operations import ACTIONS, groups
+from inbox.operators.operations import CHANGES, groups
 
 INBOX = Half(
     app="inbox",
@@ -28,12 +28,13 @@ INBOX = Half(
     letters=letters,
     groups=groups,
     groups_label=_("Handlers"),
-    actions=ACTIONS,
+    changes=CHANGES,
     why_not=why_not_permitted,
     conditions=conditions,
     trail=trail,
     counts=processes.counts,
     missing=processes.missing,
     section_name="inbox.admin.overview.SECTION",
+    actions_name="inbox.admin.actions.OPERATIONS",
     status_name="inbox.management.status",
 )

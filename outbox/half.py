@@ -10,7 +10,7 @@ from outbox.operators import dry_run, relays, trail
 from outbox.operators.alerting import conditions
 from outbox.operators.dead_letters import letters
 from outbox.operators.figures import DATED
-from outbox.operators.operations import ACTIONS, groups, why_not
+from outbox.operators.operations import CHANGES, groups, why_not
 from outbox.operators.replaying import REPLAY
 from outbox.store.history import HISTORY
 
@@ -27,7 +27,7 @@ OUTBOX = Half(
     letters=letters,
     groups=groups,
     groups_label=_("Topics"),
-    actions={**ACTIONS, **by_name(REPLAY)},
+    changes={**CHANGES, **by_name(REPLAY)},
     why_not=why_not,
     conditions=conditions,
     at_once=["unroutable"],
@@ -37,5 +37,6 @@ OUTBOX = Half(
     missing=relays.missing,
     is_starting=lambda process: process.last_pass_at is None,
     section_name="outbox.admin.overview.SECTION",
+    actions_name="outbox.admin.actions.OPERATIONS",
     status_name="outbox.management.status",
 )

@@ -7,7 +7,7 @@ longer finds its token, and changes nothing.
 
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -47,6 +47,36 @@ class RowOutcome(NamedTuple):
     name: str = ""
     unchanged: str = ""
     is_error: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Who acts, and what they have said with it.
+
+    Attributes:
+        operation: the number of the operation that acts for the user; None on a page.
+        values: of the further fields of the form.
+        sources: restricts the states from which the change is allowed; None: all of its own.
+    """
+
+    user: str
+    operation: int | None = None
+    reason: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    sources: Collection[str] | None = None
+
+    @property
+    def who(self) -> str:
+        return f"{self.user} in the admin"
+
+    @property
+    def by(self) -> str:
+        return f"operation {self.operation} by {self.user}" if self.operation else f"by {self.who}"
+
+    @property
+    def text(self) -> str:
+        """Who and why, for the trail."""
+        return f"{self.by}: {self.reason}" if self.reason else self.by
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from exactly_once.sql.faults import is_collision, is_outage
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.turns import Turns
 from exactly_once.transport.interface import BrokerUnavailable
-from exactly_once.upkeep.operation_rows import OperationTable
+from exactly_once.upkeep.operation_rows import Given, OperationTable
 from exactly_once.wire.text import describe
 
 logger = escaping_logger(__name__)
@@ -127,28 +127,21 @@ class Operations:
         with self._table.batch(alias, pk, self._token) as operation:
             if operation is None:
                 return None
-            action = required(self._app).actions.get(operation.action)
+            change = required(self._app).changes.get(operation.action)
             if operation.cancelled_by:
                 self._table.end(alias, operation, OperationState.CANCELLED)
                 return None
-            if action is None or action.perform is None:  # planned by another version of this app
+            if change is None:  # planned by another version of this app
                 self._table.leave(alias, pk, self._token, _UNKNOWN_AFTER)
                 return None
-            if not self._goes_on(alias, operation, action.canary):
+            if not self._goes_on(alias, operation, change.canary):
                 return None
             rows = self._table.next_rows(alias, operation, min(_size(operation), self._most))
             if not rows:
                 self._table.end(alias, operation, OperationState.FINISHED)
                 return None
-            before = action.canary.failures(alias, rows) if operation.is_canary and action.canary else {}
-            outcomes = action.perform(
-                alias,
-                rows,
-                sources=operation.sources,
-                given=operation.given,
-                by=f"operation {operation.pk} by {operation.requested_by}",
-                reason=operation.reason,
-            )
+            before = change.canary.failures(alias, rows) if operation.is_canary and change.canary else {}
+            outcomes = change.perform(alias, rows, _given(operation))
             written: dict[str, Any] = {}
             if operation.is_canary:
                 wave = [[outcome.row, before.get(outcome.row, "")] for outcome in outcomes if not outcome.unchanged]
@@ -197,6 +190,11 @@ def _failures_in_words(failed: Mapping[int, str], before: Mapping[int, str]) -> 
         ways.setdefault("failed again as before" if failure == before[row] else "failed in another way", []).append(failure)
     said = (f"{len(failures):,} of {len(before):,} messages {way} ({failures[0]})" for way, failures in sorted(ways.items()))
     return ", ".join(said)
+
+
+def _given(operation: Any) -> Given:
+    asked = {"user": operation.requested_by, "reason": operation.reason, "values": operation.given}
+    return Given(operation=operation.pk, sources=operation.sources, **asked)
 
 
 def _size(operation: Any) -> int:

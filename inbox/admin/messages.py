@@ -16,10 +16,11 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin import filters
-from exactly_once.console.admin.acting import counted
+from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.columns import instant, shown, text
 from exactly_once.console.admin.failure_groups import FailureFilter, failure_text
 from exactly_once.console.admin.messages import EXPORT, MessageAdmin
+from exactly_once.console.admin.read_only import counted
 from exactly_once.console.admin.sections import named
 from exactly_once.console.admin.trail import attempts
 from exactly_once.console.display import (
@@ -39,7 +40,7 @@ from exactly_once.console.display import (
     visible,
     warning,
 )
-from exactly_once.console.operators.actions import Action, permission
+from exactly_once.console.operators.actions import permission
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.failures import DEFERRED
 from exactly_once.sql.days import LIVE
@@ -48,6 +49,8 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import compression_of
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from exactly_once.wire.identity import uuid_in
+from inbox import states
+from inbox.admin.actions import EDIT, OVERRIDE, RETRY, RUN_CONFLICTING, SKIP
 from inbox.admin.dry_run import DRY_RUN
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
@@ -55,7 +58,6 @@ from inbox.models import InboxMessage, PausedHandler, Receipt, TrailEntry
 from inbox.operators import accounting
 from inbox.operators.dead_letters import letters
 from inbox.operators.decisions import REFUSALS
-from inbox.operators.operations import EDIT, OVERRIDE, RETRY, RUN_CONFLICTING, SKIP
 from inbox.operators.processes import hanging, unattended, what_to_start, where_run
 from inbox.states import DUE, State
 from inbox.store import receipts
@@ -84,8 +86,10 @@ class InboxStuckFilter(filters.StuckFilter):
     failing = (State.DEAD, State.RETRYING)
 
     def conditions(self, model_admin: Any) -> filters.Conditions:
-        quarantined = Q(state=State.DEAD, quarantined=True)
-        return {**super().conditions(model_admin), "quarantined": (_("In quarantine"), quarantined)}
+        return {
+            **super().conditions(model_admin),
+            "quarantined": (_("In quarantine"), Q(state=State.DEAD, **states.OVERRIDE.needs)),
+        }
 
     def failed(self) -> Q:
         return super().failed() & ~IS_DEFERRED
@@ -233,7 +237,7 @@ class InboxMessageAdmin(MessageAdmin):
     def state_badges(self, row: Any) -> SafeString:
         """For the list: the state, and whether the message is quarantined, corrected, or has duplicates."""
         lines = [self.badge_of(row)]
-        if row.quarantined and row.state == State.DEAD:
+        if states.OVERRIDE.allows(row):
             lines.append(format_html("{}", gettext("in quarantine")))
         if row.replaces_id is not None:
             lines.append(format_html("{}", gettext("corrected")))
@@ -249,7 +253,7 @@ class InboxMessageAdmin(MessageAdmin):
         return format_html("{}{}", self.badge_of(row), self._explanation(row))
 
     def _explanation(self, row: Any) -> SafeString:
-        if row.state == State.DEAD and row.quarantined:
+        if states.OVERRIDE.allows(row):
             return warning(gettext("In quarantine: the inbox no longer knows whether it was handled before."))
         if row.state == State.WAITING:
             return self._behind(row)

@@ -9,11 +9,13 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.console.admin.acting import counted
+from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.columns import shown
 from exactly_once.console.admin.paused import PausedAdmin, PauseForm
+from exactly_once.console.admin.read_only import counted
 from exactly_once.console.display import identifier, stacked
-from exactly_once.console.operators.actions import Action, Given
+from exactly_once.console.operators.actions import DELETED, each
+from exactly_once.upkeep.operation_rows import Given
 from exactly_once.wire.text import NAME_LENGTH
 from inbox.errors import UnknownHandler
 from inbox.handlers.registry import registry
@@ -52,7 +54,7 @@ PAUSE = Action(
     name="pause",
     label=_("Pause a handler"),
     done=_("paused"),
-    run=_pause,
+    perform=each(PausedHandler, _pause),
     form=PauseHandlerForm,
     question=_("Pause a handler? Its messages wait until it is resumed."),
     button=_("Pause the handler"),
@@ -61,7 +63,7 @@ RESUME = Action(
     name="resume",
     label=_("Resume"),
     done=_("resumed"),
-    run=_resume,
+    perform=each(PausedHandler, _resume, DELETED),
     question=_("Resume these handlers? Their messages are run, the oldest first."),
     button=_("Resume the handlers"),
 )

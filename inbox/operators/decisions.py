@@ -14,11 +14,14 @@ from typing import Any, ParamSpec, TypeVar
 
 from django.db import OperationalError, connections, transaction
 from django.db.models import QuerySet
+from django.utils.translation import gettext_lazy as _
 
+from exactly_once.console.operators.actions import DELETED, in_hand_now, state_now
 from exactly_once.sql.connections import is_postgresql, lock_timeout
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import SERIALIZATION_FAILURE, is_collision, sqlstate_of
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.states import Transition
 from exactly_once.upkeep.operation_rows import RowOutcome, one_by_one
 from exactly_once.wire.formats import CELERY_TOPICS
 from exactly_once.wire.text import ERROR_LENGTH, describe, printable
@@ -37,8 +40,10 @@ _T = TypeVar("_T")
 OPERATORS_WAIT = timedelta(seconds=10)
 REFUSALS = (TaskNotSent, NotEditable, LeaseStoreUnavailable)
 """Exceptions with which an action on one message reports that it was refused."""
-LOCKED = "a process is working on it"
-
+_WHY_NOT = {
+    True: _("it is in quarantine; use “Retry past the maximum message age…”"),
+    False: _("it is not in quarantine; use “Retry now”"),
+}
 _NAMED = ("handler", "topic", "key", "ordered", "place", "state", "quarantined", "message_id", "biz_id")
 
 
@@ -47,116 +52,102 @@ class Decision:
     """A transition that an operator has decided.
 
     Attributes:
-        sources: the states that allow it.
         written: the columns that it changes.
         reason: for the trail.
-        quarantined: whether the maximum message age must have refused the message; None: it does not matter.
+        sources: restricts the states that allow it.
     """
 
-    sources: Collection[str]
+    transition: Transition
     written: Mapping[str, Any]
     reason: str
-    quarantined: bool | None = None
+    sources: Collection[str] | None = None
 
     def why_not(self, message: InboxMessage) -> str:
         """Why this message's state does not allow it; "" if it does."""
-        if message.state not in self.sources:
-            return f"it is {message.get_state_display().lower()} now"
-        if self.quarantined is not None and message.quarantined != self.quarantined:
-            return "it is in quarantine" if message.quarantined else "it is not in quarantine"
-        return ""
+        if message.state not in (self.transition.sources if self.sources is None else self.sources):
+            return state_now(message)
+        return "" if self.transition.allows(message) else str(_WHY_NOT[message.quarantined])
 
 
-def retrying(reason: str, *, sources: Collection[str] = RETRY.sources, after: timedelta = timedelta()) -> Decision:
-    """See `retry`."""
-    written = {**RETRY.columns, "next_attempt_at": DatabaseTime(after)}
-    return Decision(sources=sources, written=written, reason=reason, quarantined=False)
+def retrying(reason: str = "", *, sources: Collection[str] | None = None, after: timedelta = timedelta()) -> Decision:
+    """dead | retrying | received → retrying, due `after` a delay, with a full set of attempts.
 
-
-def overriding(reason: str) -> Decision:
-    """See `override_maximum_age`."""
-    recorded = "; ".join(filter(None, ("the maximum message age was overridden", reason)))
-    written = {**OVERRIDE.columns, "next_attempt_at": DatabaseTime()}
-    return Decision(sources=OVERRIDE.sources, written=written, reason=recorded, quarantined=True)
-
-
-def skipping(reason: str, *, by: str = "", sources: Collection[str] = SKIP.sources) -> Decision:
-    """See `skip`."""
-    return Decision(sources=sources, written=skipped(reason), reason="; ".join(filter(None, (reason, by))))
-
-
-def skipped(reason: str) -> Mapping[str, Any]:
-    return {**SKIP.columns, "last_error": printable(f"skipped: {reason}", ERROR_LENGTH)}
-
-
-def retry(alias: str, row: int, *, reason: str = "", after: timedelta = timedelta()) -> bool:
-    """dead | retrying | received → retrying, due `after` a delay, with a full set of attempts. False: in none of these states.
-
-    running, past its lease → running, due now; its owner can settle nothing. False also if the maximum message age has
-    refused it, see `override_maximum_age`. While a handler is running the message, this waits for up to ten seconds. In an
-    order the message is `waiting` while another precedes it. A Celery task is sent again, because the inbox does not run it.
+    running, past its lease → running, due now; its owner can settle nothing. Not if the maximum message age has refused it, see
+    `overriding`. In an order the message is `waiting` while another precedes it. A Celery task is sent again, because the inbox
+    does not run it.
 
     Args:
         reason: for the trail: the operator.
-
-    Raises:
-        TaskNotSent, LeaseStoreUnavailable: nothing was changed.
     """
-    return decide(alias, row, retrying(reason, after=after))
+    written = {**RETRY.columns, "next_attempt_at": DatabaseTime(after)}
+    return Decision(transition=RETRY, sources=sources, written=written, reason=reason)
 
 
-def override_maximum_age(alias: str, row: int, *, reason: str = "") -> bool:
-    """dead, refused by the maximum message age → retrying, due now. False: it is in another state.
+def overriding(reason: str = "") -> Decision:
+    """dead, refused by the maximum message age → retrying, due now.
 
     The operator asserts that it has not been handled before. From then on it is a normal message, and further copies are
     duplicates.
 
     Args:
         reason: for the trail: the operator and the reason.
-
-    Raises:
-        TaskNotSent: nothing was changed.
     """
-    return decide(alias, row, overriding(reason))
+    recorded = "; ".join(filter(None, ("the maximum message age was overridden", reason)))
+    written = {**OVERRIDE.columns, "next_attempt_at": DatabaseTime()}
+    return Decision(transition=OVERRIDE, written=written, reason=recorded)
 
 
-def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
-    """dead | retrying | received | waiting → skipped: its effect will not happen. False: it is in none of these states.
+def skipping(reason: str, *, by: str = "", sources: Collection[str] | None = None) -> Decision:
+    """dead | retrying | received | waiting → skipped: its effect will not happen.
 
-    running, past its lease → skipped; its owner can settle nothing. While a handler is running the message, this waits for up
-    to ten seconds. In an order the next message is promoted.
+    running, past its lease → skipped; its owner can settle nothing. In an order the next message is promoted.
 
     Args:
         reason: stored in the row and in the trail.
         by: for the trail: the operator.
+    """
+    return Decision(transition=SKIP, sources=sources, written=skipped(reason), reason="; ".join(filter(None, (reason, by))))
+
+
+def skipped(reason: str) -> Mapping[str, Any]:
+    return {**SKIP.columns, "last_error": printable(f"skipped: {reason}", ERROR_LENGTH)}
+
+
+def decide(alias: str, row: int, decision: Decision) -> RowOutcome:
+    """Make the transition of one message. While a handler is running the message, this waits for up to ten seconds.
 
     Raises:
-        LeaseStoreUnavailable: nothing was changed.
+        TaskNotSent, LeaseStoreUnavailable: nothing was changed.
     """
-    return decide(alias, row, skipping(reason, by=by))
-
-
-def decide(alias: str, row: int, decision: Decision) -> bool:
-    """Make the transition of one message. False: its state does not allow it, or a process is working on it."""
     try:
         with waiting_for_locks(alias):
-            rows = (
-                InboxMessage.objects.using(alias)
-                .filter(pk=row, day=LIVE)
-                .exclude(state=State.RUNNING, next_attempt_at__gt=DatabaseTime())
-            )
+            rows = _live(alias, [row]).exclude(state=State.RUNNING, next_attempt_at__gt=DatabaseTime())
             message = rows.select_for_update().only(*_NAMED).first()
-            if message is None or decision.why_not(message) or (message.state == State.RUNNING and _is_leased(alias, row)):
-                return False
-            _write(alias, message, decision)
-            _remember_longer(alias, [row], decision)
-            if decision.written["state"] == State.RETRYING and _is_task(message):
-                _resend(alias, row)
-            return True
+            if message is not None and not decision.why_not(message) and not _is_leased(alias, message):
+                _write(alias, message, decision)
+                _remember_longer(alias, [row], decision)
+                if decision.written["state"] == State.RETRYING and _is_task(message):
+                    _resend(alias, row)
+                return RowOutcome(row, _name(message))
     except OperationalError as error:
-        if is_collision(error):
-            return False
-        raise
+        if not is_collision(error):
+            raise
+    (unchanged,) = _unchanged(alias, [row], decision)
+    return unchanged
+
+
+def _unchanged(alias: str, rows: Sequence[int], decision: Decision) -> list[RowOutcome]:
+    """The outcomes of messages that could not be locked: settled or deleted ones, or a process is working on them."""
+    days = {*receipts.days_of(alias, rows).values()}
+    found = {
+        message.pk: message for message in InboxMessage.objects.using(alias).only(*_NAMED).filter(pk__in=rows, day__in=days)
+    }
+    return [
+        RowOutcome(row, _name(message), decision.why_not(message) or in_hand_now(message))
+        if (message := found.get(row))
+        else RowOutcome(row, f"number {row}", str(DELETED))
+        for row in rows
+    ]
 
 
 def again_if_settled(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -180,17 +171,19 @@ def again_if_settled(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @again_if_settled
 def decide_many(alias: str, rows: Sequence[int], decision: Decision) -> list[RowOutcome]:
-    """Make the transition of these messages. Those that another transaction has locked are not waited for."""
-    messages = InboxMessage.objects.using(alias).only(*_NAMED).order_by("pk")
+    """Make the transition of these messages. A locked row is waited for if it is the only one."""
+    alone = partial(decide, alias, decision=decision)
+    if len(rows) == 1:
+        return one_by_one(alias, rows, alone, refusals=REFUSALS)
     changed: dict[str, list[int]] = {}
-    unchanged: dict[int, str] = {}
+    outcomes: list[RowOutcome] = []
     one_at_a_time: list[int] = []
     with transaction.atomic(using=alias):
-        lockable = messages.filter(pk__in=rows, day=LIVE).select_for_update(skip_locked=is_postgresql(connections[alias]))
-        found = {message.pk: message for message in lockable}
+        lockable = _live(alias, rows).select_for_update(skip_locked=is_postgresql(connections[alias]))
+        found = {message.pk: message for message in lockable.only(*_NAMED).order_by("pk")}
         for row, message in found.items():
             if why := decision.why_not(message):
-                unchanged[row] = why
+                outcomes.append(RowOutcome(row, _name(message), why))
             elif message.state == State.RUNNING or message.ordered or _is_task(message):
                 one_at_a_time.append(row)
             else:
@@ -198,25 +191,10 @@ def decide_many(alias: str, rows: Sequence[int], decision: Decision) -> list[Row
         for state, together in changed.items():
             update(alias, _live(alias, together), decision.written, was=state, reason=decision.reason)
             _remember_longer(alias, together, decision)
+            outcomes += map(RowOutcome, together)
     if missing := [row for row in rows if row not in found]:
-        days = {*receipts.days_of(alias, missing).values()}
-        others = {message.pk: message for message in messages.filter(pk__in=missing, day__in=days)}
-        for row in missing:
-            settled = row in others and decision.why_not(others[row])
-            unchanged[row] = settled or (LOCKED if row in others else "it no longer exists")
-        found |= others
-    names = {row: _name(message) for row, message in found.items()}
-    outcomes = [RowOutcome(row, names[row]) for together in changed.values() for row in together]
-    outcomes += [RowOutcome(row, names.get(row, f"number {row}"), why) for row, why in unchanged.items()]
-    return outcomes + one_by_one(alias, one_at_a_time, partial(_decide_named, alias, names, decision), refusals=REFUSALS)
-
-
-def _decide_named(alias: str, names: Mapping[int, str], decision: Decision, row: int) -> RowOutcome:
-    if decide(alias, row, decision):
-        return RowOutcome(row, names[row])
-    message = receipts.message(alias, row).only("state").first()
-    now = message and f"it is {message.get_state_display().lower()} now, and a process may be working on it"
-    return RowOutcome(row, names[row], now or "it no longer exists")
+        outcomes += _unchanged(alias, missing, decision)
+    return outcomes + one_by_one(alias, one_at_a_time, alone, refusals=REFUSALS)
 
 
 def _remember_longer(alias: str, rows: Sequence[int], decision: Decision) -> None:
@@ -233,9 +211,10 @@ def _is_task(message: InboxMessage) -> bool:
     return message.handler == message.topic and message.topic.startswith(CELERY_TOPICS)
 
 
-def _is_leased(alias: str, row: int) -> bool:
-    """Has the lease of a running message not ended according to its store? That may have extended it without the row."""
-    return lease_store(inbox_options()).is_held(alias, stored_row(_live(alias, [row]).get()))
+def _is_leased(alias: str, message: InboxMessage) -> bool:
+    """Is it running, under a lease that has not ended according to its store? That may have extended it without the row."""
+    is_running = message.state == State.RUNNING
+    return is_running and lease_store(inbox_options()).is_held(alias, stored_row(_live(alias, [message.pk]).get()))
 
 
 @contextmanager

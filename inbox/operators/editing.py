@@ -27,7 +27,7 @@ from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.operators import decisions
 from inbox.receiving.reading import identify, is_parked, message_of, stored_envelope, why_undecodable
-from inbox.states import State
+from inbox.states import RETRY, State
 from inbox.store import admitting, ordering, receipts
 from inbox.store.arrivals import Insertion, insert_one
 from inbox.store.dialect import LONGEST_LOCK_WAIT
@@ -118,7 +118,7 @@ def replace_message(alias: str, pk: int, text: str, *, by: str) -> int | None:
         return None
     corrected = correct(stored, text).row
     with locked_is_not_editable(pk), decisions.waiting_for_locks(alias):
-        found = InboxMessage.objects.using(alias).filter(pk=pk, day=LIVE, state=State.DEAD, quarantined=False)
+        found = InboxMessage.objects.using(alias).filter(pk=pk, day=LIVE, state=State.DEAD, **RETRY.needs)
         replaced = found.select_for_update().only("handler", "key", "ordered", "place", "biz_id", "fence").first()
         return None if replaced is None else _replace(alias, replaced, corrected, by)
 
@@ -232,7 +232,7 @@ def _why_not(stored: InboxMessage) -> str:
     """Why the message cannot be corrected with any payload; "" if it can."""
     if stored.state != State.DEAD:
         return f"Its state is {stored.get_state_display().lower()}; only a dead message can be corrected."
-    if stored.quarantined:
+    if not RETRY.allows(stored):
         return "It is in quarantine: the inbox no longer knows whether it was handled before. Override the maximum age first."
     if stored.topic.startswith(CELERY_TOPICS):
         return (

@@ -11,11 +11,12 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
+from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.columns import computed, instant, shown, text
 from exactly_once.console.admin.filters import ConditionFilter, Conditions
 from exactly_once.console.admin.pages import message_link
 from exactly_once.console.display import Tone, age, badge, headline, identifier, labelled, number, stacked, visible
-from exactly_once.console.operators.actions import Action, Given
+from exactly_once.console.operators.actions import each
 from exactly_once.wire.identity import uuid_in
 from exactly_once.wire.text import fit
 from outbox.callbacks import registry
@@ -39,24 +40,19 @@ class TroubleFilter(ConditionFilter):
         }
 
 
-def _is_being_called(row: Any, given: Given) -> str:
-    return gettext("it is being called right now")
-
-
+_IS_BEING_CALLED = _("it is being called right now")
 CALL_NOW = Action(
     name="call_now",
     label=_("Call now"),
     done=_("to be called now"),
     permission="run",
-    run=lambda alias, pk, given: pending_calls.call_now(alias, pk),
-    why_not=_is_being_called,
+    perform=each(PendingCallback, lambda alias, pk, given: pending_calls.call_now(alias, pk), _IS_BEING_CALLED),
 )
 DISCARD = Action(
     name="discard",
     label=_("Discard"),
     done=_("discarded"),
-    run=lambda alias, pk, given: pending_calls.discard_call(alias, pk),
-    why_not=_is_being_called,
+    perform=each(PendingCallback, lambda alias, pk, given: pending_calls.discard_call(alias, pk), _IS_BEING_CALLED),
     question=_("Discard these callbacks? They are never called, so the project is not notified about their messages."),
     button=_("Discard the callbacks"),
 )

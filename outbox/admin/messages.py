@@ -14,10 +14,11 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin import filters
-from exactly_once.console.admin.acting import counted
+from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.columns import computed, instant
 from exactly_once.console.admin.failure_groups import FailureFilter, failure_text
 from exactly_once.console.admin.messages import EXPORT, MessageAdmin
+from exactly_once.console.admin.read_only import counted
 from exactly_once.console.admin.sections import count_text
 from exactly_once.console.display import (
     NOTHING,
@@ -32,7 +33,6 @@ from exactly_once.console.display import (
     stacked,
     warning,
 )
-from exactly_once.console.operators.actions import Action
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.console.plurals import ngettext
 from exactly_once.sql.days import FIRST_DAY, LIVE
@@ -40,10 +40,11 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import JSON
 from exactly_once.wire.formats import CELERY_TOPICS
 from exactly_once.wire.identity import uuid_in
+from outbox.admin.actions import OF_A_MESSAGE, RESTORE_THEM
 from outbox.callbacks import checkers
 from outbox.conf import outbox_options
 from outbox.models import SECONDARY, STREAM, OutboxMessage, TrailEntry
-from outbox.operators import figures, operations
+from outbox.operators import figures
 from outbox.operators.dead_letters import letters
 from outbox.states import IN_TROUBLE, SETTLED, UNDECIDED, State
 from outbox.store import selecting, unique
@@ -115,7 +116,7 @@ class OutboxMessageAdmin(MessageAdmin):
 
     large_columns = (*MessageAdmin.large_columns, "wire")
     letters = letters
-    actions: Any = (*operations.OF_A_MESSAGE, EXPORT)
+    actions: Any = (*OF_A_MESSAGE, EXPORT)
 
     list_display: Any = ("state_badge", "summary", "age", "error_headline")
     list_display_links = ("summary",)
@@ -158,10 +159,10 @@ class OutboxMessageAdmin(MessageAdmin):
         words = super().remark(action, row)
         if words:
             return words
-        if action is operations.RESTORE_THEM:
+        if action is RESTORE_THEM:
             if row.is_unique and unique.is_replaced(self.using, row.pk):
                 return gettext("A later message has replaced it: it is not changed.")
-            if operations.is_overdue(row):
+            if row.deliver_at is None or row.deliver_at <= row.database_now:
                 return gettext("Overdue: it is sent at once.")
             return age(row.deliver_at, row.database_now, gettext("Scheduled again, due "))
         return age(row.available_at, row.database_now, gettext("Due ")) if row.state == State.SCHEDULED else ""

@@ -10,12 +10,14 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.console.admin.acting import counted
+from exactly_once.console.admin.actions import Action, ReasonForm
 from exactly_once.console.admin.columns import shown
 from exactly_once.console.admin.filters import MOST_OFFERED
 from exactly_once.console.admin.paused import PausedAdmin, PauseForm
+from exactly_once.console.admin.read_only import counted
 from exactly_once.console.display import NOTHING, age, identifier, labelled
-from exactly_once.console.operators.actions import Action, Given, ReasonForm
+from exactly_once.console.operators.actions import each
+from exactly_once.upkeep.operation_rows import Given
 from exactly_once.wire.text import NAME_LENGTH, why_no_topic
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.pausing import pause, resume
@@ -42,19 +44,18 @@ def _pause(alias: str, pk: Any, given: Given) -> bool:
     return True
 
 
-def _resume(alias: str, pk: int, given: Given) -> bool:
+def _resume(alias: str, pk: Any, given: Given) -> bool:
     row = PausedTopic.objects.using(alias).filter(pk=pk, is_resuming=False).first()
-    if row is None:
-        return False
-    resume(row.topic, by=given.text.removeprefix("by "), using=alias)
-    return True
+    if row is not None:
+        resume(row.topic, by=given.text.removeprefix("by "), using=alias)
+    return row is not None
 
 
 PAUSE = Action(
     name="pause",
     label=_("Pause a topic"),
     done=_("paused"),
-    run=_pause,
+    perform=each(PausedTopic, _pause),
     form=PauseTopicForm,
     question=_("Pause a topic? Its messages wait until it is resumed."),
     button=_("Pause the topic"),
@@ -63,9 +64,8 @@ RESUME = Action(
     name="resume",
     label=_("Resume"),
     done=_("being resumed"),
-    run=_resume,
+    perform=each(PausedTopic, _resume, _("it is being resumed already, or not paused")),
     offered=lambda row: not row.is_resuming,
-    why_not=lambda row, given: gettext("it is being resumed already, or not paused"),
     form=ReasonForm,
     question=_("Resume these topics? Their messages are sent, the oldest first, and what is sent cannot be taken back."),
     button=_("Resume the topics"),

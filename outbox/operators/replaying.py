@@ -11,23 +11,22 @@ which is as large as the part that was confirmed.
 
 import uuid
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from django.db import transaction
-from django.utils.translation import gettext_lazy as _
 
-from exactly_once.console.operators.actions import Action
+from exactly_once.console.operators.actions import Change
 from exactly_once.console.operators.audit import Actor, Subject, record
 from exactly_once.models import Lease, Operation
 from exactly_once.process.clock import monotonic
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.transport.broker import queue_name
 from exactly_once.transport.interface import BrokerUnavailable, OutgoingMessage, PublishOutcome, Transport, Verdict
-from exactly_once.upkeep.operation_rows import Plan, RowOutcome
+from exactly_once.upkeep.operation_rows import Given, Plan, RowOutcome
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import NAME_LENGTH
 from outbox.conf import OutboxOptions, outbox_options
@@ -129,9 +128,7 @@ def _paused_topics(alias: str) -> frozenset[str]:
     return frozenset(rows.values_list("topic", flat=True))
 
 
-def send_again(
-    alias: str, rows: Sequence[int], *, sources: Collection[str], given: Mapping[str, Any], by: str, reason: str
-) -> Sequence[RowOutcome]:
+def send_again(alias: str, rows: Sequence[int], given: Given) -> Sequence[RowOutcome]:
     """Send published messages again. Messages without an outcome have to be sent again.
 
     Raises:
@@ -140,7 +137,7 @@ def send_again(
     outcomes: list[RowOutcome] = []
     for part in parts_of_published(alias, rows, outbox_options().BATCH_BYTES):
         try:
-            sent = _send_again(alias, part, given=given, by=by, reason=reason)
+            sent = _send_again(alias, part, given)
         except BrokerUnavailable:
             if not outcomes:
                 raise
@@ -151,9 +148,9 @@ def send_again(
     return outcomes
 
 
-def _send_again(alias: str, rows: Sequence[int], *, given: Mapping[str, Any], by: str, reason: str) -> Sequence[RowOutcome]:
+def _send_again(alias: str, rows: Sequence[int], given: Given) -> Sequence[RowOutcome]:
     options = outbox_options()
-    paused, to_group = _paused_topics(alias), str(given.get("to_group", ""))
+    paused, to_group = _paused_topics(alias), str(given.values.get("to_group", ""))
     unchanged = dict.fromkeys(rows, "it is no longer in the history")
     sendable: list[RelayedMessage] = []
     messages: dict[int, OutgoingMessage] = {}
@@ -177,7 +174,7 @@ def _send_again(alias: str, rows: Sequence[int], *, given: Mapping[str, Any], by
     unchanged |= {position: verdict.reason for position, verdict in failed.items()}
     sent = [position for position in verdicts if position not in failed]
     to = f" to {to_group}" if to_group else ""
-    said = f"sent again{to}: {by}: {reason}" if reason else f"sent again{to}: {by}"
+    said = f"sent again{to}: {given.text}"
     published = State.PUBLISHED.value
     trail_entries.record(alias, [found[position].message_id for position in sent], was=published, became=published, reason=said)
     names = names_of(alias, [row for row in rows if row not in sent]) if len(sent) < len(rows) else {}
@@ -243,4 +240,4 @@ def _send_wave(
             raise BrokerUnavailable(sent.broken or next(nacked, "it did not confirm everything within the deadline"))
 
 
-REPLAY = Action(name="replay", label=_("Replay"), permission="restore", sources=[State.PUBLISHED], perform=send_again)
+REPLAY = Change(name="replay", sources=[State.PUBLISHED], is_operation=True, perform=send_again)

@@ -1,8 +1,8 @@
-"""Admin pages whose rows cannot be edited, and actions on these rows.
+"""Actions on the rows of admin pages.
 
-An action is one guarded transition per row. It finds the selected rows by primary key, not through the list's filter: a message
-that was published meanwhile no longer matches the filter, and the operator must see it. A transition and its entries in the
-admin's log and in the audit log (`operators.audit`) commit together.
+An action is one guarded change per row. It finds the selected rows by primary key, not through the list's filter: a message
+that was published meanwhile no longer matches the filter, and the operator must see it. A change and its entries in the admin's
+log and in the audit log (`operators.audit`) commit together.
 
 This module contains no model: its subclasses declare theirs.
 """
@@ -10,210 +10,37 @@ This module contains no model: its subclasses declare theirs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
-from django.contrib.admin.utils import flatten_fieldsets, lookup_field
 from django.contrib.admin.views.main import ChangeList
 from django.core.exceptions import PermissionDenied
-from django.core.paginator import Paginator
-from django.db import DatabaseError, router
+from django.db import DatabaseError
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.template.response import TemplateResponse
-from django.urls import URLPattern, reverse
-from django.utils.functional import cached_property
-from django.utils.html import strip_tags
+from django.urls import reverse
 from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.console.admin.actions import Action, ActionForm
 from exactly_once.console.admin.planning import plan
-from exactly_once.console.display import NOTHING, number, visible
-from exactly_once.console.operators.actions import Action, ActionForm, Given
+from exactly_once.console.admin.read_only import BoundedPaginator, LeanChangeList, ReadOnlyAdmin
+from exactly_once.console.display import number, visible
+from exactly_once.console.operators.actions import DELETED
 from exactly_once.console.operators.audit import Subject, actor_of, posted, record
-from exactly_once.sql.connections import decision_transaction, without_atomic_requests
-from exactly_once.sql.labels import package_of
+from exactly_once.sql.connections import decision_transaction
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.upkeep.operation_rows import RowOutcome
+from exactly_once.upkeep.operation_rows import Given, RowOutcome
 
 if TYPE_CHECKING:
     from django_stubs_ext import StrOrPromise
 
-
 _CONFIRM = "exactly_once/confirm.html"
-_EMPTY = {"", NOTHING, "None"}
-"""What a field without a value shows."""
 _NO_FILTERS = {"o", "p", "all", "_changelist_filters"}
-
-
-class BoundedPaginator(Paginator):  # type: ignore[type-arg] # no generic at runtime
-    """Counts up to a limit, because counting millions of rows takes too long."""
-
-    LIMIT = 10_000
-
-    @cached_property
-    def _counted(self) -> int:
-        rows: Any = self.object_list
-        counted: int = rows.order_by().values("pk")[: self.LIMIT + 1].count()
-        return counted
-
-    @property
-    def count(self) -> int:
-        return min(self._counted, self.LIMIT)
-
-    @property
-    def is_cut(self) -> bool:
-        """Are there more rows than were counted?"""
-        return self._counted > self.LIMIT
-
-    def page(self, number: int | str) -> Any:
-        """The page. If not all rows match, those that do are found as they were counted, and then sorted.
-
-        With ORDER BY and LIMIT, PostgreSQL expects the first matching rows near the end of the index that has the order. A few
-        of the oldest of a million rows are at its other end.
-        """
-        name = self._sorted_by()
-        if self.is_cut or name is None:
-            return super().page(number)
-        column, valid = name.removeprefix("-"), self.validate_number(number)
-        rows: Any = self.object_list
-        keys = sorted(rows.order_by().values_list(column, flat=True)[: self.LIMIT + 1], reverse=name.startswith("-"))
-        first = (valid - 1) * self.per_page
-        shown = rows.filter(**{f"{column}__in": keys[first : first + self.per_page]})
-        return self._get_page(shown, valid, self)  # type: ignore[attr-defined] # documented as a hook, missing in the stubs
-
-    def _sorted_by(self) -> str | None:
-        """The first name in the order of filtered rows, if it is a unique column."""
-        rows: Any = self.object_list
-        name = next(iter(rows.query.order_by), None)
-        if not rows.query.where or not isinstance(name, str):
-            return None
-        column = name.removeprefix("-")
-        is_unique = column == "pk" or any(field.name == column and field.unique for field in rows.model._meta.concrete_fields)
-        return name if is_unique else None
-
-
-def counted(rows: QuerySet[Any]) -> str:
-    """How many rows there are, up to the paginator's limit: "10,000+"."""
-    counter = BoundedPaginator(rows.order_by("pk"), 1)
-    return f"{number(counter.count)}+" if counter.is_cut else number(counter.count)
-
-
-class _RowCount(int):
-    """A number of rows as lists show it: "10,000+" where it was cut."""
-
-    is_cut = False
-
-    def __str__(self) -> str:
-        return f"{number(int(self))}+" if self.is_cut else number(int(self))
-
-
-class LeanChangeList(ChangeList):
-    """A list that does not load the large columns."""
-
-    def get_results(self, request: HttpRequest) -> None:
-        if request.method == "POST":
-            self.queryset = self.queryset.none()  # an action finds its rows by itself
-        super().get_results(request)
-        paginator: Any = self.paginator
-        self.result_count = _RowCount(self.result_count)
-        self.result_count.is_cut = paginator.is_cut
-
-    @property
-    def filter_bar(self) -> list[tuple[Any, list[Any], Any]]:
-        """For the template: each filter's title, its choices, and the chosen one; None if that is the first, which is all."""
-        bar = []
-        for spec in self.filter_specs:
-            choices: list[Any] = list(spec.choices(self))
-            bar.append((spec.title, choices, next((each["display"] for each in choices[1:] if each["selected"]), None)))
-        return bar
-
-    def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
-        model_admin: Any = self.model_admin
-        rows = super().get_queryset(request, exclude_parameters)
-        self.has_filters = False  # otherwise a theme would show its own filters, too
-        return rows.defer(*model_admin.large_columns)
-
-    def url_for_result(self, result: Any) -> str:
-        model_admin: Any = self.model_admin
-        url: str = model_admin.own_url(result.pk)
-        return url
-
-
-class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg] # no generic at runtime
-    """Rows that cannot be added, changed or deleted.
-
-    Set `using` in a subclass to show another database than the one that the database routers choose.
-    """
-
-    view_on_site = False
-
-    class Media:
-        """Our style sheet. A strict Content-Security-Policy blocks inline styles."""
-
-        css: ClassVar[Any] = {"all": ["exactly_once/admin.css"]}
-
-    always: ClassVar[Collection[str]] = ("state_explained", "payload")
-    """Fields that always have a value. To ask for it takes time."""
-
-    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
-        return flatten_fieldsets(self.fieldsets or ()) or self.fields or ()
-
-    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
-        """Those that have a value for this row."""
-        parts = super().get_fieldsets(request, obj)
-        shown = [(title, [name for name in part["fields"] if self._has_value(name, obj)]) for title, part in parts]
-        return [(title, {"fields": fields}) for title, fields in shown if fields]
-
-    def _has_value(self, name: Any, row: Any) -> bool:
-        return row is None or name in self.always or strip_tags(str(lookup_field(name, row, self)[2])) not in _EMPTY
-
-    def get_urls(self) -> list[URLPattern]:
-        patterns: list[URLPattern] = super().get_urls()
-        for pattern in patterns:
-            pattern.callback = without_atomic_requests(pattern.callback)
-        return patterns
-
-    @property
-    def using(self) -> str:
-        return router.db_for_write(self.model)
-
-    @property
-    def package(self) -> str:
-        """The half that the rows are about, "outbox" or "inbox", also for the models of its optional packages."""
-        return package_of(self.model)
-
-    def respond(self, request: HttpRequest, template: str, content: Mapping[str, Any]) -> HttpResponse:
-        """A page of this site with this content."""
-        request.current_app = self.admin_site.name
-        title = capfirst(self.opts.verbose_name_plural)
-        context = {**self.admin_site.each_context(request), "title": title, "opts": self.opts, "media": self.media}
-        return TemplateResponse(request, template, {**context, **content})
-
-    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
-        """The row for its page, with the address of the page that shows the flow of a message, see `display.flow_link`."""
-        row: Any = super().get_object(request, object_id, from_field)
-        if row is not None:
-            row.flow_url = self.flow_url(request)
-        return row
-
-    def flow_url(self, request: HttpRequest) -> str:
-        """The page of flows; "" if the user may not view it."""
-        may_view = request.user.has_perm("exactly_once.view_flow")
-        return reverse(f"{self.admin_site.name}:exactly_once_flow_changelist") if may_view else ""
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False
 
 
 class ActingAdmin(ReadOnlyAdmin):
@@ -262,18 +89,6 @@ class ActingAdmin(ReadOnlyAdmin):
     def remark(self, action: Action, row: Any) -> SafeString | str:
         """The effect of the action on the row, where it is not obvious."""
         return "" if action.is_offered(row) else gettext("In this state it is not changed.")
-
-    def state_of(self, row: Any) -> str:
-        return str(row.get_state_display().lower())
-
-    def why_not(self, action: Action, row: Any, given: Given) -> str:
-        """Why the action did not change this row."""
-        if words := action.why_not(row, given):
-            return words
-        state = {"state": self.state_of(row)}
-        if action.sources and row.state in action.sources:
-            return gettext("it is %(state)s now, and a process is working on it; try again") % state
-        return gettext("it is %(state)s now") % state
 
     def permits(self, request: HttpRequest, action: Action, row: Any = None) -> bool:
         """May the user do it to this row, or to some row?"""
@@ -343,8 +158,7 @@ class ActingAdmin(ReadOnlyAdmin):
         if not form.is_valid():
             return self._ask(request, action, {}, form)
         with decision_transaction(self.using):
-            if action.run is not None:
-                action.run(self.using, None, _given(request, form))
+            action.perform(self.using, [None], _given(request, form))
             row = self.get_queryset(request).get(**{self.named_by: form.cleaned_data[self.named_by]})
             self.log_addition(request, row, [{"added": {}}])
             self.audit(request, self.using, action.name, row)
@@ -354,7 +168,7 @@ class ActingAdmin(ReadOnlyAdmin):
     def response_action(self, request: HttpRequest, queryset: QuerySet[Any], *args: Any, **kwargs: Any) -> HttpResponse | None:
         """On all matching rows, plan an operation, if the action can be one."""
         action = self.permitted(request).get(request.POST.get("action", ""))
-        if action and action.perform and request.POST.get("select_across") == "1":
+        if action and action.is_operation and request.POST.get("select_across") == "1":
             return plan(self, request, queryset, action, self.selection_text(request), request.get_full_path())
         return super().response_action(request, queryset, *args, **kwargs)
 
@@ -386,7 +200,7 @@ class ActingAdmin(ReadOnlyAdmin):
         if action.respond:
             return action.respond(self, request, rows, given)
         done = str((form and form.done) or action.done)
-        outcomes = [self._carry_out_one(request, queryset.db, pk, row, action, given, done) for pk, row in picked.items()]
+        outcomes = [self._outcome(request, queryset.db, pk, row, action, given, done) for pk, row in picked.items()]
         self._report(request, done, outcomes)
         return self._back(request, queryset, picked)
 
@@ -437,22 +251,21 @@ class ActingAdmin(ReadOnlyAdmin):
             return None
         return {key: found.get(key) for key in keys}
 
-    def _carry_out_one(
+    def _outcome(
         self, request: HttpRequest, alias: str, pk: Any, row: Any, action: Action, given: Given, done: str
     ) -> RowOutcome:
         if row is None:
-            return RowOutcome(pk, gettext("number %(number)s") % {"number": pk}, gettext("it no longer exists"))
+            return RowOutcome(pk, gettext("number %(number)s") % {"number": pk}, str(DELETED))
         subject = self.subject(row)
         if not self.permits(request, action, row):
             return RowOutcome(pk, subject, gettext("you do not have the permission for it"), is_error=True)
         try:
             with decision_transaction(alias):
-                if action.run is not None and action.run(alias, pk, given):
+                (outcome,) = action.perform(alias, [pk], given)
+                if not outcome.unchanged:
                     self.log_change(request, row, f"{capfirst(done)}: {given.reason}" if given.reason else f"{capfirst(done)}.")
                     self.audit(request, alias, action.name, row)
-                    return RowOutcome(pk, subject)
-            now = self.get_queryset(request).using(alias).defer(*self.large_columns).filter(pk=pk).first()
-            return RowOutcome(pk, subject, gettext("it no longer exists") if now is None else self.why_not(action, now, given))
+            return outcome._replace(name=subject, unchanged=visible(outcome.unchanged))
         except DatabaseError as error:
             # The rows before this one are committed, so the operator must get a report, not an error page.
             failed = visible(gettext("the database reported %(error)s") % {"error": error})

@@ -12,11 +12,12 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
+from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.columns import computed, instant, shown, text
 from exactly_once.console.admin.filters import AppFilter, ConditionFilter
 from exactly_once.console.admin.sections import link_of_alert
 from exactly_once.console.display import NOTHING, Tone, age, app_name, badge, headline, identifier, stacked, visible, warning
-from exactly_once.console.operators.actions import Action
+from exactly_once.console.operators.actions import each
 from exactly_once.console.operators.alerts import acknowledge
 from exactly_once.models import Alert, Lease
 from exactly_once.sql.now import DatabaseTime
@@ -43,9 +44,12 @@ ACKNOWLEDGE = Action(
     name="acknowledge",
     label=_("Acknowledge"),
     done=_("acknowledged"),
-    run=lambda alias, pk, given: acknowledge(alias, pk, given.who) is not None,
+    perform=each(
+        Alert,
+        lambda alias, pk, given: acknowledge(alias, pk, given.who) is not None,
+        _("it is cleared, or acknowledged already"),
+    ),
     offered=lambda row: row.state == _State.RAISED and row.acknowledged_at is None,
-    why_not=lambda row, given: gettext("it is cleared, or acknowledged already"),
 )
 
 

@@ -17,8 +17,8 @@ from django.http import HttpRequest
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.console.admin.acting import counted
 from exactly_once.console.admin.message_search import newest
+from exactly_once.console.admin.read_only import counted
 from exactly_once.console.display import app_name, duration, visible
 from exactly_once.half import registered, required
 from exactly_once.sql.labels import package_of
@@ -227,20 +227,18 @@ class AgeFilter(UnindexedFilter):
         return newest(request, queryset, age).filter(**{f"{born}__gte": since})
 
 
-class AttemptsFilter(UnindexedFilter):
+class AttemptsFilter(UnindexedFilter, ConditionFilter):
     """By the number of attempts."""
 
     title = _("attempts")
     parameter_name = "attempts"
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        return [(str(least), gettext("%(count)s and more") % {"count": least}) for least in (1, 3, 5, 10)]
+    def conditions(self, model_admin: Any) -> Conditions:
+        words = gettext("%(count)s and more")
+        return {str(least): (words % {"count": least}, Q(attempts__gte=least)) for least in (1, 3, 5, 10)}
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        value = self.value()
-        if value not in {least for least, _ in self.lookup_choices}:
-            return queryset
-        return self.failing(request, queryset).filter(attempts__gte=int(value or 0))
+        return super().queryset(request, self.failing(request, queryset) if self.value() in self._conditions else queryset)
 
 
 class HostFilter(UnindexedFilter, ValueFilter):

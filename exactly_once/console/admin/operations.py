@@ -10,10 +10,10 @@ from django.http import HttpRequest, HttpResponse
 from django.template.loader import render_to_string
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
+from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.columns import computed, instant, shown
 from exactly_once.console.admin.filters import AppFilter, ConditionFilter
 from exactly_once.console.admin.pages import message_url
@@ -30,11 +30,11 @@ from exactly_once.console.display import (
     visible,
     warning,
 )
-from exactly_once.console.operators.actions import Action, Given
+from exactly_once.console.operators.actions import each
 from exactly_once.half import half_of, halves, required
 from exactly_once.models import Operation, OperationState
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.upkeep.operation_rows import UNCHANGED_KEPT, OperationTable
+from exactly_once.upkeep.operation_rows import UNCHANGED_KEPT, Given, OperationTable
 
 _MOST_FAILED_AGAIN = 20
 _TONES = {
@@ -80,18 +80,16 @@ CANCEL = Action(
     label=_("Cancel the operation"),
     done=_("ends after its current batch"),
     may=_may_decide,
-    run=_cancel,
+    perform=each(Operation, _cancel, _("it had ended already")),
     offered=lambda row: row.is_open and not row.cancelled_by,
-    why_not=lambda row, given: gettext("it had ended already"),
 )
 CONTINUE = Action(
     name="continue",
     label=_("Continue with the messages that are left"),
     done=_("planned again, for the messages that are left"),
     may=_may_decide,
-    run=_continue,
+    perform=each(Operation, _continue, _("it is not stopped, or no message is left")),
     offered=lambda row: row.state == OperationState.STOPPED and row.parts.exists(),
-    why_not=lambda row, given: gettext("it is not stopped, or no message is left"),
 )
 
 

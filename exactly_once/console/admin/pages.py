@@ -10,7 +10,7 @@ from django.urls import NoReverseMatch, URLPattern, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from exactly_once.console.admin.acting import ReadOnlyAdmin
+from exactly_once.console.admin.read_only import ReadOnlyAdmin
 from exactly_once.console.display import identifier
 from exactly_once.half import halves
 from exactly_once.sql.labels import label_of

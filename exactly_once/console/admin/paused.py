@@ -10,9 +10,9 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
+from exactly_once.console.admin.actions import ActionForm, reason_field
 from exactly_once.console.admin.columns import computed, instant, shown, text
 from exactly_once.console.display import Tone, age, badge, headline, identifier, labelled
-from exactly_once.console.operators.actions import ActionForm, reason_field
 
 
 class KnownNames(forms.TextInput):

@@ -1,9 +1,8 @@
 """The page that previews a bulk operation, and plans it once the operator has confirmed it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from django import forms
 from django.contrib import messages
@@ -13,15 +12,13 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.console.admin.actions import Action, ReasonForm
+from exactly_once.console.admin.read_only import ReadOnlyAdmin
 from exactly_once.console.display import number
-from exactly_once.console.operators.actions import Action, ReasonForm
 from exactly_once.console.operators.audit import Subject, actor_of, record
 from exactly_once.sql.connections import decision_transaction
 from exactly_once.sql.labels import package_of
 from exactly_once.upkeep.operation_rows import OperationTable, Plan
-
-if TYPE_CHECKING:
-    from exactly_once.console.admin.acting import ReadOnlyAdmin
 
 MOST_ROWS = 1_000_000
 _PLAN = "exactly_once/plan.html"
@@ -74,8 +71,10 @@ def plan(
     alias, table = chosen.db, OperationTable(package_of(chosen.model))
     pk = _previewed(request)
     form = _form(action, request.POST if pk else None)
+    user, permission = actor_of(request).name, action.codename(chosen.model)
+    planned = Plan(action=action.name, selection=selection, requested_by=user, permission=permission)
     if form.is_valid():
-        if operation := _confirmed(request, table, alias, pk, action, chosen.model, form):
+        if operation := _confirmed(request, table, alias, pk, planned, form.cleaned_data):
             messages.success(request, _("The operation is planned. A running process executes it."))
             return HttpResponseRedirect(
                 reverse(f"{model_admin.admin_site.name}:exactly_once_operation_change", args=[operation.pk])
@@ -84,8 +83,7 @@ def plan(
             request, _("Nothing was planned: the preview is out of date, or was confirmed before. This is a new one.")
         )
     rows = chosen.filter(action.condition, state__in=action.sources).order_by("pk").values_list("pk", "state")[:MOST_ROWS]
-    previewed = _plan(request, action, chosen.model, selection=selection)
-    operation, changed = table.preview(alias, previewed, rows.iterator(chunk_size=10_000), instead_of=pk)
+    operation, changed = table.preview(alias, planned, rows.iterator(chunk_size=10_000), instead_of=pk)
     counts = _counts(chosen, changed)
     applies, total = operation.total, sum(count for _, count, _ in counts)
     labels = dict(chosen.model._meta.get_field("state").flatchoices)
@@ -117,31 +115,18 @@ def _previewed(request: HttpRequest) -> int:
     return int(given) if given.isdecimal() and len(given) <= _LONGEST_NUMBER else 0
 
 
-def _plan(request: HttpRequest, action: Action, model: Any, **answered: Any) -> Plan:
-    user: Any = request.user
-    return Plan(action=action.name, requested_by=user.get_username(), permission=action.codename(model), **answered)
-
-
 def _confirmed(
-    request: HttpRequest, table: OperationTable, alias: str, pk: int, action: Action, model: Any, form: Any
+    request: HttpRequest, table: OperationTable, alias: str, pk: int, previewed: Plan, given: Mapping[str, Any]
 ) -> Any | None:
     """The operation that was previewed, which is planned now. None: see `OperationTable.confirm`."""
-    given = form.cleaned_data
-    plan = _plan(
-        request,
-        action,
-        model,
-        selection="",
-        reason=given["reason"],
-        given={name: value for name, value in given.items() if name not in {"reason", *_Limits.base_fields}},
-        rate=given["rate"],
-        is_canary=given.get("canary", False),
-    )
+    values = {name: value for name, value in given.items() if name not in {"reason", *_Limits.base_fields}}
+    answers = {"reason": given["reason"], "rate": given["rate"], "is_canary": given.get("canary", False)}
     with decision_transaction(alias):
-        operation = table.confirm(alias, pk, plan)
+        operation = table.confirm(alias, pk, replace(previewed, given=values, **answers))
         if operation is not None:
             subject = Subject(kind="operation", id=str(operation.pk), name=operation.selection)
-            record(table.app, alias, actor_of(request), action.name, [subject], {**given, "messages": operation.total})
+            parameters = {**given, "messages": operation.total}
+            record(table.app, alias, actor_of(request), previewed.action, [subject], parameters)
     return operation
 
 

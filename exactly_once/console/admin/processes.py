@@ -16,6 +16,7 @@ from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
+from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.columns import computed
 from exactly_once.console.admin.filters import AppFilter
 from exactly_once.console.admin.pages import PageAdmin
@@ -33,7 +34,7 @@ from exactly_once.console.display import (
     visible,
     warning,
 )
-from exactly_once.console.operators.actions import Action
+from exactly_once.console.operators.actions import each
 from exactly_once.half import Half, halves
 from exactly_once.models import Busy, Process
 from exactly_once.process.heartbeat import SILENT_AFTER
@@ -58,9 +59,12 @@ def _action(asked: Request, label: Any, done: Any, question: Any = "", button: A
         name=asked,
         label=label,
         done=done,
-        run=lambda alias, pk, given: _PROCESSES.request(alias, pk, asked, given.who),
+        perform=each(
+            Process,
+            lambda alias, pk, given: _PROCESSES.request(alias, pk, asked, given.who),
+            _("it has stopped, or the request has no effect in its state"),
+        ),
         offered=lambda row: row.stopped_at is None and row.mode in ALLOWED_IN[asked],
-        why_not=lambda row, given: gettext("it has stopped, or the request has no effect in its state"),
         question=question,
         button=button,
     )

@@ -1,10 +1,9 @@
-"""What an operator can do to rows, declared once as data.
+"""What an operator can do to rows: guarded changes, declared once as data.
 
-    CANCEL = Action(name="cancel", label=_("Cancel"), done=_("cancelled"), sources=(READY, DEAD), run=cancel, ...)
+    CANCEL = Change(name="cancel", sources=(READY, DEAD), perform=cancel)
 
-The pages take their buttons, lists of actions, confirmations, permission checks and audit entries from the declarations
-(`admin.acting`). An action with `perform` can also be planned as an operation on many rows, which a running process executes
-(`operations`).
+A page calls `perform` with one row, in a transaction with its audit entry (`admin.acting`). A running process calls it with the
+rows of a batch, if operators can plan the change as an operation on many rows (`operations`). Both report its outcomes.
 """
 
 from __future__ import annotations
@@ -12,92 +11,54 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from django import forms
 from django.contrib.auth import get_user_model
-from django.db import DEFAULT_DB_ALIAS
 from django.db.models import Q, QuerySet
-from django.utils.text import format_lazy
+from django.utils.functional import Promise
+from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.upkeep.operation_rows import RowOutcome
+from exactly_once.sql.days import LIVE
+from exactly_once.upkeep.operation_rows import Given, RowOutcome
 
 if TYPE_CHECKING:
     from django_stubs_ext import StrOrPromise as Text
 
-
-_REASON = _("Reason")
-
-
-def reason_field(help_text: Text, *, label: Text = _REASON, required: bool = True) -> forms.CharField:
-    """The operator's reason, in the form of an action."""
-    widget = forms.TextInput(attrs={"class": "vTextField", "autofocus": required})
-    return forms.CharField(label=label, required=required, max_length=500, widget=widget, help_text=help_text)
+_Change = TypeVar("_Change", bound="Change")
+DELETED = _("it no longer exists")
 
 
-class ActionForm(forms.Form):
-    """What an action asks for. An attribute that is not empty replaces that of the action.
+Perform = Callable[[str, Sequence[Any], Given], Sequence[RowOutcome]]
+"""Changes some rows inside the open transaction of a database; the outcome of each. A row without one is in the next batch."""
 
-    Attributes:
-        rows: the selected ones.
-        alias: of their database.
-        danger: a warning above the rows.
-        preview: what the action would do, below the rows.
+
+def state_now(row: Any) -> str:
+    """Why a row was not changed whose state does not allow it."""
+    return gettext("it is %(state)s now") % {"state": row.get_state_display().lower()}
+
+
+def in_hand_now(row: Any) -> str:
+    """Why a row was not changed whose state allows it."""
+    words = gettext("it is %(state)s now, and a process is working on it; try again")
+    return words % {"state": row.get_state_display().lower()}
+
+
+def each(model: Any, change: Callable[[str, Any, Given], object], why_not: Text | Callable[[Any], Text] = state_now) -> Perform:
+    """Change rows one after the other by a function that returns whether it has changed one.
+
+    Args:
+        why_not: why one that exists was not changed; by default, due to its state.
     """
 
-    danger: ClassVar[Text] = ""
-    question: Text = ""
-    button: Text = ""
-    done: Text = ""
-    preview: Any = ""
+    def perform(alias: str, rows: Sequence[Any], given: Given) -> Sequence[RowOutcome]:
+        return [RowOutcome(row, unchanged="" if change(alias, row, given) else why(alias, row)) for row in rows]
 
-    def __init__(self, data: Any = None, *, rows: Sequence[Any] = (), alias: str = DEFAULT_DB_ALIAS, **options: Any) -> None:
-        self.rows, self.alias = rows, alias
-        super().__init__(data, **options)
+    def why(alias: str, pk: Any) -> str:
+        row: Any = QuerySet(model, using=alias).filter(pk=pk).first()
+        return str(DELETED if row is None else why_not if isinstance(why_not, str | Promise) else why_not(row))
 
-
-class ReasonForm(ActionForm):
-    reason = reason_field(_("Optional. It is stored in the log and in the trail, with your name."), required=False)
-
-
-class NeededReasonForm(ActionForm):
-    reason = reason_field(_("The reason is stored in the admin log."))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Given:
-    """What an operator has said with an action.
-
-    Attributes:
-        user: their name.
-        values: of the further fields of the form.
-    """
-
-    user: str
-    reason: str = ""
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def who(self) -> str:
-        return f"{self.user} in the admin"
-
-    @property
-    def by(self) -> str:
-        return f"by {self.who}"
-
-    @property
-    def text(self) -> str:
-        """Who and why, for the trail."""
-        return f"{self.by}: {self.reason}" if self.reason else self.by
-
-
-class Perform(Protocol):
-    """Change some rows inside the open transaction; returns the outcome of each. A row without one is in the next batch."""
-
-    def __call__(
-        self, alias: str, rows: Sequence[int], *, sources: Collection[str], given: Mapping[str, Any], by: str, reason: str
-    ) -> Sequence[RowOutcome]: ...
+    return perform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,79 +81,64 @@ class Canary:
     """How a canary sees whether messages fail, as before or in another way.
 
     Attributes:
-        failures: why these rows fail now, by row.
-        judge: what has become of these rows since an instant.
+        failing: the states of messages that fail.
+        succeeded: the states of those that have succeeded. One in history, or deleted, has succeeded, too.
+        place: the column with the place where one fails.
+        failure: that place in words.
+        found: the messages of some rows, to see why they failed before; None: those that are open.
     """
 
-    failures: Callable[[str, Sequence[int]], Mapping[int, str]]
-    judge: Callable[[str, Sequence[int], datetime], CanaryResult]
+    model: Any
+    failing: Collection[str]
+    succeeded: Collection[str]
+    place: str
+    failure: Callable[[str], str] = str
+    found: Callable[[str, Sequence[int]], QuerySet[Any]] | None = None
+
+    def failures(self, alias: str, rows: Sequence[int]) -> dict[int, str]:
+        """Why these messages fail now."""
+        return self._failures(self.found(alias, rows) if self.found else self._live(alias, rows))
+
+    def judge(self, alias: str, rows: Sequence[int], since: datetime) -> CanaryResult:
+        """What has become of these messages since an instant, by the database's clock."""
+        live = self._live(alias, rows)
+        states = dict(live.values_list("pk", "state"))
+        failed = self._failures(live.filter(failed_at__gte=since, state__in=self.failing))
+        succeeded = [row for row in rows if row not in states or states[row] in self.succeeded]
+        ended = {*succeeded, *failed}
+        return CanaryResult(pending=[row for row in rows if row not in ended], succeeded=succeeded, failed=failed)
+
+    def _live(self, alias: str, rows: Sequence[int]) -> QuerySet[Any]:
+        return QuerySet(self.model, using=alias).filter(pk__in=rows, day=LIVE)
+
+    def _failures(self, messages: QuerySet[Any]) -> dict[int, str]:
+        found = messages.values_list("pk", "error_class", self.place)
+        return {row: f"{kind} {self.failure(place)}".strip() for row, kind, place in found}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Action:
-    """An action on rows.
+class Change:
+    """A change of rows that operators can make.
 
     Attributes:
-        label: of its button, without the dots of an action that asks.
-        done: the past participle, for reports: "restored".
-        permission: the verb of the permission, without the model; "" if it is the name.
-        may: may this user do it to this row, or (None) to some row? It replaces the permission.
-        run: the transition of one row, with the database alias and the primary key. It is guarded: False if the state of the
-            row does not allow it.
         sources: the states from which it is allowed; () for all.
         offered: what must hold besides.
-        why_not: why it did not change a row; "" if that is due to the state.
-        question: on the page that asks; "" if the action does not ask.
-        button: of that page.
-        form: what it asks for.
-        is_single: acts on one row only.
-        respond: makes the response in place of `run`, from the page, the request, the selected rows (as a queryset, if the
-            action does not ask) and what was given.
-        perform: makes the action an operation.
+        is_operation: whether an operation can make it.
         condition: of the rows of an operation, besides `sources`.
         canary: None if the operation cannot be a canary.
     """
 
     name: str
-    label: Text
-    done: Text = ""
-    permission: str = ""
-    may: Callable[[Any, Any], bool] | None = None
-    run: Callable[[str, Any, Given], bool] | None = None
+    perform: Perform
     sources: Sequence[str] = ()
     offered: Callable[[Any], bool] = lambda row: True
-    why_not: Callable[[Any, Given], str] = lambda row, given: ""
-    question: Text = ""
-    button: Text = ""
-    form: type[ActionForm] | None = None
-    is_single: bool = False
-    respond: Callable[[Any, Any, Any, Given], Any] | None = None
-    perform: Perform | None = None
+    is_operation: bool = False
     condition: Q = field(default_factory=Q)
     canary: Canary | None = None
-
-    def codename(self, model: Any) -> str:
-        """The permission that it requires for the rows of this model."""
-        return permission(model, self.permission or self.name)
 
     def is_offered(self, row: Any) -> bool:
         """Is it allowed in the present state of the row?"""
         return (not self.sources or row.state in self.sources) and self.offered(row)
-
-    # An action of Django's admin is a function with these attributes.
-
-    do_not_call_in_templates: ClassVar[bool] = True
-
-    def __call__(self, model_admin: Any, request: Any, queryset: Any) -> Any:
-        return model_admin.take(self, request, queryset)
-
-    @property
-    def __name__(self) -> str:
-        return self.name
-
-    @property
-    def short_description(self) -> Text:
-        return format_lazy("{}…", self.label) if self.question else self.label
 
 
 def permission(model: Any, verb: str) -> str:
@@ -201,8 +147,8 @@ def permission(model: Any, verb: str) -> str:
     return f"{options.app_label}.{verb}_{options.model_name}"
 
 
-def by_name(*actions: Action) -> dict[str, Action]:
-    return {action.name: action for action in actions}
+def by_name(*changes: _Change) -> dict[str, _Change]:
+    return {change.name: change for change in changes}
 
 
 def why_not_permitted(operation: Any) -> str:

@@ -1,6 +1,7 @@
 """The runs of joins in the admin: what they wait for, since when and until when, and the operators' decisions."""
 
 import json
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
+from exactly_once.console.admin.actions import Action, NeededReasonForm
 from exactly_once.console.admin.columns import computed, shown
 from exactly_once.console.admin.filters import ConditionFilter
 from exactly_once.console.admin.pages import message_link
@@ -32,9 +34,10 @@ from exactly_once.console.display import (
     stacked,
     visible,
 )
-from exactly_once.console.operators.actions import Action, NeededReasonForm
+from exactly_once.console.operators.actions import Perform, each, state_now
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.half import required
+from exactly_once.upkeep.operation_rows import Given
 from inbox.conf import inbox_options
 from inbox.contrib.joins.deciding import NotDecidable, complete, extend, missing, start
 from inbox.contrib.joins.models import Part, Run
@@ -85,11 +88,15 @@ def _lacks_messages(row: Any) -> bool:
     return _is_decidable(row) and bool(missing(row))
 
 
+def _each(change: Callable[[str, Any, Given], object]) -> Perform:
+    return each(Run, change, lambda run: state_now(run.row))
+
+
 COMPLETE = Action(
     name="complete",
     label=_("Enter the missing messages"),
     done=_("completed"),
-    run=lambda alias, pk, given: complete(alias, pk, payloads=given.values["payloads"], by=given.text),
+    perform=_each(lambda alias, pk, given: complete(alias, pk, payloads=given.values["payloads"], by=given.text)),
     offered=_lacks_messages,
     question=_("Enter the missing messages of these runs? A run starts when none is missing."),
     button=_("Enter the messages"),
@@ -99,7 +106,7 @@ EXTEND = Action(
     name="extend",
     label=_("Wait longer"),
     done=_("waiting until the new deadline"),
-    run=lambda alias, pk, given: extend(alias, pk, timedelta(minutes=given.values["minutes"]), by=given.text),
+    perform=_each(lambda alias, pk, given: extend(alias, pk, timedelta(minutes=given.values["minutes"]), by=given.text)),
     offered=_is_decidable,
     question=_("Extend the deadline of these runs?"),
     button=_("Extend the deadline"),
@@ -109,7 +116,7 @@ START = Action(
     name="start",
     label=_("Start without the missing messages"),
     done=_("started"),
-    run=lambda alias, pk, given: start(alias, pk, by=given.text),
+    perform=_each(lambda alias, pk, given: start(alias, pk, by=given.text)),
     offered=_lacks_messages,
     question=_("Start these runs without the missing messages? Messages that come later have no effect."),
     button=_("Start the runs"),
@@ -175,9 +182,6 @@ class RunAdmin(ActingAdmin):
         if row.row.state in DUE and missing(row) and not row.started_by:
             return badge(gettext("Waiting"), Tone.LATER)
         return badge(row.row.get_state_display(), _TONES.get(row.row.state, Tone.OPEN))
-
-    def state_of(self, row: Any) -> str:
-        return str(row.row.get_state_display().lower())
 
     name = computed(_("join, run id"), lambda row: stacked(identifier(row.handler), identifier(row.run_id)))
     join_name = shown(_("join"), "handler", identifier)

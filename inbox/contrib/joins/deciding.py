@@ -16,7 +16,7 @@ from inbox.contrib.joins import store
 from inbox.contrib.joins.models import Run
 from inbox.errors import InboxError
 from inbox.handlers.registry import registry
-from inbox.operators.decisions import retry
+from inbox.operators import decisions
 from inbox.states import RETRY
 
 
@@ -46,7 +46,7 @@ def extend(alias: str, pk: int, duration: timedelta, *, by: str) -> bool:
     """Wait for the missing messages until `duration` from now; a dead run is open again. False: its state does not allow it."""
 
     def decide(run: Run, locked: store.Locked) -> bool:
-        if not retry(alias, locked.row, reason=f"deadline extended {by}", after=duration):
+        if not _retry(alias, locked, f"deadline extended {by}", after=duration):
             return False
         _, deadline_at = store.times_of(alias, locked.row)
         Run.objects.using(alias).filter(pk=run.pk).update(deadline_at=deadline_at)
@@ -60,13 +60,17 @@ def start(alias: str, pk: int, *, by: str) -> bool:
 
     def decide(run: Run, locked: store.Locked) -> bool:
         Run.objects.using(alias).filter(pk=run.pk).update(started_by=by[:NAME_LENGTH])
-        return retry(alias, locked.row, reason=f"started without the missing messages {by[:NAME_LENGTH]}")
+        return _retry(alias, locked, f"started without the missing messages {by[:NAME_LENGTH]}")
 
     return _decide(alias, pk, decide)
 
 
 def _run_now(alias: str, run: store.Locked, by: str) -> bool:
-    return retry(alias, run.row, reason=f"the missing messages were entered {by}")
+    return _retry(alias, run, f"the missing messages were entered {by}")
+
+
+def _retry(alias: str, run: store.Locked, reason: str, *, after: timedelta = timedelta()) -> bool:
+    return not decisions.decide(alias, run.row, decisions.retrying(reason, after=after)).unchanged
 
 
 def missing(run: Any) -> tuple[str, ...]:

@@ -14,9 +14,11 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
+from exactly_once.console.admin.actions import Action, ActionForm, NeededReasonForm
 from exactly_once.console.admin.columns import computed, instant, shown, text
 from exactly_once.console.display import NOTHING, Tone, age, badge, folded, headline, identifier, labelled, number, stacked
-from exactly_once.console.operators.actions import Action, ActionForm, Given, NeededReasonForm
+from exactly_once.console.operators.actions import each
+from exactly_once.upkeep.operation_rows import Given
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.contrib.outgoing_webhooks import endpoints
 from inbox.contrib.outgoing_webhooks.addresses import shown as masked
@@ -77,7 +79,7 @@ ADD = Action(
     name="add",
     label=_("Add an endpoint"),
     done=_("added"),
-    run=_add,
+    perform=each(Endpoint, _add),
     question=_("Add an endpoint?"),
     button=_("Add the endpoint"),
     form=AddForm,
@@ -86,7 +88,7 @@ TEST = Action(
     name="test",
     label=_("Send a test message"),
     done=_("a test message is on its way; the inbox messages show what becomes of it"),
-    run=lambda alias, pk, given: send_test(alias, pk),
+    perform=each(Endpoint, lambda alias, pk, given: send_test(alias, pk)),
     offered=lambda row: row.state != State.DISABLED,
     question=_("Send a message of the topic webhook.test to these endpoints?"),
     button=_("Send the test messages"),
@@ -96,7 +98,7 @@ EDIT = Action(
     name="edit",
     label=_("Change the URL, the topics or the concurrency"),
     done=_("changed"),
-    run=lambda alias, pk, given: endpoints.edit(alias, pk, **changes(given.values)),
+    perform=each(Endpoint, lambda alias, pk, given: endpoints.edit(alias, pk, **changes(given.values))),
     question=_("Change these endpoints? What is left empty stays as it is."),
     button=_("Change the endpoints"),
     form=EditForm,
@@ -105,7 +107,7 @@ ROTATE = Action(
     name="rotate",
     label=_("Make a new secret"),
     done=_("has a new secret"),
-    run=lambda alias, pk, given: endpoints.rotate(alias, pk),
+    perform=each(Endpoint, lambda alias, pk, given: endpoints.rotate(alias, pk)),
     question=_("Make a new secret for these endpoints? Requests are signed with the old one, too, for 24 hours."),
     button=_("Make new secrets"),
     form=NeededReasonForm,
@@ -114,7 +116,7 @@ ENABLE = Action(
     name="enable",
     label=_("Enable"),
     done=_("enabled"),
-    run=lambda alias, pk, given: endpoints.enable(alias, pk),
+    perform=each(Endpoint, lambda alias, pk, given: endpoints.enable(alias, pk)),
     offered=lambda row: row.state != State.ACTIVE,
     question=_("Enable these endpoints? The messages that wait for them are sent."),
     button=_("Enable the endpoints"),
@@ -124,7 +126,7 @@ DISABLE = Action(
     name="disable",
     label=_("Disable"),
     done=_("disabled"),
-    run=lambda alias, pk, given: endpoints.disable(alias, pk, reason=given.reason),
+    perform=each(Endpoint, lambda alias, pk, given: endpoints.disable(alias, pk, reason=given.reason)),
     offered=lambda row: row.state != State.DISABLED,
     question=_("Disable these endpoints? They get no new messages; those that are stored wait."),
     button=_("Disable the endpoints"),

@@ -16,7 +16,7 @@ from inbox.handlers.registry import may_exist, registry
 from inbox.models import InboxMessage
 from inbox.operators import decisions
 from inbox.operators.decisions import Decision
-from inbox.states import State
+from inbox.states import OVERRIDE, State
 
 logger = escaping_logger(__name__)
 
@@ -109,7 +109,7 @@ def _decide(
 
     def audit(changed: Sequence[int]) -> int:
         record("inbox", alias, actor, action, [subjects[row] for row in changed], given)
-        if decision.quarantined:
+        if decision.transition is OVERRIDE:
             for row in changed:  # to explain later why an effect happened twice
                 logger.warning("inbox_retry: the maximum message age was overridden for message %s.", subjects[row].name)
         return len(changed)
@@ -119,9 +119,10 @@ def _decide(
         changed = audit([outcome.row for outcome in outcomes if not outcome.unchanged])
     unsent += [outcome.unchanged for outcome in outcomes if outcome.is_error]
     for outcome in outcomes:
-        if outcome.unchanged == decisions.LOCKED:
+        if outcome.unchanged and not outcome.is_error:  # it may be locked: alone, it is waited for
             with decision_transaction(alias):
-                changed += decisions.decide(alias, outcome.row, decision) and audit([outcome.row])
+                if not decisions.decide(alias, outcome.row, decision).unchanged:
+                    changed += audit([outcome.row])
     return changed
 
 

@@ -7,19 +7,16 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
-from django.contrib.admin.models import LogEntry
-from django.contrib.auth.models import User
 from django.urls import reverse
 
 from exactly_once.process.clock import utcnow
 from inbox.conf import inbox_options
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
-from inbox.models import InboxMessage, Step, TrailEntry
+from inbox.models import InboxMessage, Step
 from inbox.states import State
 from tests.support.admin_pages import act as act_on_a_list
 from tests.support.admin_pages import an_inbox_message, listed, said, staff_client
-from tests.support.inbox_rows import settle
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
@@ -253,24 +250,6 @@ class TestDetailPage:
         assert "inflates to more than" in html(client.get(reverse(DETAIL, args=[bomb.pk])))
 
 
-class TestRetry:
-    def test_retry_reports_each_message_and_logs_the_user(self):
-        dead, done = an_inbox_message(State.DEAD, attempts=16), an_inbox_message(State.DONE)
-
-        client = staff_client(VIEW, RETRY)
-
-        response = act(client, "retry", dead, done, query="?state=dead")
-
-        (level, words), (other_level, other_words) = said(response)
-        assert (level, other_level) == ("success", "warning")
-        assert words == f"Message {dead.message_id} (shop.order.placed order-0, shop.reserve_stock): due for a retry now"
-        assert other_words.endswith("not due for a retry now: it is done now")
-        assert (state_of(dead), state_of(done)) == (State.RETRYING, State.DONE)
-        assert InboxMessage.objects.get(pk=dead.pk).attempts == 0
-        entry = LogEntry.objects.get()
-        assert (entry.object_id, entry.user_id) == (str(dead.pk), int(client.session["_auth_user_id"]))
-
-
 @pytest.mark.every_database
 @pytest.mark.parametrize(("action", "becomes"), [("retry", State.RUNNING), ("skip", State.SKIPPED)])
 def test_running_message_can_be_retried_or_skipped_only_after_its_lease_has_ended(action, becomes):
@@ -307,20 +286,6 @@ class TestSkip:
         assert f'name="_selected_action" value="{row.pk}"' in page
         assert state_of(row) == State.DEAD
 
-    def test_skip_records_the_reason_and_reports_messages_done_in_the_meantime(self):
-        dead, done = an_inbox_message(State.DEAD), an_inbox_message(State.RETRYING)
-        client = staff_client(VIEW, SKIP)
-        act(client, "skip", dead, done, query="?stuck=any")
-        settle(InboxMessage.objects.filter(pk=done.pk))
-
-        response = act(client, "skip", dead, done, query="?stuck=any", confirmed="yes", reason="a test order")
-
-        assert [level for level, _ in said(response)] == ["success", "warning"]
-        assert said(response)[1][1].endswith("not skipped: it is done now")
-        assert (state_of(dead), state_of(done)) == (State.SKIPPED, State.DONE)
-        assert "a test order" in InboxMessage.objects.get(pk=dead.pk).last_error
-        assert LogEntry.objects.get().change_message == "Skipped: a test order"
-
     def test_skip_from_the_detail_page_redirects_back_to_it(self):
         row = an_inbox_message()
         client = staff_client(VIEW, SKIP)
@@ -331,21 +296,6 @@ class TestSkip:
         assert response.url == reverse(DETAIL, args=[row.pk])
 
 
-@pytest.mark.parametrize(
-    ("action", "permission", "quarantined", "asks_for_a_reason"),
-    [("retry", RETRY, False, False), ("skip", SKIP, False, True), ("override_maximum_age", OVERRIDE, True, True)],
-)
-def test_action_records_the_user_and_the_reason_in_the_trail(action, permission, quarantined, asks_for_a_reason):
-    row = an_inbox_message(State.DEAD, quarantined=quarantined)
-
-    act(staff_client(VIEW, permission), action, row, confirmed="yes", reason="the ledger says so")
-
-    entry = TrailEntry.objects.get()
-    assert (entry.was, entry.became) == (State.DEAD, state_of(row))
-    assert f"by {User.objects.get().username} in the admin" in entry.reason
-    assert ("the ledger says so" in entry.reason) == asks_for_a_reason
-
-
 class TestOverrideOfTheMaximumAge:
     """A message refused because of its age is run by an explicit decision only."""
 
@@ -354,15 +304,6 @@ class TestOverrideOfTheMaximumAge:
 
         assert actions_on_its_page(client, an_inbox_message(quarantined=True)) == {"skip", "override_maximum_age"}
         assert actions_on_its_page(client, an_inbox_message()) == {"retry", "skip"}
-
-    def test_retry_does_not_run_a_quarantined_message(self):
-        row = an_inbox_message(quarantined=True)
-
-        ((level, words),) = said(act(staff_client(VIEW, RETRY, SKIP), "retry", row))
-
-        assert level == "warning"
-        assert words.endswith("it is in quarantine; use “Retry past the maximum message age…”")
-        assert state_of(row) == State.DEAD
 
     def test_override_asks_for_a_reason_and_warns_of_a_second_effect(self):
         row = an_inbox_message(quarantined=True)
@@ -375,23 +316,3 @@ class TestOverrideOfTheMaximumAge:
         assert row.message_id in page
         assert 'class="errorlist"' in again
         assert state_of(row) == State.DEAD
-
-    def test_override_makes_a_quarantined_message_due_and_logs_the_reason(self):
-        held, ordinary = an_inbox_message(quarantined=True), an_inbox_message()
-
-        response = act(
-            staff_client(VIEW, OVERRIDE),
-            "override_maximum_age",
-            held,
-            ordinary,
-            confirmed="yes",
-            reason="not in the books of May",
-        )
-
-        (level, words), (other_level, other_words) = said(response)
-        assert (level, other_level) == ("success", "warning")
-        assert words.endswith("due now, past the maximum message age")
-        assert other_words.endswith("it is not in quarantine; use “Retry now”")
-        assert (state_of(held), state_of(ordinary)) == (State.RETRYING, State.DEAD)
-        assert not InboxMessage.objects.get(pk=held.pk).quarantined
-        assert LogEntry.objects.get().change_message == "Due now, past the maximum message age: not in the books of May"

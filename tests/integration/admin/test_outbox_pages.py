@@ -16,9 +16,9 @@ from django.urls import reverse
 from exactly_once.console import display
 from exactly_once.process.clock import utcnow
 from outbox.admin import OutboxMessageAdmin
+from outbox.admin.actions import RESTORE_THEM
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
-from outbox.operators.operations import RESTORE_THEM
 from outbox.states import State
 from outbox.store import decision_rows
 from tests.support.admin_pages import (
@@ -31,7 +31,6 @@ from tests.support.admin_pages import (
     Page,
     a_message,
     act,
-    changed,
     said,
     shown,
     staff_client,
@@ -272,21 +271,6 @@ class TestPermissions:
 
 
 class TestRestore:
-    def test_restore_reports_each_message_and_logs_the_user(self):
-        dead, published = a_message(State.DEAD), a_message(State.PUBLISHED)
-        client = staff_client(VIEW, RESTORE)
-
-        response = act(client, "restore", dead, published, confirmed="yes", overdue="on")
-
-        assert said(response) == [
-            ("success", f"Message {dead.message_id} (shop.order.placed order-0): restored"),
-            ("warning", f"Message {published.message_id} (shop.order.placed order-1): not restored: it is published now"),
-        ]
-        assert (state_of(dead), state_of(published)) == (State.READY, State.PUBLISHED)
-        entry = LogEntry.objects.get()
-        assert (entry.object_id, entry.change_message) == (str(dead.pk), "Restored.")
-        assert entry.user_id == int(client.session["_auth_user_id"])
-
     def test_restore_reports_a_message_that_was_deleted(self):
         row, stays = a_message(State.DEAD), a_message(State.DEAD)
         OutboxMessage.objects.filter(pk=row.pk).delete()
@@ -351,18 +335,6 @@ class TestRestore:
 
 
 class TestCancel:
-    def test_confirmed_cancel_reports_messages_published_in_the_meantime(self):
-        late, published = a_message(State.SCHEDULED), a_message(State.READY)
-        client = staff_client(VIEW, CANCEL)
-        act(client, "cancel", late, published, query="?stuck=any")
-        changed(published, State.PUBLISHED)
-
-        response = act(client, "cancel", late, published, query="?stuck=any", confirmed="yes")
-
-        assert [level for level, _ in said(response)] == ["success", "warning"]
-        assert (state_of(late), state_of(published)) == (State.CANCELLED, State.PUBLISHED)
-        assert LogEntry.objects.get().change_message == "Cancelled."
-
     def test_cancel_reports_a_message_that_a_relay_has_claimed(self, monkeypatch):
         row = a_message(State.READY)
         monkeypatch.setattr(decision_rows, "decide", lambda *args, **options: decision_rows.Decided({}, {row.pk: "locked"}))

@@ -365,7 +365,7 @@ def test_table_of_the_actions_is_that_of_the_declared_actions():
     page = Path(__file__).parents[3].joinpath("docs/reference/permissions.md").read_text()
     declared = [
         f"| {model_admin.opts.verbose_name_plural.capitalize()} | {action.label} | `{name_of(action, model_admin)}` | "
-        f"{', '.join(f'`{state}`' for state in action.sources)} | {'yes' if action.perform else ''} |"
+        f"{', '.join(f'`{state}`' for state in action.sources)} | {'yes' if action.is_operation else ''} |"
         for model_admin in OURS.values()
         if not model_admin.model._meta.proxy  # their actions are among those of all messages
         for action in (*(model_admin.actions or ()), *filter(None, [getattr(model_admin, "adds", None)]))

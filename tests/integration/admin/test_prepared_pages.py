@@ -3,7 +3,6 @@
 from datetime import timedelta
 
 import pytest
-from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
 from django.urls import reverse
 
@@ -23,11 +22,8 @@ from tests.support.admin_pages import (
     Page,
     a_message,
     act,
-    changed,
     listed,
-    said,
     staff_client,
-    state_of,
 )
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
@@ -83,32 +79,6 @@ class TestPreparedList:
 
 
 class TestDecision:
-    @pytest.mark.parametrize("state", [State.PREPARED, State.STUCK])
-    @pytest.mark.parametrize(("action", "became"), [("commit", State.READY), ("roll_back", State.ROLLED_BACK)])
-    def test_decision_asks_for_confirmation_and_records_the_user_and_the_reason(self, state, action, became):
-        row = undecided(state)
-        client = staff_client(VIEW, DECIDE)
-
-        assert str(row.message_id) in Page(act(client, action, row)).text
-        assert state_of(row) == state
-        act(client, action, row, confirmed="yes", reason="the bank said so")
-
-        assert state_of(row) == became
-        assert trail_of(row) == [(state, became, f"by {User.objects.get().username} in the admin: the bank said so")]
-        assert LogEntry.objects.get().change_message.endswith(": the bank said so")
-
-    def test_decision_reports_a_message_that_was_decided_in_the_meantime(self):
-        row = undecided()
-        client = staff_client(VIEW, DECIDE)
-        act(client, "commit", row)
-        changed(row, State.ROLLED_BACK)
-
-        response = act(client, "commit", row, confirmed="yes")
-
-        assert [level for level, _ in said(response)] == ["warning"]
-        assert said(response)[0][1].endswith("not committed: it is rolled back now")
-        assert state_of(row) == State.ROLLED_BACK
-
     def test_ask_again_makes_the_next_check_due_now(self):
         stuck, prepared = undecided(State.STUCK, attempts=LIMIT), undecided(attempts=2, due_ago=-timedelta(hours=1))
 

@@ -5,8 +5,6 @@ from functools import partial
 from itertools import repeat
 
 import pytest
-from django.contrib.admin.models import LogEntry
-from django.contrib.auth.models import User
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
@@ -14,10 +12,9 @@ from django.utils import timezone
 
 from exactly_once.process.clock import utcnow
 from outbox.conf import outbox_options
-from outbox.models import OutboxMessage, TrailEntry
+from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.admin_pages import (
-    CANCEL,
     LIST,
     NASTY,
     RESCHEDULE,
@@ -25,11 +22,9 @@ from tests.support.admin_pages import (
     Page,
     a_message,
     act,
-    changed,
     listed,
     said,
     staff_client,
-    state_of,
 )
 from tests.support.sql import executed
 
@@ -93,25 +88,6 @@ def test_list_query_reads_the_due_index_without_sorting(query):
     plan = "\n".join(line for (line,) in executed(f"EXPLAIN {statement}"))
     assert "outbox_due" in plan
     assert "Sort" not in plan
-
-
-class TestPublishNow:
-    def test_publish_now_makes_scheduled_messages_ready_and_reports_the_others(self):
-        row, sent = scheduled(), scheduled()
-        client = staff_client(VIEW, RESCHEDULE)
-        changed(sent, State.PUBLISHED)
-
-        response = act(client, "publish_now", row, sent, confirmed="yes", reason="customer called")
-
-        assert [level for level, _ in said(response)] == ["success", "warning"]
-        assert said(response)[1][1].endswith("not to be published now: it is published now")
-        assert (state_of(row), state_of(sent)) == (State.READY, State.PUBLISHED)
-        (entry,) = TrailEntry.objects.all()
-        user = User.objects.get()
-        assert (entry.was, entry.became) == (State.SCHEDULED, State.READY)
-        assert entry.reason == f"by {user.username} in the admin: customer called; due now"
-        assert LogEntry.objects.get().change_message == "To be published now: customer called"
-        assert client.get(reverse("admin:outbox_outboxmessage_history", args=[row.pk])).context["action_list"]
 
 
 class TestReschedule:
@@ -181,13 +157,3 @@ class TestReschedule:
         page = Page(act(staff_client(VIEW, RESCHEDULE), "reschedule", ready, published, page=LIST))
 
         assert page.text.count("In this state it is not changed.") == 1
-
-
-def test_cancel_from_the_scheduled_list_records_the_user_and_the_reason():
-    row = scheduled()
-
-    act(staff_client(VIEW, CANCEL), "cancel", row, confirmed="yes", reason="ordered twice")
-
-    assert state_of(row) == State.CANCELLED
-    assert TrailEntry.objects.get().reason == f"by {User.objects.get().username} in the admin: ordered twice"
-    assert LogEntry.objects.get().change_message == "Cancelled: ordered twice"

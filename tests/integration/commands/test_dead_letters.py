@@ -13,10 +13,10 @@ from exactly_once.models import AuditEntry
 from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage, Step
 from inbox.models import TrailEntry as InboxTrail
-from inbox.operators import decisions
 from inbox.states import State as InboxState
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
+from tests.support import decisions
 from tests.support.admin_pages import a_message
 from tests.support.deliveries import TOPIC, an_envelope, deliver, drain, effects, make_due, options, the_effect, the_row
 from tests.support.inbox_rows import delete_messages

@@ -24,8 +24,6 @@ from inbox.contrib.http import queries, subscribe
 from inbox.contrib.http.waiting import waiting
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, TrailEntry
-from inbox.operators.decisions import retry as retry_by_operator
-from inbox.operators.decisions import skip
 from inbox.operators.dry_run import why_not
 from inbox.operators.pausing import pause_handler, resume_handler
 from inbox.outcome import Outcome
@@ -37,6 +35,8 @@ from inbox.testing import make_message, travel
 from inbox.transactions.running import DatabaseUnavailable
 from outbox import publish
 from outbox.testing import run_relay
+from tests.support.decisions import retry as retry_by_operator
+from tests.support.decisions import skip
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, the_row
 from tests.support.http_api import AUDITOR, HTTP, PARTNER, SHOP, Api
 from tests.support.servers.private import LOOPBACK

@@ -23,7 +23,6 @@ from inbox.errors import NotCallable, NotEditable
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.operators.dead_letters import letters
-from inbox.operators.decisions import retry, skip
 from inbox.operators.editing import editable
 from inbox.operators.pausing import pause_handler
 from inbox.outcome import Outcome
@@ -34,6 +33,7 @@ from outbox import publish
 from outbox.testing import run_relay
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
+from tests.support.decisions import retry, skip
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, options, run_to_the_end
 from tests.support.inbox_rows import delete_messages
 from tests.support.joins import NAME, TOPICS, comes, effects, part, report

@@ -11,13 +11,13 @@ from inbox.contrib.joins import correlated, store
 from inbox.contrib.joins.models import Run
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.operators.decisions import retry, skip
 from inbox.operators.pausing import pause_handler, resume_handler
 from inbox.outcome import Outcome
 from inbox.testing import make_message, run_handler, travel
 from outbox import publish, request
 from outbox.testing import published, run_relay
 from tests.support.apps.effects.models import Effect
+from tests.support.decisions import retry, skip
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, run_to_the_end
 from tests.support.joins import effects
 from tests.support.waiting import A_WHILE

@@ -24,7 +24,6 @@ from inbox.errors import LeaseLost, StepInterrupted
 from inbox.handlers.registry import registry
 from inbox.leases.stores import LeaseStoreUnavailable, lease_store
 from inbox.models import InboxMessage, LeaseMemory, Step
-from inbox.operators import decisions
 from inbox.operators.alerting import conditions
 from inbox.operators.editing import conflict_token, replace_message, run_conflicting
 from inbox.outcome import Outcome
@@ -32,6 +31,7 @@ from inbox.receiving import receive as receiving
 from inbox.states import State
 from outbox import publish
 from outbox.models import OutboxMessage
+from tests.support import decisions
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
     A_WHILE,

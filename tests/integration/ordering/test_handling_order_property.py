@@ -27,7 +27,6 @@ from inbox.consumer.runner import Runner
 from inbox.errors import Reject
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.operators import decisions
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
@@ -35,6 +34,7 @@ from inbox.states import State
 from inbox.store import admitting, arrivals, claims, dialect, due, failure_columns, ordering, sentinel
 from inbox.transactions.running import DatabaseUnavailable
 from tests.integration.ordering.actors import Actor, Killed, gates, this_actor
+from tests.support import decisions
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, options
 from tests.support.inbox_rows import delete_messages

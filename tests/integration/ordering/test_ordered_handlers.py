@@ -17,7 +17,6 @@ from exactly_once.process.clock import utcnow
 from inbox import Ordered
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.operators import decisions
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
@@ -26,6 +25,7 @@ from inbox.states import State
 from inbox.store import admitting, dialect, ordering, sentinel
 from inbox.transactions.running import DatabaseUnavailable
 from outbox import Draft, publish, publish_many
+from tests.support import decisions
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (

@@ -18,12 +18,12 @@ from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.housekeeping import HISTORY, Housekeeper
 from inbox.models import InboxMessage, KeptHandler, Receipt, TrailEntry
-from inbox.operators.decisions import retry, skip
 from inbox.operators.editing import conflict_token, run_conflicting
 from inbox.outcome import Outcome
 from inbox.states import State
 from inbox.store import retention
 from tests.support.apps.effects.models import Effect
+from tests.support.decisions import retry, skip
 from tests.support.deliveries import an_envelope, at_once, deliver, drain, fails, the_effect
 from tests.support.inbox_rows import delete_messages, make_older, settle
 

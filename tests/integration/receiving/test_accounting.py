@@ -20,12 +20,13 @@ from exactly_once.process.clock import utcnow
 from inbox import Lease, RetryLater
 from inbox.errors import NotEditable
 from inbox.models import InboxMessage
-from inbox.operators import accounting, decisions
+from inbox.operators import accounting
 from inbox.operators.editing import replace_message
 from inbox.outcome import Outcome
 from inbox.receiving.reading import read
 from inbox.receiving.receive import receive
 from inbox.states import SETTLED, State
+from tests.support import decisions
 from tests.support.apps.effects.models import Effect
 from tests.support.commands import output_of
 from tests.support.deliveries import (

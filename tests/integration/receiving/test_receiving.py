@@ -24,7 +24,6 @@ from inbox.consumer.reception import envelope_of
 from inbox.errors import NotCallable
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Receipt
-from inbox.operators import decisions
 from inbox.outcome import Outcome
 from inbox.receiving import outcomes
 from inbox.receiving.reading import read
@@ -34,6 +33,7 @@ from inbox.store import claims, message_rows
 from inbox.transactions.running import TRIES_AT_ONCE, DatabaseUnavailable
 from outbox import publish
 from outbox.models import OutboxMessage
+from tests.support import decisions
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.deliveries import (
     OPTIONS,

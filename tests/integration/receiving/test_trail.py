@@ -14,10 +14,10 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.identity import process_name
 from inbox import Lease, RetryLater
 from inbox.models import InboxMessage, TrailEntry
-from inbox.operators import decisions
 from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import arrivals, claims, lease_rows, message_rows
+from tests.support import decisions
 from tests.support.deliveries import (
     OPTIONS,
     admitted,

@@ -25,11 +25,11 @@ from inbox.contrib.outgoing_webhooks.fanning_out import send_test
 from inbox.contrib.outgoing_webhooks.service import EndpointHandlers, serve
 from inbox.housekeeping import Housekeeper
 from inbox.models import InboxMessage, KeptHandler
-from inbox.operators.decisions import retry
 from inbox.testing import deliver, make_message, run_handler, travel
 from outbox import publish
 from outbox.contrib.incoming_webhooks import InvalidSignature, StandardWebhooks
 from outbox.testing import run_relay
+from tests.support.decisions import retry
 from tests.support.deliveries import OPTIONS, InAThread, at_once, make_due, options
 from tests.support.fakes.receiver import CERTIFICATE, Receiver, Reply
 from tests.support.inbox_rows import settle

@@ -16,7 +16,6 @@ from inbox import signals
 from inbox.celery import IdempotentTask, idempotent_task
 from inbox.errors import NotCallable, NotRun, TransactionBroken, TransactionEnded
 from inbox.models import InboxMessage, KeptHandler
-from inbox.operators import decisions
 from inbox.states import State
 from inbox.store import arrivals, message_rows, sentinel
 from outbox import publish
@@ -25,6 +24,7 @@ from outbox.models import OutboxMessage
 from tests.integration.celery.apps import close
 from tests.integration.celery.handling.conftest import INBOX
 from tests.integration.celery.handling.tracing import deliver
+from tests.support import decisions
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.deliveries import A_WHILE, effects, the_row
 

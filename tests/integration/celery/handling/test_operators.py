@@ -12,11 +12,11 @@ from django.test import Client
 from django.urls import reverse
 
 from inbox.errors import NotEditable, TaskNotSent
-from inbox.operators import decisions
 from inbox.operators.editing import replace_message
 from inbox.states import State
 from inbox.store import claims, due
 from tests.integration.celery.handling.tracing import deliver
+from tests.support import decisions
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, an_envelope, effects, fails, the_effect, the_row
 from tests.support.deliveries import deliver as deliver_message
