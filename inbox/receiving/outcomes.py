@@ -110,7 +110,7 @@ def admitted(handler: Handler, arrival: Arrival, became: Admitted, why_shed: str
         return announce(handler.using, row, refusal(arrival))
     if became is State.SHED:
         metrics.SHED.add(1, handler.name)
-        send(signals.message_shed, handler=handler.name, message_id=row.message_id, biz_id=row.biz_id, reason=why_shed)
+        send(signals.message_shed, **_names(row), reason=why_shed)
         return Outcome.SHED
     return Outcome.STORED
 
@@ -248,18 +248,13 @@ def announce(alias: str, row: NewRow | InboxMessage | claims.DeadLettered, failu
         fate = f"is tried again in {backoff.total_seconds():.0f} s"
     place = f" ({failure.error_place})" if failure.error_place and not failure.deferred else ""
     logger.log(level, "%s: message %s (biz-id %s) %s: %s%s", handler, name, row.biz_id, fate, failure.error, place)
-    send(
-        signals.message_dead if dead else signals.message_retrying,
-        handler=handler,
-        message_id=row.message_id,
-        error=failure.error,
-    )
+    send(signals.message_dead if dead else signals.message_retrying, **_names(row), error=failure.error)
     return Outcome.DEAD if dead else Outcome.STORED
 
 
 def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
     minutes.count_duplicate(handler.using, handler.name, earlier.cause)
-    names = {"handler": handler.name, "message_id": row.message_id, "biz_id": row.biz_id}
+    names = _names(row)
     if earlier.conflicting:
         logger.error(
             "%(handler)s: message %(message_id)s has the biz-id %(biz_id)s of an earlier message, but other content. It was "
@@ -277,6 +272,10 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
         )
     metrics.DUPLICATES.add(1, handler.name, earlier.cause.value)
     send(signals.duplicate_suppressed, cause=earlier.cause.value, **names)
+
+
+def _names(row: NewRow | InboxMessage | claims.DeadLettered) -> dict[str, str]:
+    return {"handler": row.handler, "topic": row.topic, "message_id": row.message_id, "biz_id": row.biz_id}
 
 
 def send(signal: Signal, **arguments: Any) -> None:

@@ -191,7 +191,8 @@ def handled(handler: Handler, messages: Sequence[Message]) -> None:
     for message in messages:
         logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
         if signals.message_handled.receivers:
-            send(signals.message_handled, message=message, handler=handler.name)
+            names = {"topic": message.topic, "message_id": message.id, "biz_id": message.biz_id}
+            send(signals.message_handled, handler=handler.name, **names)
 
 
 class Policy:

@@ -319,6 +319,7 @@ class DeadLettered(NamedTuple):
     """A message that was made a dead letter."""
 
     handler: str
+    topic: str
     message_id: str
     biz_id: str
 
@@ -334,7 +335,7 @@ def dead_letter_abandoned(alias: str, row: int | None = None) -> list[DeadLetter
     written, lock = assignments(ABANDON_AS, connection.vendor), "FOR UPDATE" if is_postgresql(connection) else ""
     with transaction.atomic(using=alias):
         was = dict(fetch(connection, f"SELECT id, state FROM {TABLE} WHERE {condition} {lock}", rows))
-        sql = f"UPDATE {TABLE} SET {written} WHERE {condition} RETURNING id, handler, message_id, biz_id"
+        sql = f"UPDATE {TABLE} SET {written} WHERE {condition} RETURNING id, handler, topic, message_id, biz_id"
         found = fetch(connection, sql, rows)
         for pk, *_ in found:
             record(alias, [pk], was=was[pk], reason=ABANDONED)

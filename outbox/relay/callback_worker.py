@@ -249,7 +249,8 @@ class _Check:
                 _named(message),
                 reason,
             )
-            signals.message_stuck.send_robust(sender=UndecidedMessage, message=message, error=reason)
+            names = {"topic": message.topic, "message_id": str(message.id), "biz_id": message.biz_id}
+            signals.message_stuck.send_robust(sender=OutboxMessage, **names, error=reason)
 
 
 def _undecided(row: OutboxMessage) -> UndecidedMessage:

@@ -27,6 +27,7 @@ from exactly_once.transport.interface import BrokerUnavailable, OutgoingMessage,
 from exactly_once.wire.retry import RetryPolicy
 from outbox import signals
 from outbox.conf import OutboxOptions
+from outbox.models import OutboxMessage
 from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
 from outbox.relay.counting import count_pass
@@ -466,7 +467,8 @@ def _failures(settlement: Settlement) -> Iterator[tuple[Failure, int]]:
 
 def _send_signal(signal: Signal, message: RelayedMessage, **extra: object) -> None:
     try:
-        signal.send_robust(sender=RelayedMessage, message=message, **extra)
+        names = {"topic": message.topic, "message_id": message.id, "biz_id": message.biz_id}
+        signal.send_robust(sender=OutboxMessage, **names, **extra)
     except BaseException:
         # send_robust does not catch SystemExit, and the state is already committed.
         logger.exception("relay: a receiver of an outbox signal tried to end the process; the relay continues.")

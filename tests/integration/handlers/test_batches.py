@@ -143,7 +143,7 @@ class TestOneTransaction:
     def test_message_handled_is_signalled_after_the_commit_of_the_load(self, together):
         at_the_time = []
 
-        def listen(message, **_):
+        def listen(**arguments):
             at_the_time.append((connection.in_atomic_block, effects()))
 
         with listening(signals.message_handled, listen):
@@ -211,7 +211,7 @@ class TestDuplicates:
             ("business", "a"),
             ("resend", "b"),
         ]
-        assert sorted(arguments["message"].biz_id for arguments in of(said, "message_handled")) == ["a", "b", "c"]
+        assert sorted(arguments["biz_id"] for arguments in of(said, "message_handled")) == ["a", "b", "c"]
 
     def test_load_of_duplicates_only_calls_no_handler(self, together):
         calls = []

@@ -184,7 +184,7 @@ def test_other_leases_of_a_request_are_settled_beside_one_that_has_ended(orders)
 @pytest.mark.every_database
 def test_repeated_acknowledgement_and_release_are_accepted_and_counted_once(orders):
     handled = []
-    message_handled.connect(lambda message, **_: handled.append(message.id), weak=False, dispatch_uid="http")
+    message_handled.connect(lambda message_id, **_: handled.append(message_id), weak=False, dispatch_uid="http")
     try:
         with override_settings(INBOX={"KEEP_BODIES": "failed"}):
             arrive(orders, 2)

@@ -72,7 +72,7 @@ class TestShedMessage:
             assert (row.state, row.last_error, row.attempts, row.next_attempt_at) == (State.SHED, REASON, 0, None)
             assert row.settled_at >= row.received_at
             assert bytes(row.body) == envelope.body
-        names = {"handler": handler.name, "reason": REASON}
+        names = {"handler": handler.name, "topic": TOPIC, "reason": REASON}
         assert sent == [("message_shed", {**names, "message_id": one.id, "biz_id": one.biz_id}) for one in envelopes]
 
     def test_number_of_shed_messages_is_logged_in_summary_and_not_per_message(self, handles, caplog):

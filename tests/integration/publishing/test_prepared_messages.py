@@ -381,14 +381,14 @@ class TestCheck:
     def test_message_without_a_decision_at_the_check_limit_is_stuck_and_sends_the_signal(self, caplog, answers):
         received = []
         half = prepare(TOPIC, {})
-        with connected_to(signals.message_stuck, lambda message, error, **_: received.append((message.id, error))):
+        with connected_to(signals.message_stuck, lambda message_id, error, **_: received.append((message_id, error))):
             for checks in range(3):
                 assert (state_of(half), row_of(half).attempts) == (State.PREPARED, checks)
                 overdue(half)
                 asked(LIMIT=3)
 
         assert (state_of(half), row_of(half).attempts) == (State.STUCK, 3)
-        assert received == [(half.id, row_of(half).last_error)]
+        assert received == [(str(half.id), row_of(half).last_error)]
         assert "its checker answered unknown, 3 of 3 times" in caplog.text
         assert trail_of(half) == [(State.PREPARED, State.STUCK)]
         overdue(half)

@@ -125,14 +125,14 @@ class TestFreshDelivery:
     def test_message_handled_is_signalled_after_the_commit(self, handles):
         seen = []
 
-        def listen(message, handler, **_):
-            seen.append((message.biz_id, handler, connection.in_atomic_block, effects()))
+        def listen(handler, topic, message_id, biz_id, **_):
+            seen.append((handler, topic, message_id, biz_id, connection.in_atomic_block, effects()))
 
         handler, envelope = handles(the_effect), an_envelope()
         with listening(signals.message_handled, listen):
             deliver(handler, envelope)
 
-        assert seen == [(envelope.biz_id, handler.name, False, 1)]
+        assert seen == [(handler.name, TOPIC, envelope.id, envelope.biz_id, False, 1)]
 
     def test_signal_receiver_that_raises_changes_no_outcome(self, handles):
         with listening(signals.message_handled, lambda **_: 1 / 0):
@@ -219,8 +219,8 @@ class TestDuplicates:
 
         row = the_row()
         assert (row.duplicates, row.conflicts, effects()) == (1, 0, 1)
-        names = {"handler": handler.name, "message_id": envelope.id, "biz_id": envelope.biz_id, "cause": cause}
-        assert said == [("duplicate_suppressed", names)]
+        names = {"handler": handler.name, "topic": TOPIC, "message_id": envelope.id, "biz_id": envelope.biz_id}
+        assert said == [("duplicate_suppressed", {**names, "cause": cause})]
 
     def test_a_resend_by_the_business_is_recognised_by_its_biz_id(self, handles):
         handler = handles(the_effect, biz_id=lambda message: message.payload["order_id"])
@@ -241,7 +241,7 @@ class TestDuplicates:
         row = the_row()
         assert (row.duplicates, row.conflicts, effects()) == (1, 1, 1)
         assert [name for name, _ in said] == ["conflicting_duplicate", "duplicate_suppressed"]
-        assert said[0][1] == {"handler": handler.name, "message_id": other.id, "biz_id": "order-1"}
+        assert said[0][1] == {"handler": handler.name, "topic": TOPIC, "message_id": other.id, "biz_id": "order-1"}
         assert "set biz_id= of the handler" in caplog.text
 
     def test_same_biz_id_under_another_topic_is_not_a_duplicate(self, handles):
@@ -336,7 +336,8 @@ class TestFailedAttempt:
         assert (row.state, row.attempts, row.next_attempt_at) == (State.DEAD, OPTIONS.MAX_ATTEMPTS, None)
         assert row.settled_at is not None
         assert [name for name, _ in said] == ["message_retrying", "message_retrying", "message_dead"]
-        assert said[-1][1] == {"handler": handler.name, "message_id": envelope.id, "error": "ValueError: no stock"}
+        names = {"handler": handler.name, "topic": TOPIC, "message_id": envelope.id, "biz_id": envelope.biz_id}
+        assert said[-1][1] == {**names, "error": "ValueError: no stock"}
 
     @pytest.mark.parametrize(
         ("error", "given", "said"),

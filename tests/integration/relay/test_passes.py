@@ -4,6 +4,7 @@ import math
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from uuid import UUID
 
 import pytest
 from django.db import transaction
@@ -34,13 +35,13 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 @pytest.fixture
 def signals_sent():
-    """The signals that were sent: name, position, error."""
+    """The signals that were sent: name, message id, error."""
     heard, receivers = [], []
     for name in ("published", "retrying", "dead", "expired"):
         signal = getattr(signals, f"message_{name}")
 
-        def hear(sender, message, name=name, error="", **extra):
-            heard.append((name, message.position, error))
+        def hear(sender, message_id, name=name, error="", **extra):
+            heard.append((name, UUID(message_id), error))
 
         signal.connect(hear)
         receivers.append((signal, hear))
@@ -86,7 +87,7 @@ class TestConfirmedMessage:
         assert (row.state, row.attempts, row.last_error) == (State.PUBLISHED, 1, "")
         assert row.settled_at is not None
         assert (report.claimed, report.settled, report.published, report.broken) == (1, 1, 1, None)
-        assert signals_sent == [("published", message.position, "")]
+        assert signals_sent == [("published", message.id, "")]
 
     def test_message_arrives_at_the_broker_as_it_was_published(self, peer, transport):
         message = published("shop.order.placed", {"n": "ä"}, biz_id="b", key="k", headers={"tenant": "acme"})
@@ -117,7 +118,7 @@ class TestFailedAttempt:
         assert timedelta(minutes=29) < row.available_at - row.created_at < timedelta(minutes=62)
         assert state_of(good) == State.PUBLISHED
         assert (report.settled, report.published) == (2, 1)
-        assert ("retrying", bad.position, row.last_error) in signals_sent
+        assert ("retrying", bad.id, row.last_error) in signals_sent
         assert "was not published at attempt 1" in caplog.text
 
     def test_look_returns_the_seconds_until_the_next_retry(self, peer, transport):
@@ -156,7 +157,7 @@ class TestFailedAttempt:
         row = row_of(message)
         assert (row.state, row.attempts) == (State.DEAD, 16)
         assert row.settled_at is not None
-        assert signals_sent == [("dead", message.position, row.last_error)]
+        assert signals_sent == [("dead", message.id, row.last_error)]
         assert "is dead at attempt 16" in caplog.text
 
     def test_unroutable_message_is_retried_past_max_attempts_with_the_reason(self, peer, transport, signals_sent):
@@ -169,13 +170,13 @@ class TestFailedAttempt:
         row = row_of(message)
         assert (row.state, row.attempts) == (State.RETRYING, 501)
         assert "no queue is bound to exchange 'outbox' for topic 'shop.order.placed'" in row.last_error
-        assert signals_sent == [("retrying", message.position, row.last_error)]
+        assert signals_sent == [("retrying", message.id, row.last_error)]
         assert row.available_at - row.created_at < timedelta(minutes=2)
 
     def test_signal_of_a_failed_attempt_is_sent_after_the_commit_and_its_receiver_may_raise(self, peer, transport):
         seen = []
 
-        def receiver(message, **extra):
+        def receiver(**arguments):
             seen.append((transaction.get_connection().in_atomic_block, OutboxMessage.objects.get().state))
             raise RuntimeError("the receiver's own problem")
 
@@ -301,7 +302,7 @@ class TestUnknownOutcome:
         assert (state_of(late), row_of(late).attempts) == (State.RETRYING, 1)
         assert state_of(behind) == State.READY
         assert len(peer.published) == 1
-        assert [(name, position) for name, position, _ in signals_sent] == [("retrying", late.position)]
+        assert [(name, position) for name, position, _ in signals_sent] == [("retrying", late.id)]
 
     def test_message_that_failed_after_the_deadline_and_has_expired_is_expired(self, peer, transport):
         [late] = some("late", expires_in=timedelta(hours=1))

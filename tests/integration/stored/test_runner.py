@@ -126,8 +126,8 @@ def test_abandoned_message_without_a_due_time_is_dead_lettered_on_every_database
     row = InboxMessage.objects.using(alias).get()
     assert (row.state, row.last_error) == (State.DEAD, message_rows.ABANDONED)
     assert row.settled_at is not None
-    said = {"handler": f"tests.{alias}", "message_id": row.message_id, "error": message_rows.ABANDONED}
-    assert announced == [("message_dead", said)]
+    names = {"handler": f"tests.{alias}", "topic": row.topic, "message_id": row.message_id, "biz_id": row.biz_id}
+    assert announced == [("message_dead", {**names, "error": message_rows.ABANDONED})]
 
 
 @contextmanager

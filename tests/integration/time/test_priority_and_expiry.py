@@ -3,6 +3,7 @@
 import logging
 from datetime import timedelta
 from functools import partial
+from uuid import UUID
 
 import pytest
 from django.db import transaction
@@ -24,11 +25,11 @@ MINUTE = timedelta(minutes=1)
 
 @pytest.fixture
 def expired():
-    """The positions that the signal `message_expired` has reported."""
+    """The message ids that the signal `message_expired` has reported."""
     reported = []
 
-    def receive(sender, message, **extra):
-        reported.append(message.position)
+    def receive(message_id, **extra):
+        reported.append(UUID(message_id))
 
     signals.message_expired.connect(receive)
     yield reported
@@ -111,7 +112,7 @@ class TestExpiredMessage:
         row = OutboxMessage.objects.get(biz_id="expiring")
         assert row.state == State.EXPIRED
         assert row.settled_at is not None
-        assert expired == [row.pk]
+        assert expired == [row.message_id]
         logged = [record.getMessage() for record in caplog.get_records("call")]
         assert f"relay: 1 messages of {row.topic} have expired before they could be published." in logged
 
