@@ -21,11 +21,12 @@ from inbox.handlers.message import Message
 from inbox.handlers.options import Backoff, Batch, Lease, Ordered, Retry, Shed
 
 if TYPE_CHECKING:
-    from inbox.operators.pausing import pause_handler, resume_handler
+    from inbox.operators.pausing import HandlerState, pause, resume
 
 __all__ = [
     "Backoff",
     "Batch",
+    "HandlerState",
     "InboxError",
     "Lease",
     "Message",
@@ -38,11 +39,11 @@ __all__ = [
     "batch_handler",
     "idempotent_handler",
     "leased_handler",
-    "pause_handler",
-    "resume_handler",
+    "pause",
+    "resume",
 ]
 
-_PAUSING = {"pause_handler", "resume_handler"}
+_PAUSING = {"HandlerState", "pause", "resume"}
 
 
 def __getattr__(name: str) -> Any:

@@ -110,5 +110,5 @@ class TaskNotSent(InboxError):
     """An operator's retry of a Celery task could not be sent; the row is unchanged."""
 
 
-class UnknownHandler(InboxError):
+class UnknownHandler(InboxError, ValueError):
     """No handler has this name. To pause or resume one, it is enough that a stored message has it."""

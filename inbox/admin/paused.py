@@ -20,7 +20,7 @@ from exactly_once.wire.text import NAME_LENGTH
 from inbox.errors import UnknownHandler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler
-from inbox.operators.pausing import alias_of, pause_handler, resume_handler
+from inbox.operators.pausing import HandlerState, alias_of, pause, resume
 from inbox.states import DUE
 
 
@@ -41,13 +41,13 @@ class PauseHandlerForm(PauseForm):
 
 
 def _pause(alias: str, pk: Any, given: Given) -> bool:
-    pause_handler(given.values["handler"], reason=given.reason, by=given.who, using=alias)
+    pause(given.values["handler"], reason=given.reason, by=given.who, using=alias)
     return True
 
 
 def _resume(alias: str, pk: Any, given: Given) -> bool:
     row = PausedHandler.objects.using(alias).filter(pk=pk).first()
-    return row is not None and resume_handler(row.handler, by=given.who, using=alias)
+    return row is not None and resume(row.handler, by=given.who, using=alias) is HandlerState.PAUSED
 
 
 PAUSE = Action(

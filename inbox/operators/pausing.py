@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -24,8 +25,17 @@ _PAUSED = "inbox: handler %s paused by %s%s; its messages stay in the queue or s
 _RESUMED = "inbox: handler %s resumed by %s; consumers run its messages again, the oldest first"
 
 
-def pause_handler(handler: str, *, reason: str = "", by: str = "", using: str | None = None) -> bool:
-    """Have no process run messages of `handler` until `resume_handler()`; return whether it was running.
+class HandlerState(StrEnum):
+    """How `pause` and `resume` found a handler."""
+
+    ACTIVE = "active"
+    """Not paused."""
+    PAUSED = "paused"
+    """Paused by a person or by code."""
+
+
+def pause(handler: str, *, reason: str = "", by: str = "", using: str | None = None) -> HandlerState:
+    """Have no process run messages of `handler` until `resume()`; returns how it was found.
 
     In the transaction that is open on `using`, or else in one of its own. After that has committed, a stored message is not
     run, and each consumer ends its subscription to the handler's queue within two seconds. A run that has begun is finished.
@@ -42,13 +52,13 @@ def pause_handler(handler: str, *, reason: str = "", by: str = "", using: str | 
     alias = alias_of(handler, using)
     by = by or process_name()
     with transaction.atomic(using=alias):
-        was_running = pause(alias, handler, by, reason)
+        found = store_pause(alias, handler, by, reason)
         _after_commit(alias, partial(logger.warning, _PAUSED, handler, by, f": {reason}" if reason else ""))
-    return was_running
+    return found
 
 
-def resume_handler(handler: str, *, by: str = "", using: str | None = None) -> bool:
-    """Have the messages of `handler` run again; return whether it was paused.
+def resume(handler: str, *, by: str = "", using: str | None = None) -> HandlerState:
+    """Have the messages of `handler` run again; returns how it was found.
 
     In the transaction that is open on `using`, or else in one of its own. Consumers see it within two seconds.
 
@@ -61,10 +71,10 @@ def resume_handler(handler: str, *, by: str = "", using: str | None = None) -> b
     """
     alias = alias_of(handler, using)
     with transaction.atomic(using=alias):
-        was_paused = bool(PausedHandler.objects.using(alias).filter(handler=handler).delete()[0])
-        if was_paused:
-            _after_commit(alias, partial(logger.warning, _RESUMED, handler, by or process_name()))
-    return was_paused
+        if not PausedHandler.objects.using(alias).filter(handler=handler).delete()[0]:
+            return HandlerState.ACTIVE
+        _after_commit(alias, partial(logger.warning, _RESUMED, handler, by or process_name()))
+    return HandlerState.PAUSED
 
 
 def _after_commit(alias: str, report: partial[None]) -> None:
@@ -93,13 +103,13 @@ def paused_handlers(alias: str) -> QuerySet[PausedHandler]:
     return rows.annotate(messages=Coalesce(counted, 0), database_now=DatabaseTime())
 
 
-def pause(alias: str, handler: str, by: str, reason: str) -> bool:
-    """Pause a handler; False: it was paused already, and keeps its time, with the new reason."""
+def store_pause(alias: str, handler: str, by: str, reason: str) -> HandlerState:
+    """Pause a handler, known or not. One that is paused keeps its time, with the new reason."""
     given = {"paused_by": by[:NAME_LENGTH], "reason": printable(reason, ERROR_LENGTH)}
     _, created = PausedHandler.objects.using(alias).update_or_create(
         handler=handler, defaults=given, create_defaults={**given, "handler": handler, "paused_at": DatabaseTime()}
     )
-    return bool(created)
+    return HandlerState.ACTIVE if created else HandlerState.PAUSED
 
 
 def _is_known(alias: str, handler: str) -> bool:

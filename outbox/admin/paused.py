@@ -46,9 +46,10 @@ def _pause(alias: str, pk: Any, given: Given) -> bool:
 
 def _resume(alias: str, pk: Any, given: Given) -> bool:
     row = PausedTopic.objects.using(alias).filter(pk=pk, is_resuming=False).first()
-    if row is not None:
-        resume(row.topic, by=given.text.removeprefix("by "), using=alias)
-    return row is not None
+    if row is None:
+        return False
+    resume(row.topic, by=given.who, using=alias)
+    return True
 
 
 PAUSE = Action(

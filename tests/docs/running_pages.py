@@ -37,7 +37,7 @@ ALIASES = ("default", "billing", "savings", "direct")
 WITH_OUTBOX = ("default", "billing")
 NOT_RUN = (
     "kombu.Connection(",  # connects to a broker
-    "pause_handler(",  # names a handler of another page
+    "from inbox import pause,",  # names a handler of another page
     "run_handler(build_report",  # calls the handler of an earlier block in a test of its own
     "run_handler(settle",  # likewise
 )

@@ -8,7 +8,7 @@ from django.utils.translation import gettext_lazy
 from exactly_once.console.cli.command import DatabaseCommand
 from exactly_once.console.operators.audit import Actor, Subject, record
 from inbox.errors import UnknownHandler
-from inbox.operators.pausing import pause_handler
+from inbox.operators.pausing import HandlerState, pause
 
 
 class Command(DatabaseCommand):
@@ -25,9 +25,9 @@ class Command(DatabaseCommand):
     def act(self, alias: str, actor: Actor, options: dict[str, Any]) -> None:
         name, reason = options["handler"], options["reason"]
         with transaction.atomic(using=alias):
-            was_running = pause_handler(name, reason=reason, by=str(actor), using=alias)
+            found = pause(name, reason=reason, by=str(actor), using=alias)
             record("inbox", alias, actor, "pause", [Subject(kind="handler", id=name, name=name)], {"reason": reason})
         words = _("Handler %(handler)s is paused.")
-        if not was_running:
+        if found is HandlerState.PAUSED:
             words = _("Handler %(handler)s is paused. It was paused already; the reason is the new one.")
         self.stdout.write(words % {"handler": name})

@@ -8,7 +8,7 @@ from django.utils.translation import gettext_lazy
 from exactly_once.console.cli.command import DatabaseCommand
 from exactly_once.console.operators.audit import Actor, Subject, record
 from inbox.errors import UnknownHandler
-from inbox.operators.pausing import resume_handler
+from inbox.operators.pausing import HandlerState, resume
 
 
 class Command(DatabaseCommand):
@@ -22,10 +22,10 @@ class Command(DatabaseCommand):
     def act(self, alias: str, actor: Actor, options: dict[str, Any]) -> None:
         name = options["handler"]
         with transaction.atomic(using=alias):
-            was_paused = resume_handler(name, by=str(actor), using=alias)
-            if was_paused:
+            found = resume(name, by=str(actor), using=alias)
+            if found is HandlerState.PAUSED:
                 record("inbox", alias, actor, "resume", [Subject(kind="handler", id=name, name=name)])
-        if not was_paused:
+        if found is HandlerState.ACTIVE:
             raise CommandError(
                 _("Handler %(handler)s is not paused. exactly_once_status lists those that are.") % {"handler": name}
             )

@@ -33,7 +33,7 @@ from django.core.management import call_command
 from django.db import transaction
 from django.test import Client
 
-from inbox import pause_handler, resume_handler
+import inbox
 from inbox.models import InboxMessage
 from outbox import cancel, pause, publish, publish_many, Draft, resume
 from outbox.models import OutboxMessage
@@ -53,7 +53,7 @@ with transaction.atomic(using="main"):
     later = publish("shop.order.placed", {"order": "later"}, delay="2m")
 assert cancel(later.id)
 pause("shop.order.placed"), resume("shop.order.placed")
-pause_handler("shop.handle"), resume_handler("shop.handle")
+inbox.pause("shop.handle"), inbox.resume("shop.handle")
 call_command("outbox_relay", drain=True, verbosity=0)
 assert {row.biz_id: row.state for row in InboxMessage.objects.all()} == {"good": "done", "bad": "dead"}
 

@@ -25,7 +25,7 @@ from inbox.contrib.http.waiting import waiting
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, TrailEntry
 from inbox.operators.dry_run import why_not
-from inbox.operators.pausing import pause_handler, resume_handler
+from inbox.operators.pausing import pause, resume
 from inbox.outcome import Outcome
 from inbox.signals import duplicate_suppressed, message_dead, message_handled
 from inbox.states import State
@@ -525,10 +525,10 @@ def arrive_and_disconnect(handler):
 
 def test_paused_subscription_is_not_read(orders):
     arrive(orders)
-    pause_handler(orders.name, by="operator")
+    pause(orders.name, by="operator")
     assert read() == []
 
-    resume_handler(orders.name, by="operator")
+    resume(orders.name, by="operator")
     assert len(read()) == 1
 
 

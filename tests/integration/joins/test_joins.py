@@ -24,7 +24,7 @@ from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.operators.dead_letters import letters
 from inbox.operators.editing import editable
-from inbox.operators.pausing import pause_handler
+from inbox.operators.pausing import pause
 from inbox.outcome import Outcome
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import drain as drain_all
@@ -353,7 +353,7 @@ class TestAtTheDeadline:
     def test_run_waits_an_hour_at_most_for_a_stored_message_and_then_names_it(self, joins):
         joins(report)
         comes(TOPICS[0])
-        pause_handler(f"{NAME}/{TOPICS[1]}")
+        pause(f"{NAME}/{TOPICS[1]}")
         comes(TOPICS[1], "tuesday", redelivered=True)  # it may be of any run, because it is not read
         stored = InboxMessage.objects.get(topic=TOPICS[1]).pk
         travel(timedelta(hours=2, minutes=1))

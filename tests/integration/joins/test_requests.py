@@ -11,7 +11,8 @@ from inbox.contrib.joins import correlated, store
 from inbox.contrib.joins.models import Run
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.operators.pausing import pause_handler, resume_handler
+from inbox.operators.decisions import retry, skip
+from inbox.operators.pausing import pause, resume
 from inbox.outcome import Outcome
 from inbox.testing import make_message, run_handler, travel
 from outbox import publish, request
@@ -162,23 +163,23 @@ class TestTimeout:
     @pytest.mark.parametrize(("first", "second", "waits"), [(is_answered, is_asked, ASKED), (is_asked, is_answered, ANSWERED)])
     def test_message_that_arrived_in_time_and_is_handled_after_the_timeout_is_not_missing(self, asks, first, second, waits):
         asks(settle, on_timeout=give_up)
-        pause_handler(f"{NAME}/{waits}")
+        pause(f"{NAME}/{waits}")
         first()
         assert second(redelivered=True) is Outcome.STORED
         travel(TIMEOUT)
         drain()
         assert (Run.objects.select_related("row").get().row.state, effects()) == ("retrying", [])
 
-        resume_handler(f"{NAME}/{waits}")
+        resume(f"{NAME}/{waits}")
         run_to_the_end()
         assert effects() == [("payment-1", "paid")]
 
     def test_timeout_counts_from_the_arrival_of_a_request_that_is_handled_later(self, asks):
         asks(settle, on_timeout=give_up)
-        pause_handler(f"{NAME}/{ASKED}")
+        pause(f"{NAME}/{ASKED}")
         is_asked(redelivered=True)
         travel(TIMEOUT - timedelta(minutes=1))
-        resume_handler(f"{NAME}/{ASKED}")
+        resume(f"{NAME}/{ASKED}")
         drain()
         assert effects() == []
         travel(timedelta(minutes=1))

@@ -10,7 +10,7 @@ import kombu
 import pytest
 from django.core.management import call_command
 
-from inbox import pause_handler, resume_handler
+from inbox import pause, resume
 from inbox.consumer.topology import queue_of
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.ordered import STEP
@@ -108,10 +108,10 @@ def pausing_one_process_after_the_other(pair):
 
 def pausing_the_handler(pair):
     for count in range(1, 4):
-        pause_handler(HANDLER.name)
+        pause(HANDLER.name)
         for process in (pair.first, pair.second):
             gives_back(process, count)
-        resume_handler(HANDLER.name)
+        resume(HANDLER.name)
         for process in (pair.first, pair.second):
             receives(process, count + 1)
 

@@ -8,6 +8,7 @@ import pytest
 from django.core import mail
 from django.core.management import CommandError
 
+import inbox
 from exactly_once.models import Alert, AuditEntry, Lease, Minute, Process
 from exactly_once.process.clock import utcnow
 from exactly_once.process.heartbeat import SILENT_AFTER
@@ -16,7 +17,6 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep import alerting as module
 from exactly_once.upkeep.alerting import Evaluator, alert_changed
 from exactly_once.upkeep.minutes import OTHER
-from inbox import pause_handler
 from inbox.conf import inbox_options
 from inbox.models import InboxMessage, PausedHandler
 from inbox.states import State as InboxState
@@ -125,7 +125,7 @@ class TestConditions:
     def test_handler_that_is_paused_for_too_long_is_raised(self, handles):
         handles(the_effect, name="tests.h")
         a_consumer(handlers=["tests.h"])
-        pause_handler("tests.h", reason="defect", by="ada")
+        inbox.pause("tests.h", reason="defect", by="ada")
         assert ("handler_paused", "tests.h") not in evaluated("inbox")
 
         PausedHandler.objects.update(paused_at=DatabaseTime(-2 * HOUR))
@@ -151,7 +151,7 @@ class TestConditions:
         InboxMessage.objects.update(next_attempt_at=DatabaseTime(-HOUR))
         assert ("lag", "tests.h") in evaluated("inbox")
 
-        pause_handler("tests.h")
+        inbox.pause("tests.h")
         assert ("lag", "tests.h") not in evaluated("inbox")
 
     def test_process_that_falls_silent_beside_others_is_raised_until_one_is_started_on_its_host(self):

@@ -11,7 +11,7 @@ from django.db import transaction
 
 from exactly_once.models import AuditEntry
 from exactly_once.wire.envelope import ORDERING_KEY_HEADER
-from inbox import Ordered, pause_handler, resume_handler
+from inbox import HandlerState, Ordered, pause, resume
 from inbox.errors import UnknownHandler
 from inbox.models import InboxMessage, PausedHandler
 from inbox.operators import pausing
@@ -48,13 +48,13 @@ class TestStored:
         paused, other = handles(fails_once, name="tests.paused", rate_limit=rate), handles(fails_once, name="tests.other")
         deliver(paused)
         deliver(other)
-        pause_handler("tests.paused", reason="defect", by="ada")
+        pause("tests.paused", reason="defect", by="ada")
         make_due()
 
         assert drain() == 1
         assert dict(InboxMessage.objects.values_list("handler", "attempts")) == {"tests.paused": 1, "tests.other": 2}
 
-        assert resume_handler("tests.paused")
+        assert resume("tests.paused") is HandlerState.PAUSED
         assert drain() == 1
         assert (the_row(handler="tests.paused").state, effects()) == (State.DONE, 2)
 
@@ -62,7 +62,7 @@ class TestStored:
         deliver(handles(fails_once, name="tests.paused"))
         make_due()
         with transaction.atomic():
-            pause_handler("tests.paused")
+            pause("tests.paused")
             transaction.set_rollback(True)
 
         assert drain() == 1
@@ -71,17 +71,18 @@ class TestStored:
 class TestFunctions:
     def test_pausing_twice_keeps_the_time_and_takes_the_new_reason(self, handles):
         handles(the_effect, name="tests.h")
-        assert pause_handler("tests.h", reason="one", by="ada")
+        assert pause("tests.h", reason="one", by="ada") is HandlerState.ACTIVE
         first = PausedHandler.objects.get()
 
-        assert not pause_handler("tests.h", reason="two", by="bob")
+        assert pause("tests.h", reason="two", by="bob") is HandlerState.PAUSED
 
         second = PausedHandler.objects.get()
         assert (second.reason, second.paused_by, second.paused_at) == ("two", "bob", first.paused_at)
+        assert [resume("tests.h"), resume("tests.h")] == [HandlerState.PAUSED, HandlerState.ACTIVE]
 
     def test_handler_is_paused_in_its_own_database(self, handles):
         handles(the_effect, name="tests.there", using="other")
-        pause_handler("tests.there")
+        pause("tests.there")
 
         assert PausedHandler.objects.using("other").get().handler == "tests.there"
         assert not PausedHandler.objects.exists()
@@ -90,9 +91,9 @@ class TestFunctions:
         deliver(handles(fails_once, name="tests.h"))
         rename_messages(handler="tests.removed")
 
-        assert pause_handler("tests.removed")
+        assert pause("tests.removed") is HandlerState.ACTIVE
         with pytest.raises(UnknownHandler, match=r"No handler is called 'tests\.missing'"):
-            pause_handler("tests.missing")
+            pause("tests.missing")
 
 
 class TestConsuming:
@@ -112,7 +113,7 @@ class TestConsuming:
         assert service.waiting(OF_THE_WORKERS) == 5
         assert Effect.objects.count() == 1
 
-        resume_handler(WORK)
+        resume(WORK)
         consumer.until(lambda: Effect.objects.count() == 6)
 
     def test_consumer_that_starts_while_a_handler_is_paused_does_not_receive_for_it(
@@ -141,7 +142,7 @@ class TestConsuming:
             consumer.kill()
             consumer.ends()
 
-        resume_handler(WORK)
+        resume(WORK)
         again = running(service.runs("inbox_consume", log="again"))
         again.until(lambda: Effect.objects.count() == 3)
 
@@ -154,13 +155,13 @@ class TestConsuming:
         with consuming([handler], given):
             send(rabbitmq_url, handler.topics[0], {"n": 0}, message_id="m-0", headers={ORDERING_KEY_HEADER: "k"})
             wait_until(lambda: seen == [0])
-            pause_handler("tests.ordered")
+            pause("tests.ordered")
             wait_until(lambda: "handler tests.ordered: paused. Its queue keeps the messages" in caplog.text)
             for n in range(1, 30):
                 send(rabbitmq_url, handler.topics[0], {"n": n}, message_id=f"m-{n}", headers={ORDERING_KEY_HEADER: "k"})
             wait_until(lambda: length_of(rabbitmq_server, handler, given) == 29)
             assert seen == [0]
-            resume_handler("tests.ordered")
+            resume("tests.ordered")
             wait_until(lambda: len(seen) == 30)
 
         assert seen == list(range(30))
@@ -169,7 +170,7 @@ class TestConsuming:
 def _pause(name):
     """As the project of the process would, whose handlers this process does not know."""
     with transaction.atomic():
-        pausing.pause("default", name, "ada", "defect")
+        pausing.store_pause("default", name, "ada", "defect")
 
 
 class TestCommands:

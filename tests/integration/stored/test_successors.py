@@ -7,7 +7,7 @@ from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from exactly_once.sql.now import DatabaseTime
-from inbox import pause_handler, resume_handler
+from inbox import pause, resume
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving.receive import claim_next, run_stored
@@ -117,14 +117,14 @@ def test_nothing_follows_while_another_handler_has_a_due_message(handles):
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_nothing_follows_once_the_handler_is_paused(handles, ordered):
-    handler = handles(lambda message: pause_handler(message.headers["handler"]), ordered=ordered)
+    handler = handles(lambda message: pause(message.headers["handler"]), ordered=ordered)
     admitted(handler, *(an_envelope(biz_id=name, key="k", headers={"handler": handler.name}) for name in "ab"))
 
     assert run_first(handler) is None
 
     assert [*InboxMessage.objects.values_list("state", "attempts").order_by("id")] == [(State.DONE, 1), (State.RECEIVED, 0)]
     assert not drain()
-    resume_handler(handler.name)
+    resume(handler.name)
     assert drain() == 1
     assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
 
