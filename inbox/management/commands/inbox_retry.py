@@ -20,43 +20,47 @@ from inbox.states import OVERRIDE, State
 
 logger = escaping_logger(__name__)
 
+_STATES = [State.DEAD.value, State.RETRYING.value]
 _Row = tuple[int, bool, str, str]
 """Primary key, is it in quarantine, message id, handler."""
 
 
 class Command(DatabaseCommand):
     app = "inbox"
-    help = gettext_lazy("Make dead messages due again with a full set of attempts; with --retrying, retrying messages, too.")
+    help = gettext_lazy(
+        "Make dead messages due again with a full set of attempts. Retrying messages named by MESSAGE_ID or --state retrying "
+        "are tried now."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help=_("only these messages, in every handler"))
-        parser.add_argument("--handler", help=_("all messages of this handler"))
-        parser.add_argument("--topic", help=_("all messages of this topic"))
+        parser.add_argument("--handler", help=_("messages of this handler"))
+        parser.add_argument("--topic", help=_("messages of this topic"))
+        parser.add_argument("--biz-id", help=_("messages of this biz-id"))
+        parser.add_argument("--state", action="append", choices=_STATES, help=_("messages in this state; may be repeated"))
         parser.add_argument("--all", action="store_true", help=_("all messages"))
         parser.add_argument(
             "--override-maximum-age",
             action="store_true",
             help=_("also retry quarantined messages; only if you know that they have not been handled before"),
         )
-        parser.add_argument("--retrying", action="store_true", help=_("also retry messages that wait for their next attempt"))
         parser.add_argument("--dry-run", action="store_true", help=_("count the messages without changing them"))
         super().add_arguments(parser)
 
     def act(self, alias: str, actor: Actor, options: dict[str, Any]) -> None:
-        wanted = {"message_id__in": options["message_ids"], "handler": options["handler"], "topic": options["topic"]}
+        wanted = {"message_id__in": options["message_ids"], **{name: options[name] for name in ("handler", "topic", "biz_id")}}
         if options["handler"] and not may_exist(options["handler"]):
             known = ", ".join(sorted(handler.name for handler in registry.all())) or "none"
             words = _("No handler has the name %(handler)s. Known handlers: %(known)s.")
             raise CommandError(words % {"handler": repr(options["handler"]), "known": known})
         given = {field: value for field, value in wanted.items() if value}
-        if not given and not options["all"]:
-            raise CommandError(_("Select messages: MESSAGE_ID …, --handler NAME, --topic TOPIC, or --all."))
-        states = [State.DEAD, State.RETRYING] if options["retrying"] else [State.DEAD]
+        if not (given or options["state"] or options["all"]):
+            raise CommandError(_("Select the messages: MESSAGE_ID …, --handler, --topic, --biz-id, --state, or --all."))
+        states = options["state"] or (_STATES if options["message_ids"] else [State.DEAD.value])
         chosen = InboxMessage.objects.using(alias).filter(state__in=states, **given)
         rows = list(chosen.order_by("pk").values_list("pk", "quarantined", "message_id", "handler"))
         if not rows and not options["message_ids"]:
-            none_dead, none_open = _("No selected message is dead."), _("No selected message is dead or retrying.")
-            self.stdout.write(none_open if options["retrying"] else none_dead)
+            self.stdout.write(_("No selected message is %(states)s.") % {"states": _(" or ").join(states)})
             return
         held_back = set() if options["override_maximum_age"] else {pk for pk, quarantined, *_ in rows if quarantined}
         left = len(rows) - len(held_back)

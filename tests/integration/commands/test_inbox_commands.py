@@ -43,7 +43,7 @@ class TestRetry:
     def test_retry_reports_ids_that_are_not_dead_and_retries_the_others(self, dead):
         first = dead("tests.a")
 
-        with pytest.raises(CommandError, match="not dead: order-17"):
+        with pytest.raises(CommandError, match="not dead or retrying: order-17"):
             output_of("inbox_retry", first, "order-17")
 
         assert the_row(message_id=first).state == State.RETRYING
@@ -58,6 +58,13 @@ class TestRetry:
 
         assert InboxMessage.objects.filter(state=State.RETRYING, attempts=0).count() == count
 
+    def test_retry_by_biz_id_changes_messages_that_match_every_option(self, dead):
+        first, _second = dead("tests.a"), dead("tests.b")
+        biz_id = the_row(message_id=first).biz_id
+
+        assert output_of("inbox_retry", biz_id=biz_id, handler="tests.b") == "No selected message is dead."
+        assert output_of("inbox_retry", biz_id=biz_id) == "1 message is due now."
+
     def test_retry_dry_run_only_counts(self, dead):
         dead()
 
@@ -70,7 +77,9 @@ class TestRetry:
 
         assert output_of("inbox_retry", all=True) == "No selected message is dead."
         assert drain() == 0
-        assert output_of("inbox_retry", all=True, retrying=True) == "1 message is due now."
+        assert output_of("inbox_retry", state=["retrying"]) == "1 message is due now."
+        assert drain() == 1
+        assert output_of("inbox_retry", the_row().message_id) == "1 message is due now."
         assert drain() == 1
 
     @pytest.mark.every_database
@@ -82,7 +91,7 @@ class TestRetry:
 
         output_of("inbox_retry", all=True)
         drain()
-        output_of("inbox_retry", all=True, retrying=True)
+        output_of("inbox_retry", state=["dead", "retrying"])
         drain()
 
         assert (the_row().state, effects()) == (State.DONE, 1)

@@ -11,7 +11,6 @@ from inbox.contrib.joins import correlated, store
 from inbox.contrib.joins.models import Run
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.operators.decisions import retry, skip
 from inbox.operators.pausing import pause, resume
 from inbox.outcome import Outcome
 from inbox.testing import make_message, run_handler, travel
