@@ -18,41 +18,23 @@ class AlertOptions:
     """Every option of `ALERTS`, with its default.
 
     Attributes:
-        ENABLED: whether the processes evaluate the conditions.
         EVERY: time between two evaluations.
         IGNORE: names of conditions that are not evaluated.
-        RAISE_AFTER: evaluations in a row that must meet a condition before it is raised.
-        CLEAR_AFTER: evaluations in a row that must not meet it before it is cleared.
-        LAG: a message that is due for longer raises an alert.
-        DEAD: this many new dead letters within DEAD_WITHIN raise an alert.
-        DEAD_WITHIN: see DEAD; also the time for which a conflicting duplicate raises one.
-        PAUSED_FOR: a topic or handler that is paused for longer raises an alert.
+        DEAD: this many new dead letters within ten minutes raise an alert.
         FAILING: this share of failed attempts raises an alert, of at least ten within ten minutes.
         BACKLOG: more messages in the queues of a handler at the broker raise an alert.
         MAIL_TO: recipients of an e-mail for each raised and cleared alert. Django's EMAIL settings, or its MAILERS, send it.
         WEBHOOK_URL: receives a JSON object by POST for each raised and cleared alert; "" for none. It must be https://, except
             on this host.
-        TIMEOUT: how long one delivery may take.
-        RETRY_CAP: the longest delay between two tries of a delivery; the first is a minute, and each is twice as long.
-        GIVE_UP_AFTER: tries after which a delivery is given up.
     """
 
-    ENABLED: bool = True
     EVERY: timedelta = timedelta(minutes=1)
     IGNORE: tuple[str, ...] = ()
-    RAISE_AFTER: int = 2
-    CLEAR_AFTER: int = 3
-    LAG: timedelta = timedelta(minutes=5)
     DEAD: int = 1
-    DEAD_WITHIN: timedelta = timedelta(minutes=15)
-    PAUSED_FOR: timedelta = timedelta(hours=1)
     FAILING: float = 0.5
     BACKLOG: int = 10_000
     MAIL_TO: tuple[str, ...] = ()
     WEBHOOK_URL: str = field(default="", repr=False)
-    TIMEOUT: timedelta = timedelta(seconds=10)
-    RETRY_CAP: timedelta = timedelta(hours=1)
-    GIVE_UP_AFTER: int = 20
 
     def __post_init__(self) -> None:
         options.require_positive(self)
@@ -81,7 +63,7 @@ class AppOptions:
         REDACT_ERRORS: the dotted path of a function that redacts the text of errors and tracebacks before they are stored, see
             `exactly_once.conf.redactors`; "": none.
         POLL_INTERVAL: longest poll interval of a loop that nothing wakes up.
-        STUCK_AFTER: a message that is overdue by more than this is shown as stuck.
+        STUCK_AFTER: a message that is overdue by more than this is shown as stuck, and raises an alert.
         WATCHDOG: a process ends if one of its loops is silent for this long.
         SHUTDOWN_GRACE: longest time from SIGTERM to the end of the process.
     """

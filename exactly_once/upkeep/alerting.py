@@ -47,8 +47,11 @@ alert_changed = Signal()
 sent in the process that evaluates, after the commit, and is lost if that dies in between; e-mail and webhook are tried again.
 """
 
+RAISED_AFTER, CLEARED_AFTER = 2, 3
+"""Evaluations in a row that raise an alert, and that clear it."""
 _LEASED_ROUNDS = 3
-_FIRST_DELAY = timedelta(minutes=1)
+_FIRST_DELAY, _LONGEST_DELAY, _MOST_TRIES = timedelta(minutes=1), timedelta(hours=1), 20
+_TIMEOUT_SECONDS = 10
 _KEPT_CLEARED = timedelta(days=30)
 _LONGEST_GOODBYE_SECONDS = 1.0
 _MOST_SENT = 50
@@ -83,9 +86,9 @@ class Evaluator:
         self._lease = TableLease(alias, lease_name(app))
 
     def round(self) -> list[tuple[str, Any]] | None:
-        """Evaluate once and send what is due; return what has changed. None: another process evaluates, or they are off."""
+        """Evaluate once and send what is due; return what has changed. None: another process evaluates."""
         given = self._half.options().alerts
-        if not given.ENABLED or not self._lease.take(_LEASED_ROUNDS * given.EVERY):
+        if not self._lease.take(_LEASED_ROUNDS * given.EVERY):
             return None
         found = {key: words for key, words in self._half.conditions(self._alias, given).items() if key[0] not in given.IGNORE}
         changed = self._apply(found, given)
@@ -114,8 +117,8 @@ class Evaluator:
                     error = f"{channel}: {describe(failure)}"
                     logger.warning("alerts: %s of %s was not sent by %s: %s", event, alert, channel, describe(failure))
             attempts = alert.send_attempts + 1
-            delay = min(_FIRST_DELAY * 2 ** (attempts - 1), given.RETRY_CAP)
-            self._sent(alert.pk, left, error, delay if attempts < given.GIVE_UP_AFTER else None)
+            delay = min(_FIRST_DELAY * 2 ** (attempts - 1), _LONGEST_DELAY)
+            self._sent(alert.pk, left, error, delay if attempts < _MOST_TRIES else None)
 
     def _content(self, event: str, alert: Any) -> dict[str, Any]:
         return {
@@ -156,7 +159,7 @@ class Evaluator:
     def _meet(self, row: Any, summary: str, given: AlertOptions) -> bool:
         row.met, row.unmet = row.met + 1, 0
         row.summary, row.seen_at = printable(summary, ERROR_LENGTH), DatabaseTime()
-        needed = 1 if row.condition in self._half.at_once else given.RAISE_AFTER
+        needed = 1 if row.condition in self._half.at_once else RAISED_AFTER
         is_raised = row.state == _State.PENDING and row.met >= needed
         if is_raised:
             row.state, row.raised_at = _State.RAISED, DatabaseTime()
@@ -169,7 +172,7 @@ class Evaluator:
         if row.state == _State.PENDING:
             self._alerts().filter(pk=row.pk).delete()
             return False
-        is_cleared = row.unmet >= given.CLEAR_AFTER
+        is_cleared = row.unmet >= CLEARED_AFTER
         if is_cleared:
             row.state, row.cleared_at = _State.CLEARED, DatabaseTime()
             _send_on(row, "cleared", given.channels)
@@ -201,7 +204,7 @@ def _mail(content: Mapping[str, Any], given: AlertOptions) -> None:
     # From Django 6.1 on, `mailers` replaces `get_connection`.
     mailers: Any = getattr(mail, "mailers", None)
     mailer: Any = mailers.default if mailers else mail.get_connection()
-    mailer.timeout = given.TIMEOUT.total_seconds()
+    mailer.timeout = _TIMEOUT_SECONDS
     mailer.send_messages([mail.EmailMessage(one_line(subject), body, to=list(given.MAIL_TO))])
 
 
@@ -218,7 +221,7 @@ def _post(content: Mapping[str, Any], given: AlertOptions) -> None:
     headers = {"Content-Type": "application/json", "User-Agent": "django-exactly-once"}
     request = Request(given.WEBHOOK_URL, data=body, headers=headers, method="POST")  # noqa: S310 - https, see AlertOptions
     try:
-        with build_opener(_NoRedirect).open(request, timeout=given.TIMEOUT.total_seconds()) as answer:
+        with build_opener(_NoRedirect).open(request, timeout=_TIMEOUT_SECONDS) as answer:
             status = answer.status
     except HTTPError as error:
         error.close()  # it is the answer, with its connection

@@ -8,10 +8,11 @@ from django.db.models import Count
 
 from exactly_once.conf.app_options import AlertOptions
 from exactly_once.console.display import duration
-from exactly_once.console.operators.alerts import failing, silent
+from exactly_once.console.operators.alerts import PAUSED_TOO_LONG, failing, silent
 from exactly_once.half import Key
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.upkeep.minutes import Minutes
+from exactly_once.upkeep.minutes import LATELY, Minutes
+from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler
 from inbox.operators.processes import hanging, queued
@@ -55,23 +56,24 @@ def conditions(alias: str, options: AlertOptions) -> dict[Key, str]:
         found["no_consumer", name] = "No consumer is running for it. Start inbox_consume, or look into its log."
     found |= silent(consumers.rows(alias))
     found |= _of_handlers(alias, options, paused)
-    due = messages.filter(state__in=DUE, next_attempt_at__lt=DatabaseTime(-options.LAG))
+    overdue = inbox_options().STUCK_AFTER
+    due = messages.filter(state__in=DUE, next_attempt_at__lt=DatabaseTime(-overdue))
     for name in stored - set(paused):
         if due.filter(handler=name).exists():
-            found["lag", name] = f"A stored message has been due for more than {duration(options.LAG)} and is not run."
-    dead = messages.filter(state=State.DEAD, settled_at__gte=DatabaseTime(-options.DEAD_WITHIN)).count()
+            found["lag", name] = f"A stored message has been due for more than {duration(overdue)} and is not run."
+    dead = messages.filter(state=State.DEAD, settled_at__gte=DatabaseTime(-LATELY)).count()
     if dead >= options.DEAD:
-        found["dead", ""] = f"New dead letters within {duration(options.DEAD_WITHIN)}: {dead:,}. Retry, correct or skip them."
-    for name, number in newly_conflicting(alias, options.DEAD_WITHIN).items():
+        found["dead", ""] = f"New dead letters within {duration(LATELY)}: {dead:,}. Retry, correct or skip them."
+    for name, number in newly_conflicting(alias, LATELY).items():
         found["conflicts", name] = (
-            f"Messages that got a delivery with their biz-id and other content within {duration(options.DEAD_WITHIN)}: "
+            f"Messages that got a delivery with their biz-id and other content within {duration(LATELY)}: "
             f"{number:,}. It was not run. If it is another fact, run it as its own message in the admin, and correct biz_id= "
             "of the handler, or the publisher."
         )
     for name, row in paused.items():
-        if row.database_now - row.paused_at > options.PAUSED_FOR:
+        if row.database_now - row.paused_at > PAUSED_TOO_LONG:
             why = f": {row.reason}" if row.reason else ""
-            words = f"It has been paused for more than {duration(options.PAUSED_FOR)} by {row.paused_by}{why}"
+            words = f"It has been paused for more than {duration(PAUSED_TOO_LONG)} by {row.paused_by}{why}"
             found["handler_paused", name] = words
     return found
 

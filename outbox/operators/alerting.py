@@ -5,12 +5,13 @@ No query reads more than one row for each shard, topic or dead message.
 
 from exactly_once.conf.app_options import AlertOptions
 from exactly_once.console.display import duration
-from exactly_once.console.operators.alerts import failing, silent
+from exactly_once.console.operators.alerts import PAUSED_TOO_LONG, failing, silent
 from exactly_once.half import Key
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.transport.interface import PublishOutcome
-from exactly_once.upkeep.minutes import Minutes
+from exactly_once.upkeep.minutes import LATELY, Minutes
+from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.operators.figures import has_ready_for
 from outbox.operators.operations import groups
@@ -51,21 +52,22 @@ def conditions(alias: str, options: AlertOptions) -> dict[Key, str]:
     paused = PausedTopic.objects.using(alias).filter(is_resuming=False).values_list("topic", flat=True)
     known = {*paused, *(name for _condition, name in found)}
     found |= failing(MINUTES, alias, options, known, "published", "retried", "dead")
-    if has_ready_for(alias, options.LAG):
-        found["lag", ""] = f"A message has been ready for more than {duration(options.LAG)} and is not published."
-    dead = live.filter(state=State.DEAD, settled_at__gte=DatabaseTime(-options.DEAD_WITHIN)).count()
+    overdue = outbox_options().STUCK_AFTER
+    if has_ready_for(alias, overdue):
+        found["lag", ""] = f"A message has been ready for more than {duration(overdue)} and is not published."
+    dead = live.filter(state=State.DEAD, settled_at__gte=DatabaseTime(-LATELY)).count()
     if dead >= options.DEAD:
-        found["dead", ""] = f"New dead messages within {duration(options.DEAD_WITHIN)}: {dead:,}. Restore or discard them."
+        found["dead", ""] = f"New dead messages within {duration(LATELY)}: {dead:,}. Restore or discard them."
     if stuck := live.filter(state=State.STUCK).count():
         found["stuck_prepared", ""] = (
             f"Prepared messages whose checker does not know the outcome: {stuck:,}. Decide about them."
         )
-    too_long = PausedTopic.objects.using(alias).filter(is_resuming=False, paused_at__lt=DatabaseTime(-options.PAUSED_FOR))
+    too_long = PausedTopic.objects.using(alias).filter(is_resuming=False, paused_at__lt=DatabaseTime(-PAUSED_TOO_LONG))
     for row in too_long.order_by("topic"):
         if ("unroutable", row.topic) in found:
             continue
         why = f": {row.reason}" if row.reason else ""
-        words = f"It has been paused for more than {duration(options.PAUSED_FOR)} by {row.paused_by or 'the circuit breaker'}"
+        words = f"It has been paused for more than {duration(PAUSED_TOO_LONG)} by {row.paused_by or 'the circuit breaker'}"
         found["topic_paused", row.topic] = f"{words}{why}"
     return found
 

@@ -1,6 +1,7 @@
 """Alerts as operators see them, and the conditions that both halves have; see `upkeep.alerting`."""
 
 from collections.abc import Collection, Iterable, Iterator
+from datetime import timedelta
 from typing import Any
 
 from django.db.models import QuerySet
@@ -13,6 +14,8 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.heartbeat_table import is_ahead, lost
 from exactly_once.upkeep.minutes import LATELY, Minutes
 from exactly_once.wire.text import NAME_LENGTH
+
+PAUSED_TOO_LONG = timedelta(hours=1)
 
 
 def raised(alias: str) -> QuerySet[Any]:

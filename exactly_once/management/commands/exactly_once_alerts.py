@@ -37,7 +37,7 @@ class Command(DatabaseCommand):
         evaluator = Evaluator(app, alias)
         changed = evaluator.round()
         if changed is None:
-            words = _("%(app)s: not evaluated: a running process evaluates the alerts, or ALERTS turns them off.")
+            words = _("%(app)s: not evaluated: a running process evaluates the alerts.")
             self.stdout.write(words % {"app": app})
             return
         evaluator.release()
