@@ -42,7 +42,6 @@ class InboxOptions(AppOptions):
         QUEUE_TYPE: RabbitMQ queue type of the queues declared: "quorum" or "classic".
         ACCEPT: media types that are decoded; all must be JSON. Messages of other types become dead letters.
         BODY_LIMIT_BYTES: largest body that is decoded, before and after inflating. Larger messages become dead letters.
-        CONCURRENCY: worker threads of a consumer process, each with its own database connection.
         ACK_TIMEOUT: how long the broker waits for an acknowledgement: RabbitMQ's `consumer_timeout`.
         PREFETCH: maximum number of unacknowledged deliveries of each queue in one process.
         MAX_ATTEMPTS: failed attempts after which a message is dead: the first and 16 retries. A handler's `retry` overrides
@@ -70,7 +69,6 @@ class InboxOptions(AppOptions):
     QUEUE_TYPE: str = "quorum"
     ACCEPT: tuple[str, ...] = ("application/json", "text/json")
     BODY_LIMIT_BYTES: int = BODY_LIMIT_BYTES
-    CONCURRENCY: int = 4
     ACK_TIMEOUT: timedelta = timedelta(minutes=30)
     PREFETCH: int = 50
     MAX_ATTEMPTS: int = 17

@@ -52,26 +52,11 @@ class CheckOptions(_Positive):
         AFTER: how long a prepared message may stay undecided before its checker is asked.
         EVERY: time between two checks of one prepared message; a checker that takes longer is logged.
         LIMIT: answers "unknown" after which a prepared message is stuck until an operator resumes it.
-        THREADS: maximum concurrent checkers in one relay process; one topic may use all but one of them.
     """
 
     AFTER: timedelta = timedelta(seconds=6)
     EVERY: timedelta = timedelta(seconds=30)
     LIMIT: int = 15
-    THREADS: int = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallbackOptions(_Positive):
-    """The options of `CALLBACKS`, with their defaults.
-
-    Attributes:
-        THREADS: maximum concurrent callbacks in one relay process; one callback may use all but one of them.
-        TIMEOUT: how long a callback may take before PostgreSQL ends its transaction and it is called again later.
-    """
-
-    THREADS: int = 4
-    TIMEOUT: timedelta = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +71,7 @@ class OutboxOptions(AppOptions):
         DELAY_LEVELS: the names that `delay` takes: "30s", "2m", "1h". The default is RocketMQ's.
         WHEEL: the options of the timing wheel, see `WheelOptions`.
         CHECKS: when and how often checkers are asked, see `CheckOptions`.
-        CALLBACKS: how callbacks are called, see `CallbackOptions`.
+        CALLBACK_TIMEOUT: how long a callback may take before PostgreSQL ends its transaction and it is called again later.
         BATCH_SIZE: maximum number of messages in one pass of the relay.
         BATCH_BYTES: maximum size of the bodies in one pass of the relay; a larger message is sent alone.
         BATCH_DEADLINE: maximum time that one pass waits for the broker.
@@ -109,7 +94,7 @@ class OutboxOptions(AppOptions):
     )
     WHEEL: WheelOptions = WheelOptions()
     CHECKS: CheckOptions = CheckOptions()
-    CALLBACKS: CallbackOptions = CallbackOptions()
+    CALLBACK_TIMEOUT: timedelta = timedelta(seconds=30)
     BATCH_SIZE: int = 500
     BATCH_BYTES: int = 8 * 1024 * 1024
     BATCH_DEADLINE: timedelta = timedelta(seconds=5)

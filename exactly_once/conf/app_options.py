@@ -53,6 +53,8 @@ class AppOptions:
 
     Attributes:
         BROKER_SSL: the options of TLS to the broker and to its management API, see `exactly_once.conf.tls.TlsOptions`.
+        CONCURRENCY: threads of one process that call functions of the project, each with its own database connection: handlers
+            in a consumer; callbacks in a relay, and as many checkers. One callback, or topic, may use all but one of them.
         RETRY_BASE, RETRY_CAP: delay after the first failed attempt, and the longest one.
         TRAIL: the transitions to record in the trail: "decisions", those that matter to an operator, or "all".
         TRAIL_RETENTION: how long trail entries are kept, and bulk operations after their end, with their outcomes.
@@ -69,6 +71,7 @@ class AppOptions:
     """
 
     BROKER_SSL: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # see ALERTS
+    CONCURRENCY: int = 4
     RETRY_BASE: timedelta = timedelta(seconds=10)
     RETRY_CAP: timedelta = timedelta(hours=2)
     TRAIL: str = "decisions"

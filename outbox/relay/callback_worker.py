@@ -2,7 +2,7 @@
 
 A callback is called until it returns. Each failed call is logged with its traceback and shown in the admin. It is logged as an
 error from MAX_ATTEMPTS on. A callback runs in a transaction of the outbox's database, which delays VACUUM while the callback
-waits for a network. So the database ends that transaction after CALLBACKS["TIMEOUT"], and the call has failed. A call that a
+waits for a network. So the database ends that transaction after CALLBACK_TIMEOUT, and the call has failed. A call that a
 database outage interrupts has not failed: its claim ends, and it is due again.
 
 A checker is called between two transactions, never inside one. The process that claims a check defers the next one, repeatedly
@@ -41,7 +41,7 @@ from outbox.store.pending_callbacks import pending_calls
 logger = escaping_logger(__name__)
 
 _LEASE_MARGIN = timedelta(seconds=30)
-"""A call is claimed for CALLBACKS["TIMEOUT"] plus this margin; after that, a call claimed by a dead process is due again."""
+"""A call is claimed for CALLBACK_TIMEOUT plus this margin; after that, a call claimed by a dead process is due again."""
 _AFTER_A_COLLISION = timedelta(seconds=1)
 """Delay after a deadlock or a conflict with SQLite's other writer, which are not the callback's fault."""
 
@@ -50,7 +50,7 @@ def callers(alias: str, options: OutboxOptions, *, database_log: OutageLog | Non
     """The attendant that calls the callbacks of this process; none without callbacks."""
     if not registry:
         return ()
-    claim, threads, limit = _Claims(alias, options), options.CALLBACKS.THREADS, options.CALLBACKS.TIMEOUT
+    claim, threads, limit = _Claims(alias, options), options.CONCURRENCY, options.CALLBACK_TIMEOUT
     return [Attendant("callbacks", alias, claim, options, database_log, threads=threads, limit=limit)]
 
 
@@ -58,7 +58,7 @@ def askers(alias: str, options: OutboxOptions, *, database_log: OutageLog | None
     """The attendant that asks the checkers of this process; none without checkers."""
     if not checkers.topics():
         return ()
-    claim, threads, limit = _Checks(alias, options).claim, options.CHECKS.THREADS, options.CHECKS.EVERY
+    claim, threads, limit = _Checks(alias, options).claim, options.CONCURRENCY, options.CHECKS.EVERY
     return [Attendant("checks", alias, claim, options, database_log, threads=threads, limit=limit)]
 
 
@@ -113,29 +113,29 @@ class _Callback:
 
 
 def _lease(options: OutboxOptions) -> timedelta:
-    return options.CALLBACKS.TIMEOUT + _LEASE_MARGIN
+    return options.CALLBACK_TIMEOUT + _LEASE_MARGIN
 
 
 def _call(call: pending_callbacks.DueCall, options: OutboxOptions) -> None:
     began_at = monotonic()
     try:
         with transaction.atomic(using=call.alias, durable=True):
-            begin_bounded(call.alias, options.CALLBACKS.TIMEOUT)
+            begin_bounded(call.alias, options.CALLBACK_TIMEOUT)
             registry.call(call.callback, pending_callbacks.begin_call(call))
             pending_callbacks.finish_call(call)
     except BaseException as error:
         # Including SystemExit: the callback did not return, so it is called again.
         took = timedelta(seconds=monotonic() - began_at)
-        if is_outage(error) and took < options.CALLBACKS.TIMEOUT:
+        if is_outage(error) and took < options.CALLBACK_TIMEOUT:
             raise
         _defer(call, error, took, options)
 
 
 def _defer(call: pending_callbacks.DueCall, error: BaseException, took: timedelta, options: OutboxOptions) -> None:
     reason = redacted_error(options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")
-    if took >= options.CALLBACKS.TIMEOUT:
-        limit = options.CALLBACKS.TIMEOUT.total_seconds()
-        reason += f" (it took {took.total_seconds():.1f} s, and CALLBACKS['TIMEOUT'] is {limit:g} s)"
+    if took >= options.CALLBACK_TIMEOUT:
+        limit = options.CALLBACK_TIMEOUT.total_seconds()
+        reason += f" (it took {took.total_seconds():.1f} s, and CALLBACK_TIMEOUT is {limit:g} s)"
     delay = _AFTER_A_COLLISION if is_collision(error) else options.retry.delay(call.number)
     drop_unusable_connections()
     if not pending_callbacks.defer_call(call, reason, delay):

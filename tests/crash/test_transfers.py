@@ -62,7 +62,7 @@ def became(transfer_id):
 
 def transferring(world, transfer_id, **how):
     code = f"from tests.support.apps.bank.transfers import transfer; transfer({transfer_id!r}, {ADA!r}, {AMOUNT})"
-    return world.command("shell", "--command", code, outbox={"CHECKS": {**OFTEN, "THREADS": 1}}, **how)
+    return world.command("shell", "--command", code, outbox={"CHECKS": OFTEN, "CONCURRENCY": 1}, **how)
 
 
 def test_a_transfer_is_neither_lost_nor_doubled_whichever_process_is_killed(bank):
@@ -73,9 +73,9 @@ def test_a_transfer_is_neither_lost_nor_doubled_whichever_process_is_killed(bank
 
     dying = bank.listening(failpoint=f"kill after {FINISH}")
     for point in RELAY_POINTS:
-        bank.dies_at(point, partial(bank.relay, outbox={"CHECKS": {**OFTEN, "THREADS": 1}}))
+        bank.dies_at(point, partial(bank.relay, outbox={"CHECKS": OFTEN, "CONCURRENCY": 1}))
     bank.dead(dying, FINISH)
-    bank.relay(outbox={"CHECKS": {**OFTEN, "THREADS": 1}})
+    bank.relay(outbox={"CHECKS": OFTEN, "CONCURRENCY": 1})
     bank.drain()
 
     assert {point: became(point) for point in TELLER_POINTS} == TELLER_POINTS
@@ -92,7 +92,7 @@ def test_a_checker_that_asks_too_early_gets_the_right_answer(bank):
         bank.wait_until(lambda teller=teller: teller.is_stopped, "the teller stands still")
 
     bank.listening()
-    bank.relay(outbox={"CHECKS": {**OFTEN, "THREADS": 3}})
+    bank.relay(outbox={"CHECKS": OFTEN, "CONCURRENCY": 3})
     bank.wait_until(lambda: became("too late") == State.ROLLED_BACK, "the checker has written its tombstone")
     bank.wait_until(a_transaction_waits_for_another, "the checker waits for the debit")
     assert became("in time") == State.PREPARED

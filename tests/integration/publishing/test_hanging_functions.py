@@ -100,7 +100,7 @@ def test_checker_that_hangs_for_one_message_is_reported_with_its_stack_and_holds
 @pytest.mark.parametrize(("threads", "taken"), [(1, 1), (2, 1), (4, 3)])
 def test_checker_that_hangs_for_every_message_leaves_a_thread_to_other_topics(relay, begun, threads, taken):
     in_vain = [prepare(CHECKED_IN_VAIN, {}, biz_id=f"in vain {n}") for n in range(6)]
-    with relay(CHECKS={**OFTEN, "THREADS": threads}, SHUTDOWN_GRACE=A_LONG_TIME) as process:
+    with relay(CHECKS=OFTEN, CONCURRENCY=threads, SHUTDOWN_GRACE=A_LONG_TIME) as process:
         process.until(lambda: process.said().count("has been running") == taken)
         other = prepare(CHECKED, {})
         process.until(lambda: state_of(other) == State.PUBLISHED)
@@ -123,7 +123,7 @@ def test_message_whose_checker_hangs_is_checked_by_no_other_relay(relay, begun):
 
 
 def test_hanging_callback_is_reported_with_its_stack_and_holds_up_no_other_callback(relay, begun, settings):
-    with relay(CALLBACKS={"TIMEOUT": 0.5, "THREADS": 2}, SHUTDOWN_GRACE=A_LONG_TIME) as process:
+    with relay(CALLBACK_TIMEOUT=0.5, CONCURRENCY=2, SHUTDOWN_GRACE=A_LONG_TIME) as process:
         for n in range(5):
             published(HANGING, biz_id=f"hanging {n}")
         process.until(begun)
@@ -140,7 +140,7 @@ def test_hanging_callback_is_reported_with_its_stack_and_holds_up_no_other_callb
 
 
 def test_database_ends_the_transaction_of_a_callback_that_takes_too_long_and_it_is_called_again(relay, gate, begun):
-    with relay(CALLBACKS={"TIMEOUT": 0.5, "THREADS": 1}) as process:
+    with relay(CALLBACK_TIMEOUT=0.5, CONCURRENCY=1) as process:
         published(WAITING, biz_id="waiting")
         process.until(lambda: begun()["waiting"])
         process.until(lambda: not sessions_of_the_relay("idle in transaction"))
@@ -150,7 +150,7 @@ def test_database_ends_the_transaction_of_a_callback_that_takes_too_long_and_it_
         gate.unlink()
         # A stall of half a second makes it the third call.
         process.until(lambda: [(name, call != "1") for name, call in effects()] == [("waiting", True)])
-        assert "CALLBACKS['TIMEOUT'] is 0.5 s" in process.said()
+        assert "CALLBACK_TIMEOUT is 0.5 s" in process.said()
         assert not PendingCallback.objects.exists()
 
 
