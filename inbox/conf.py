@@ -23,6 +23,7 @@ from exactly_once.wire.retry import RetryPolicy
 from exactly_once.wire.text import why_unfit
 
 IN_THE_DATABASE = "database"
+_RETRY_FACTOR = 2.5
 _HTTP = ("http://", "https://"), "a URL like http://host:15672"
 _REDIS = ("redis://", "rediss://", "unix://"), "'database' or a URL like redis://host:6379/0"
 """The schemes of an option, and what it must be."""
@@ -40,13 +41,11 @@ class InboxOptions(AppOptions):
         EXCHANGE: the topic exchange that the queues are bound to; "" takes `OUTBOX["EXCHANGE"]`.
         GROUP: this service's name on the broker, the prefix of its queue names; "" takes the project's name.
         QUEUE_TYPE: RabbitMQ queue type of the queues declared: "quorum" or "classic".
-        ACCEPT: media types that are decoded; all must be JSON. Messages of other types become dead letters.
         BODY_LIMIT_BYTES: largest body that is decoded, before and after inflating. Larger messages become dead letters.
         ACK_TIMEOUT: how long the broker waits for an acknowledgement: RabbitMQ's `consumer_timeout`.
         PREFETCH: maximum number of unacknowledged deliveries of each queue in one process.
         MAX_ATTEMPTS: failed attempts after which a message is dead: the first and 16 retries. A handler's `retry` overrides
             this and the delays.
-        RETRY_FACTOR: each further failure multiplies the delay by it.
         REDELIVERY_AFTER: a stored message whose process died during its run is tried again after this; of several of them, a
             process begins one in this time.
         DUPLICATE_TIMEOUT: how long a delivery waits for a concurrent duplicate's transaction before it is deferred.
@@ -58,7 +57,6 @@ class InboxOptions(AppOptions):
         MAX_AGE_MARGIN: a delivery older than RETENTION minus this is not run, because its receipt may already be deleted.
         AROUND: dotted paths of functions that take a message and return a context manager, which is entered around each call
             of a handler, inside its transaction.
-        WEBHOOK_TIMEOUT: longest duration of a request to a webhook endpoint.
         WEBHOOK_NETWORKS: networks that webhook endpoints may be in although they are not public, such as "10.1.0.0/16".
     """
 
@@ -67,12 +65,10 @@ class InboxOptions(AppOptions):
     EXCHANGE: str = ""
     GROUP: str = ""
     QUEUE_TYPE: str = "quorum"
-    ACCEPT: tuple[str, ...] = ("application/json", "text/json")
     BODY_LIMIT_BYTES: int = BODY_LIMIT_BYTES
     ACK_TIMEOUT: timedelta = timedelta(minutes=30)
     PREFETCH: int = 50
     MAX_ATTEMPTS: int = 17
-    RETRY_FACTOR: float = 2.5
     REDELIVERY_AFTER: timedelta = timedelta(seconds=10)
     DUPLICATE_TIMEOUT: timedelta = timedelta(seconds=2)
     LEASE_STORE: str = field(default=IN_THE_DATABASE, repr=False)
@@ -81,7 +77,6 @@ class InboxOptions(AppOptions):
     KEEP_BODIES: str = "all"
     MAX_AGE_MARGIN: timedelta = timedelta(days=1)
     AROUND: tuple[str, ...] = ()
-    WEBHOOK_TIMEOUT: timedelta = timedelta(seconds=15)
     WEBHOOK_NETWORKS: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -117,7 +112,7 @@ class InboxOptions(AppOptions):
 
     @cached_property
     def retry(self) -> RetryPolicy:
-        return RetryPolicy(max_attempts=self.MAX_ATTEMPTS, base=self.RETRY_BASE, factor=self.RETRY_FACTOR, cap=self.RETRY_CAP)
+        return RetryPolicy(max_attempts=self.MAX_ATTEMPTS, base=self.RETRY_BASE, factor=_RETRY_FACTOR, cap=self.RETRY_CAP)
 
     @cached_property
     def broker_url(self) -> str:

@@ -75,8 +75,8 @@ class OutboxOptions(AppOptions):
         BATCH_SIZE: maximum number of messages in one pass of the relay.
         BATCH_BYTES: maximum size of the bodies in one pass of the relay; a larger message is sent alone.
         BATCH_DEADLINE: maximum time that one pass waits for the broker.
-        DOORBELL: on PostgreSQL, wake idle relays by NOTIFY after a commit; if off, they only poll.
-        LISTEN_ALIAS: the database alias for LISTEN, if the outbox's own goes through a transaction pooler; "" for its own.
+        LISTEN_ALIAS: the database alias on which idle relays of PostgreSQL LISTEN for commits, if the outbox's own goes through
+            a transaction pooler; "" for its own; None: they only poll.
         PUBLISH_HOOKS: dotted paths of functions that take a `Draft` and return headers to add to the message, or None.
         MAX_ATTEMPTS: failed attempts after which a message is dead; an unroutable message never is.
         KEEP_HISTORY: how long published, cancelled, expired and rolled back rows stay before the relay deletes them. With None
@@ -98,8 +98,7 @@ class OutboxOptions(AppOptions):
     BATCH_SIZE: int = 500
     BATCH_BYTES: int = 8 * 1024 * 1024
     BATCH_DEADLINE: timedelta = timedelta(seconds=5)
-    DOORBELL: bool = True
-    LISTEN_ALIAS: str = ""
+    LISTEN_ALIAS: str | None = ""
     PUBLISH_HOOKS: tuple[str, ...] = ()
     MAX_ATTEMPTS: int = 16
     KEEP_HISTORY: timedelta | None = timedelta(days=7)

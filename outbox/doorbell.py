@@ -50,7 +50,7 @@ def ring_after_commit(alias: str) -> None:
 
     A transaction rings once, however often this is called, and does not ring if it is rolled back.
     """
-    if not outbox_options().DOORBELL:
+    if outbox_options().LISTEN_ALIAS is None:
         return
     connection = connections[alias]
     if connection.vendor != "postgresql" and alias not in _in_this_process:

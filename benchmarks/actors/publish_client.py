@@ -44,7 +44,7 @@ class Client:
         self._specimen = specimen
         self._shards = SHARDS
         # The same two all the time, because options are read again whenever the setting is another object.
-        self._ringing, self._silent = ({**settings.OUTBOX, "DOORBELL": doorbell} for doorbell in (True, False))
+        self._ringing, self._silent = ({**settings.OUTBOX, "LISTEN_ALIAS": alias} for alias in ("", None))
         columns = ", ".join(specimen)
         self._insert = f"INSERT INTO outbox_outboxmessage_live ({columns}) VALUES ({', '.join(['%s'] * len(specimen))})"
 

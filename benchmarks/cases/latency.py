@@ -74,7 +74,7 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
 
     say(f"{record.name}: idle, {idle.count} messages to the broker, as many with the doorbell off, as many to the handler")
     _to_broker(broker_only, record, "commit -> broker, idle", idle)
-    _to_broker(broker_only, record, "commit -> broker, idle, polling", idle, DOORBELL=False)
+    _to_broker(broker_only, record, "commit -> broker, idle, polling", idle, LISTEN_ALIAS=None)
     to_handler(with_handler, record, "commit -> handler, idle", idle)
 
     say(f"{record.name}: finding out what 30 % of the capacity is")

@@ -8,10 +8,7 @@ import hmac
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import cached_property
-
-from django.db import connections
 
 from exactly_once.conf import settings as options
 from exactly_once.conf.masking import quoted
@@ -85,23 +82,15 @@ class HttpOptions:
     Attributes:
         TOKENS: the clients by name, each a dict with DIGESTS and SCOPES, see `TokenOptions`. Without one, every request
             is refused.
-        DATABASE: the database alias of the outbox that clients publish to. Default: that of the database routers.
-        MAX_MESSAGES: maximum number of messages in one request or answer.
-        MAX_WAIT: longest time that a client may wait for messages.
         MAX_WAITING: maximum number of requests that wait for messages at the same time in one web process; one client has
             an equal share of them. None: 20 under ASGI; under WSGI 1, or 0 if the process has a single thread.
     """
 
     TOKENS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
-    DATABASE: str | None = None
-    MAX_MESSAGES: int = 100
-    MAX_WAIT: timedelta = timedelta(seconds=30)
     MAX_WAITING: int | None = None
 
     def __post_init__(self) -> None:
         options.require_positive(self)
-        if self.DATABASE is not None and self.DATABASE not in connections:
-            raise ValueError(f"DATABASE is {quoted(self.DATABASE)}, and DATABASES has: {', '.join(connections)}.")
         digests = [digest for client in self.clients for digest in client.digests]
         if len({*digests}) < len(digests):
             raise ValueError("TOKENS has the same digest twice: a token must identify one client.")

@@ -10,7 +10,7 @@ from typing import Any
 
 from exactly_once.wire.text import describe
 
-_FILES = ("ca_certs", "certfile", "keyfile", "ciphers")
+_FILES = ("ca_certs", "certfile", "keyfile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,6 @@ class TlsOptions:
         cert_reqs: `ssl.CERT_NONE` accepts any certificate.
         check_hostname: whether the certificate must be for the host of the URL.
         server_hostname: the name that the certificate must be for, instead of the host of the URL; for RabbitMQ only.
-        ciphers: a list of ciphers in OpenSSL's format; "": the default of Python.
     """
 
     ca_certs: str = ""
@@ -33,7 +32,6 @@ class TlsOptions:
     cert_reqs: ssl.VerifyMode = ssl.CERT_REQUIRED
     check_hostname: bool = True
     server_hostname: str = ""
-    ciphers: str = ""
 
     def __post_init__(self) -> None:
         if self.keyfile and not self.certfile:
@@ -67,8 +65,6 @@ class TlsOptions:
             context.load_verify_locations(self.ca_certs)
         else:
             context.load_default_certs()
-        if self.ciphers:
-            context.set_ciphers(self.ciphers)
         return context
 
     def why_unloadable(self) -> str:

@@ -82,7 +82,7 @@ class Backoff:
 
     Attributes:
         base: the delay after the first failed attempt; default: RETRY_BASE.
-        factor: multiplies the delay after each further failure; 1 or more; default: RETRY_FACTOR.
+        factor: multiplies the delay after each further failure; 1 or more; default: 2.5.
         cap: the longest delay; default: RETRY_CAP, or `base` if that is longer.
 
     Raises:

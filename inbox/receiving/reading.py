@@ -37,6 +37,7 @@ from inbox.transactions.running import Arrival, DatabaseUnavailable
 
 PARKED = "parked:"
 """Begins the biz-id of a delivery that is stored as it came."""
+_JSON = ("application/json", "text/json")
 _PARKED_REDELIVERY = f"{PARKED}redelivery:"
 
 _OVERRIDE = "If you are sure that it has not been handled, override the maximum message age to run it; a retry does not run it."
@@ -73,7 +74,7 @@ def read_unread(handler: Handler, envelope: Envelope, options: InboxOptions, *, 
             # A structured event has its ordering key in its body, and needs it for its place in the order.
             envelope = opened(envelope, options.BODY_LIMIT_BYTES)
         if handler.biz_id is None and not is_structured(envelope):
-            biz_id = _of_this_queue(handler, envelope.topic, _identified_by_headers(envelope, options))
+            biz_id = _of_this_queue(handler, envelope.topic, _identified_by_headers(envelope))
             refused = outside = outside_window(envelope, options)
             row = row_of(handler, envelope, biz_id=biz_id, redelivered=redelivered)
         else:
@@ -227,7 +228,7 @@ def _message_of(
     envelope: Envelope, options: InboxOptions, *, needs_id: bool = True, attempt: int = 1, biz_id: str = ""
 ) -> Message:
     """As `message_of`, for an envelope that was opened."""
-    dedup_id = _identified_by_headers(envelope, options, needs_id=needs_id)
+    dedup_id = _identified_by_headers(envelope, needs_id=needs_id)
     compression = str(envelope.headers.get(COMPRESSION, ""))
     payload = decode_payload(envelope.body, envelope.content_type, compression=compression, limit=options.BODY_LIMIT_BYTES)
     return Message(
@@ -256,7 +257,7 @@ def message_for(arrival: Arrival, options: InboxOptions) -> Message:
     return _message_of(arrival.envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
 
 
-def _identified_by_headers(envelope: Envelope, options: InboxOptions, *, needs_id: bool = True) -> str:
+def _identified_by_headers(envelope: Envelope, *, needs_id: bool = True) -> str:
     """The message's own biz-id, else its id; "" if it has neither.
 
     Raises:
@@ -266,10 +267,8 @@ def _identified_by_headers(envelope: Envelope, options: InboxOptions, *, needs_i
     if needs_id and not dedup_id:
         raise Undecodable("It has no identity: no readable CloudEvents id, bizid or AMQP message_id.")
     kind = media_type(envelope.content_type)
-    if kind not in options.ACCEPT and not kind.endswith("+json"):
-        raise Undecodable(
-            f"Its content type {envelope.content_type!r} is not accepted; INBOX['ACCEPT'] is {list(options.ACCEPT)}."
-        )
+    if kind not in _JSON and not kind.endswith("+json"):
+        raise Undecodable(f"Its content type {envelope.content_type!r} is not accepted: it is not JSON.")
     return dedup_id
 
 

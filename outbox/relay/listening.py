@@ -45,7 +45,7 @@ _TIMEOUTS = {
 
 _POOLED = (
     "The database %r is behind a pooler, which may not support LISTEN: this relay only polls. Set OUTBOX['LISTEN_ALIAS'] to an "
-    "alias that bypasses the pooler, or to %r if it pools sessions and not transactions; or set OUTBOX['DOORBELL'] to False."
+    "alias that bypasses the pooler, or to %r if it pools sessions and not transactions; or to None."
 )
 
 
@@ -56,14 +56,13 @@ class Listener:
         self._alias = alias
         self._named_alias = options.LISTEN_ALIAS
         self._bells = tuple(bells)
-        self._wanted = options.DOORBELL
         self._end = StopRequest()
         self._outage = Outage("the doorbell")
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Listen during the block: always to this process, on PostgreSQL also to all others."""
-        if not self._wanted:
+        if self._named_alias is None:
             yield
             return
         with doorbell.heard_in_this_process(self._alias, self._bells):

@@ -54,7 +54,7 @@ class TestFollowingTheOutbox:
             "MANAGEMENT_URL is 'amqp://[^s]*@host': it must be a URL like http",
         ),
         ({"RETENTION": timedelta(hours=1)}, "MAX_AGE_MARGIN"),
-        ({"ACCEPT": "application/json"}, "list or tuple"),
+        ({"AROUND": "shop.tenants.around"}, "list or tuple"),
         ([], "must be a dict"),
     ],
 )

@@ -29,6 +29,9 @@ from exactly_once.console.http import problems
 from exactly_once.console.http.problems import Problem, ProblemDetails
 from exactly_once.wire.text import NAME_LENGTH
 
+MAX_MESSAGES = 100
+"""In one request or answer."""
+
 VERSION = "1"
 _ALWAYS = (400, 401, 403, 411, 413, 422, 500, 503)
 _View = Callable[..., Any]

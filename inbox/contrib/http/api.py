@@ -12,7 +12,7 @@ from django.http import HttpRequest
 from pydantic import BaseModel, FailFast, Field
 
 from exactly_once.conf.http_options import HttpOptions
-from exactly_once.console.http.api import Api, Body, Count, Seconds, answers, client_of, require
+from exactly_once.console.http.api import MAX_MESSAGES, Api, Body, Count, Seconds, answers, client_of, require
 from exactly_once.console.http.problems import Problem, unavailable
 from exactly_once.wire.text import ERROR_LENGTH
 from inbox.conf import inbox_options
@@ -27,6 +27,7 @@ _BODY_LIMIT_BYTES = 1024 * 1024
 
 
 _LONGEST_LEASE = timedelta(hours=12)
+_MAX_WAIT_SECONDS = 30
 
 Lease = Annotated[str, Field(pattern=r"^[0-9]{1,18}\.[0-9]{1,9}$")]
 LeaseSeconds = Annotated[float, Field(strict=True, ge=1, le=_LONGEST_LEASE.total_seconds(), allow_inf_nan=False)]
@@ -116,16 +117,16 @@ api = Api(
 @api.post("/subscriptions/{name}/read", operation_id="read", response=answers({200: LeasedMessages}, 404, 429))
 async def read(request: HttpRequest, name: str, how: Reading) -> LeasedMessages:
     """Read due messages, or wait for one. Each is the client's until its lease ends."""
-    handler, options, limits = _subscription(request, name), inbox_options(), _options()
-    _require_at_most("max_messages", how.max_messages, limits.MAX_MESSAGES)
-    _require_at_most("wait_seconds", how.wait_seconds, limits.MAX_WAIT.total_seconds())
+    handler, options = _subscription(request, name), inbox_options()
+    _require_at_most("max_messages", how.max_messages, MAX_MESSAGES)
+    _require_at_most("wait_seconds", how.wait_seconds, _MAX_WAIT_SECONDS)
     leased = await until_found(
         partial(queries.claim, handler, how.max_messages, timedelta(seconds=how.lease_seconds), options),
         alias=handler.using,
         wait=timedelta(seconds=how.wait_seconds),
         longest_pause=options.POLL_INTERVAL,
         client=client_of(request).name,
-        places=places_for(request, limits),
+        places=places_for(request, _options()),
     )
     return LeasedMessages(messages=[LeasedMessage.of(*each) for each in leased])
 
@@ -163,7 +164,7 @@ def _subscription(request: HttpRequest, name: str) -> Handler:
 
 
 def _leases(given: Leases) -> Sequence[str]:
-    _require_at_most("leases", len(given.leases), _options().MAX_MESSAGES)
+    _require_at_most("leases", len(given.leases), MAX_MESSAGES)
     return list(dict.fromkeys(given.leases))
 
 

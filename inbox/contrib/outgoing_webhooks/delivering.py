@@ -28,7 +28,7 @@ from inbox.handlers.message import Message
 from inbox.handlers.options import Lease
 
 _HEADERS = {"Content-Type": "application/json", "User-Agent": "django-exactly-once"}
-_SHORTEST_LEASE = timedelta(minutes=1)
+_TIMEOUT, _LEASE = timedelta(seconds=15), timedelta(minutes=1)
 _NOT_NOW = timedelta(seconds=1)
 """Within this time, a process reads that the endpoint is not active any more."""
 _MAY_ASK_TO_WAIT = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
@@ -42,15 +42,13 @@ class ErrorAnswer(Exception):
 
 def handler_of(alias: str, endpoint: Endpoint) -> Handler:
     """The handler of the messages to this endpoint. Until a request has succeeded again, it runs one at a time."""
-    timeout = inbox_options().WEBHOOK_TIMEOUT
-    duration = max(_SHORTEST_LEASE, 2 * timeout)
     return Handler(
         name=handler_name(endpoint),
         topics=(),
         function=update_wrapper(partial(_deliver, alias, endpoint.pk), _deliver),
         biz_id=None,
         using=alias,
-        lease=Lease(duration=duration, limit=2 * duration),
+        lease=Lease(duration=_LEASE, limit=2 * _LEASE),
         concurrency=1 if endpoint.failures else endpoint.concurrency,
     )
 
@@ -61,7 +59,6 @@ def _deliver(alias: str, pk: int, message: Message) -> None:
         raise Reject("Its endpoint does not exist any more.")
     if endpoint.state != State.ACTIVE:
         raise RetryLater(_NOT_NOW, f"the endpoint {endpoint.name} is {endpoint.get_state_display().lower()}")
-    options = inbox_options()
     body = json.dumps(message.payload, ensure_ascii=False, separators=(",", ":")).encode()
     signature = signed_headers(_webhook_id(message), body, endpoints.secrets_of(endpoint), utcnow())
     try:
@@ -69,8 +66,8 @@ def _deliver(alias: str, pk: int, message: Message) -> None:
             endpoint.url,
             body,
             {**_HEADERS, **signature},
-            timeout=options.WEBHOOK_TIMEOUT,
-            private=networks(options.WEBHOOK_NETWORKS),
+            timeout=_TIMEOUT,
+            private=networks(inbox_options().WEBHOOK_NETWORKS),
         )
     except NoAnswer as error:
         endpoints.failed(alias, endpoint, str(error))

@@ -11,8 +11,8 @@ from django.urls import ResolverMatch, reverse
 from ninja import Header, Path, Query
 from ninja.responses import Status
 
-from exactly_once.conf.http_options import Client, HttpOptions
-from exactly_once.console.http.api import Api, Name, answers, client_of, require
+from exactly_once.conf.http_options import Client
+from exactly_once.console.http.api import MAX_MESSAGES, Api, Name, answers, client_of, require
 from exactly_once.console.http.problems import Problem, with_status
 from exactly_once.console.operators.audit import Actor, Subject, record
 from exactly_once.models import OPEN
@@ -44,19 +44,15 @@ _SHOWN = (
 )
 
 
-def _options() -> HttpOptions:
-    return outbox_options().http
-
-
 def _alias() -> str:
-    return database_of(_options().DATABASE)
+    return database_of(None)
 
 
 api = Api(
     name="outbox_http",
     title="Outbox",
     description="Publish messages, and decide about those that are not published yet.",
-    options=_options,
+    options=lambda: outbox_options().http,
     body_limit=lambda: outbox_options().BODY_LIMIT_BYTES,
     answered={
         PayloadTooLarge: with_status(HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
@@ -93,8 +89,8 @@ def publish_many(request: HttpRequest, batch: schemas.NewMessages) -> schemas.Pu
     """
     for topic in {message.topic for message in batch.messages}:
         require(request, "publish", topic)
-    if len(batch.messages) > (most := _options().MAX_MESSAGES):
-        raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, f"messages has {len(batch.messages)} items, and the limit is {most}.")
+    if (count := len(batch.messages)) > MAX_MESSAGES:
+        raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, f"messages has {count} items, and the limit is {MAX_MESSAGES}.")
     if "Idempotency-Key" in request.headers:
         raise Problem(
             HTTPStatus.UNPROCESSABLE_ENTITY,
@@ -117,7 +113,7 @@ def messages(request: HttpRequest, topic: Annotated[Name, Query()], biz_id: Anno
         require(request, "publish", topic)
     decisions.refuse_unfit(topic=topic, biz_id=biz_id)
     rows = OutboxMessage.objects.using(_alias()).filter(topic=topic, biz_id=biz_id).only(*_SHOWN)
-    found = newest(rows, _options().MAX_MESSAGES)
+    found = newest(rows, MAX_MESSAGES)
     return schemas.Statuses(messages=[schemas.MessageStatus.model_validate(row) for row in found])
 
 

@@ -51,7 +51,7 @@ OTHER_OPTIONS = [
     ("INBOX", "EXCHANGE"),
     ("INBOX", "GROUP"),
     ("INBOX", "QUEUE_TYPE"),
-    ("INBOX", "ACCEPT"),
+    ("INBOX", "AROUND"),
     ("INBOX", "broker_url"),
 ]
 

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from outbox.models import OutboxMessage
 from tests.support.http_api import AUDITOR, HTTP, Api, documents, rendered
 
 TOPIC = "shop.order.placed"
-SHORT_WAIT = {"MAX_WAIT": timedelta(seconds=0.05)}
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",
@@ -32,10 +30,11 @@ CHECKS = (
 
 
 @pytest.fixture
-def served(live_server, own_handlers):
+def served(live_server, own_handlers, monkeypatch):
     """The URL of both APIs."""
     subscribe(TOPIC)
-    with override_settings(ROOT_URLCONF="tests.support.http_urls", OUTBOX={"HTTP": {**HTTP, **SHORT_WAIT}}):
+    monkeypatch.setattr("inbox.contrib.http.api._MAX_WAIT_SECONDS", 0.05)
+    with override_settings(ROOT_URLCONF="tests.support.http_urls", OUTBOX={"HTTP": HTTP}):
         yield f"{live_server.url}/api"
 
 

@@ -93,7 +93,7 @@ def test_http_decision_about_a_recent_message_locks_a_few_partitions(api, which)
 
 
 @pytest.mark.parametrize(("most", "shown"), [(1, 1), (2, 2), (10, 3)])
-def test_http_lists_the_newest_messages_of_a_name_first_whatever_their_days(most, shown):
+def test_http_lists_the_newest_messages_of_a_name_first_whatever_their_days(most, shown, monkeypatch):
     with transaction.atomic():
         ids = [str(publish("shop.order.placed", {}, biz_id="order-17").id) for _ in range(3)]
         cancel(ids[2])
@@ -101,7 +101,8 @@ def test_http_lists_the_newest_messages_of_a_name_first_whatever_their_days(most
     ago = timedelta(days=40)
     OutboxMessage.objects.filter(message_id=ids[2]).update(settled_at=DatabaseTime(-ago), day=day_of("default", ago))
 
-    with override_settings(ROOT_URLCONF="tests.support.http_urls", OUTBOX={"HTTP": {**HTTP, "MAX_MESSAGES": most}}):
+    monkeypatch.setattr("outbox.contrib.http.api.MAX_MESSAGES", most)
+    with override_settings(ROOT_URLCONF="tests.support.http_urls", OUTBOX={"HTTP": HTTP}):
         answer = Api().get("outbox/messages", topic="shop.order.placed", biz_id="order-17").json()
 
     assert [message["id"] for message in answer["messages"]] == ids[::-1][:shown]

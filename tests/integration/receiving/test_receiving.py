@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from exactly_once.process.clock import utcnow
 from exactly_once.wire.envelope import from_delivery
-from inbox import Reject, RetryLater, signals
+from inbox import Backoff, Reject, Retry, RetryLater, signals
 from inbox.consumer.reception import envelope_of
 from inbox.errors import NotCallable
 from inbox.handlers.registry import registry
@@ -315,8 +315,8 @@ class TestFailedAttempt:
         assert Effect.objects.get().detail == "2"
 
     def test_backoff_grows_with_every_attempt(self, handles):
-        handler = handles(fails)
-        given = options(MAX_ATTEMPTS=5, RETRY_BASE=A_MINUTE, RETRY_FACTOR=100.0, RETRY_CAP=timedelta(days=300))
+        handler = handles(fails, retry=Retry(backoff=Backoff(factor=100.0)))
+        given = options(MAX_ATTEMPTS=5, RETRY_BASE=A_MINUTE, RETRY_CAP=timedelta(days=300))
         deliver(handler, given=given)
         backoff = [time_until_retry(the_row())]
         for _ in range(2):

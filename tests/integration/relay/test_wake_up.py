@@ -135,7 +135,7 @@ class TestRinging:
         assert heard() == []
 
     def test_publisher_with_doorbell_false_does_not_ring(self, heard, settings):
-        settings.OUTBOX = {"DOORBELL": False}
+        settings.OUTBOX = {"LISTEN_ALIAS": None}
         with transaction.atomic():
             ring_after_commit("default")
             assert connection.run_on_commit == []
@@ -369,7 +369,7 @@ class TestListening:
             assert where.fetchall() == [(connections["other"].settings_dict["NAME"],)]
 
     def test_listener_with_doorbell_false_does_not_connect(self, outside, bell, never):
-        with Listener("default", [bell], OutboxOptions(DOORBELL=False)).listening():
+        with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS=None)).listening():
             assert not a_listener_runs()
             assert listening_backends(outside) == []
             assert not doorbell._in_this_process

@@ -2,5 +2,5 @@ from tests.projects.split.base import *  # noqa: F403
 from tests.projects.split.base import INBOX, OUTBOX
 
 DEBUG = True
-OUTBOX["DOORBELL"] = False
+OUTBOX["LISTEN_ALIAS"] = None
 INBOX |= {"CONCURRENCY": 2}
