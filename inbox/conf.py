@@ -51,9 +51,6 @@ class InboxOptions(AppOptions):
         DUPLICATE_TIMEOUT: how long a delivery waits for a concurrent duplicate's transaction before it is deferred.
         LEASE_STORE: the store of leased handlers' leases: "database", the handler's own, or a redis:// URL.
         RETENTION: how long receipts are stored, which is the deduplication window.
-        KEEP_HISTORY: how long settled messages stay, with body and outcome, for operators. Later duplicates are found by the
-            receipt.
-        KEEP_BODIES: which settled messages keep body and headers: "all", or "failed" for those that are not done.
         MAX_AGE_MARGIN: a delivery older than RETENTION minus this is not run, because its receipt may already be deleted.
         AROUND: dotted paths of functions that take a message and return a context manager, which is entered around each call
             of a handler, inside its transaction.
@@ -73,16 +70,12 @@ class InboxOptions(AppOptions):
     DUPLICATE_TIMEOUT: timedelta = timedelta(seconds=2)
     LEASE_STORE: str = field(default=IN_THE_DATABASE, repr=False)
     RETENTION: timedelta = timedelta(days=365)
-    KEEP_HISTORY: timedelta = timedelta(days=7)
-    KEEP_BODIES: str = "all"
     MAX_AGE_MARGIN: timedelta = timedelta(days=1)
     AROUND: tuple[str, ...] = ()
     WEBHOOK_NETWORKS: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.KEEP_BODIES not in {"all", "failed"}:
-            raise ValueError(f"KEEP_BODIES is {quoted(self.KEEP_BODIES)}: it must be 'all' or 'failed'.")
         if self.MAX_AGE_MARGIN >= self.RETENTION:
             raise ValueError(
                 f"MAX_AGE_MARGIN ({self.MAX_AGE_MARGIN}) must be shorter than RETENTION ({self.RETENTION}); "
@@ -105,10 +98,6 @@ class InboxOptions(AppOptions):
     def in_force(self, name: str) -> Any:
         """The value of ALERTS, HTTP or BROKER_SSL, if it is empty that of `OUTBOX`."""
         return getattr(self, name) or _given_to_the_outbox(name, {})
-
-    @cached_property
-    def keeps_all_bodies(self) -> bool:
-        return self.KEEP_BODIES == "all"
 
     @cached_property
     def retry(self) -> RetryPolicy:

@@ -49,7 +49,7 @@ def record_periods(alias: str) -> None:
 
 def _staying(alias: str) -> Iterator[tuple[list[str], int]]:
     """Handlers whose history is not deleted by the settings of this service, each with the last day that may be deleted."""
-    kept, ours = retention.recorded(alias, "history"), inbox_options().KEEP_HISTORY
+    kept, ours = retention.recorded(alias, "history"), inbox_options().keeps
     others = {
         name: period
         for name, period in kept.items()
@@ -104,7 +104,7 @@ class Remains:
     model: type[Model]
     message: str
     at: str
-    kept: Callable[[str], timedelta] = lambda _: inbox_options().KEEP_HISTORY
+    kept: Callable[[str], timedelta] = lambda _: inbox_options().keeps
     ended: Callable[[str], Q] = lambda _: Q()
 
     def count(self, alias: str) -> int:
@@ -191,7 +191,7 @@ class Housekeeper(Housekeeping):
     def _steps(self, stop: StopRequest) -> None:
         options = inbox_options()
         record_periods(self._alias)
-        last = last_day(self._alias, options.KEEP_HISTORY)
+        last = last_day(self._alias, options.keeps)
         self._days.keep(last)
         self._delete(self._days.deletions(last, chunk=CHUNK), stop)
         for name, kind in remains.items():

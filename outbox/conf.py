@@ -21,8 +21,6 @@ from outbox.topic_options import TopicOptions, matching, merged, require_pattern
 _POLL_SECONDS_WITH_DOORBELL = 5.0
 _TOPICS_REMEMBERED = 10_000
 _LEVEL = re.compile(r"[1-9][0-9]{0,4}[smhd]")
-_KEPT_UNPUBLISHED = timedelta(days=7)
-"""A person may want to know of a message that was not published, or restore it."""
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
@@ -79,8 +77,6 @@ class OutboxOptions(AppOptions):
             a transaction pooler; "" for its own; None: they only poll.
         PUBLISH_HOOKS: dotted paths of functions that take a `Draft` and return headers to add to the message, or None.
         MAX_ATTEMPTS: failed attempts after which a message is dead; an unroutable message never is.
-        KEEP_HISTORY: how long published, cancelled, expired and rolled back rows stay before the relay deletes them. With None
-            it deletes published messages at once, and the others after seven days.
         TOPICS: options of some topics by pattern, see `outbox.topic_options.TopicOptions`.
     """
 
@@ -101,7 +97,6 @@ class OutboxOptions(AppOptions):
     LISTEN_ALIAS: str | None = ""
     PUBLISH_HOOKS: tuple[str, ...] = ()
     MAX_ATTEMPTS: int = 16
-    KEEP_HISTORY: timedelta | None = timedelta(days=7)
     TOPICS: dict = field(default_factory=dict)  # type: ignore[type-arg] # the parser compares with the bare type
 
     def __post_init__(self) -> None:
@@ -135,11 +130,6 @@ class OutboxOptions(AppOptions):
             Exception: one cannot be loaded; `outbox.E004` reports it.
         """
         return {path: load(path) for path in self.PUBLISH_HOOKS}
-
-    @cached_property
-    def keeps(self) -> timedelta:
-        """How long history is kept. Without KEEP_HISTORY it has unpublished messages and those with pending callbacks only."""
-        return self.KEEP_HISTORY or _KEPT_UNPUBLISHED
 
     @cached_property
     def horizon(self) -> timedelta:

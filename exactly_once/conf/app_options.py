@@ -10,6 +10,8 @@ from exactly_once.conf.http_options import HttpOptions, read_http
 from exactly_once.conf.masking import masked, quoted
 from exactly_once.conf.tls import TlsOptions
 
+_KEPT_OTHERS = timedelta(days=7)
+"""A person may want to know of a message that has not succeeded, or decide about it."""
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
 
@@ -56,6 +58,8 @@ class AppOptions:
         CONCURRENCY: threads of one process that call functions of the project, each with its own database connection: handlers
             in a consumer; callbacks in a relay, and as many checkers. One callback, or topic, may use all but one of them.
         RETRY_BASE, RETRY_CAP: delay after the first failed attempt, and the longest one.
+        KEEP_HISTORY: how long settled messages stay. With None the content of one that has succeeded is deleted at once:
+            its row in the outbox, its body and headers in the inbox; what else is settled stays for seven days.
         TRAIL: the transitions to record in the trail: "decisions", those that matter to an operator, or "all".
         TRAIL_RETENTION: how long trail entries are kept, and bulk operations after their end, with their outcomes.
         AUDIT_RETENTION: how long entries of the audit log are kept.
@@ -74,6 +78,7 @@ class AppOptions:
     CONCURRENCY: int = 4
     RETRY_BASE: timedelta = timedelta(seconds=10)
     RETRY_CAP: timedelta = timedelta(hours=2)
+    KEEP_HISTORY: timedelta | None = timedelta(days=7)
     TRAIL: str = "decisions"
     TRAIL_RETENTION: timedelta = timedelta(days=30)
     AUDIT_RETENTION: timedelta = timedelta(days=365)
@@ -98,6 +103,15 @@ class AppOptions:
         """The value of ALERTS, HTTP or BROKER_SSL."""
         value: dict = getattr(self, name)  # type: ignore[type-arg] # see ALERTS
         return value
+
+    @cached_property
+    def keeps(self) -> timedelta:
+        """How long history is kept. Without KEEP_HISTORY it has what has not succeeded, and messages with pending callbacks."""
+        return self.KEEP_HISTORY or _KEPT_OTHERS
+
+    @cached_property
+    def keeps_successes(self) -> bool:
+        return self.KEEP_HISTORY is not None
 
     @cached_property
     def records_all(self) -> bool:

@@ -66,7 +66,7 @@ from inbox.store.heartbeats import consumers
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""
 _STEPS = 100
-_NOT_STORED = _('It was not stored: INBOX["KEEP_BODIES"] was "failed" when the message was handled.')
+_NOT_STORED = _('It was not stored: INBOX["KEEP_HISTORY"] was None when the message was handled.')
 
 
 _WHY = {

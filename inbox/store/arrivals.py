@@ -206,7 +206,7 @@ def begin_fresh(
     connection = connections[alias]
     # In a caller's transaction, a duplicate must not leave this statement's lock_timeout set.
     is_settled = is_postgresql(connection) and is_outermost(connection)
-    is_emptied = is_settled and not inbox_options().keeps_all_bodies
+    is_emptied = is_settled and not inbox_options().keeps_successes
     values: Values = {"attempts": attempt, "result": result} if is_settled else {}
     state = State.DONE if is_settled else State.RECEIVED
     order = in_lock_order(rows) if len(rows) > 1 else range(1)

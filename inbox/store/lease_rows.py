@@ -123,7 +123,7 @@ def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) ->
     """running → done, and promote the next one of its `order`. False: the lease has ended."""
     connection = connections[alias]
     if order is None and not (FINISH.recorded or inbox_options().records_all) and is_usable(connection):
-        done = _CONSUME.execute(connection, [pk, fence, inbox_options().keeps_all_bodies]).hit
+        done = _CONSUME.execute(connection, [pk, fence, inbox_options().keeps_successes]).hit
         return bool(done) or _is_in_state(alias, pk, fence, State.DONE)
     with deciding(alias) if order else nullcontext():
         done = update(alias, _owned(alias, pk, fence), done_columns(), was=State.RUNNING, matters=FINISH.recorded)
@@ -155,7 +155,7 @@ def _is_in_state(alias: str, pk: int, fence: int, *states: State) -> bool:
 def done_columns() -> dict[str, Any]:
     return {
         **FINISH.columns,
-        **({} if inbox_options().keeps_all_bodies else {"body": b"", "headers": {}}),
+        **({} if inbox_options().keeps_successes else {"body": b"", "headers": {}}),
     }
 
 

@@ -25,7 +25,7 @@ _MARGIN = timedelta(days=1)
 def record(alias: str, handlers: Iterable[str]) -> None:
     """Record that this service keeps receipts and history of these handlers for its own periods."""
     options, names = inbox_options(), {*handlers}
-    periods = {"retention": options.RETENTION, "history": options.KEEP_HISTORY}
+    periods = {"retention": options.RETENTION, "history": options.keeps}
     rows = KeptHandler.objects.using(alias)
     lately = rows.filter(handler__in=names, **periods, confirmed_at__gte=DatabaseTime(-CONFIRMED_EVERY))
     if missing := sorted(names.difference(lately.values_list("handler", flat=True))):

@@ -154,7 +154,7 @@ def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result
         return _write_result(connection, guard.rows[0], result)
     if is_postgresql(connection):
         return sum(len(run(_FINISH, connection, _given(guard, row, attempts, result))) for row in guard.rows)
-    keep = inbox_options().keeps_all_bodies
+    keep = inbox_options().keeps_successes
     return sum(len(fetch(connection, _FINISH_ON_SQLITE, [attempts, result, keep, keep, row])) for row in guard.rows)
 
 
@@ -172,7 +172,7 @@ def _write_result_on(connection: BaseDatabaseWrapper, days: Iterable[int], row: 
 def _given(guard: Guard, row: int, attempts: int, result: str | None, *, is_followed: bool = False) -> list[Any]:
     """The parameters of `_FINISH`."""
     gate = for_gate(guard.connection, guard.order, is_followed=is_followed)
-    return [row, attempts, guard.transaction, inbox_options().keeps_all_bodies, result, *gate]
+    return [row, attempts, guard.transaction, inbox_options().keeps_successes, result, *gate]
 
 
 def _finish_and_commit(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> None:

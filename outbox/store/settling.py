@@ -105,7 +105,7 @@ def settle(alias: str, settlement: Settlement) -> int:
 
 
 def _publish(alias: str, positions: Sequence[int], called: list[uuid.UUID]) -> int:
-    if outbox_options().KEEP_HISTORY is None:
+    if not outbox_options().keeps_successes:
         return _publish_without_history(alias, positions, called)
     return _settle(alias, CONFIRM, positions, called)
 
@@ -147,7 +147,7 @@ def _is_last(alias: str, settlement: Settlement) -> bool:
     connection = connections[alias]
     return (
         len(settlement.published) == len(settlement.positions)
-        and outbox_options().KEEP_HISTORY is not None
+        and outbox_options().keeps_successes
         and not topics_with_callbacks(CONFIRM)
         and not is_recorded(decision=CONFIRM.recorded)
         and is_usable(connection)

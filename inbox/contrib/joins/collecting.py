@@ -102,7 +102,7 @@ def gather(join: Definition, given: Sequence[Message]) -> Join:
 
 def finish(join: Definition, given: Sequence[Message]) -> None:
     """After the function, in its transaction: keep no payloads, if the inbox keeps none of messages that are done."""
-    if given[0].topic == TOPIC and not inbox_options().keeps_all_bodies:
+    if given[0].topic == TOPIC and not inbox_options().keeps_successes:
         store.empty_parts(join.using, join.name, given[0].biz_id)
 
 

@@ -186,7 +186,7 @@ def test_repeated_acknowledgement_and_release_are_accepted_and_counted_once(orde
     handled = []
     message_handled.connect(lambda message_id, **_: handled.append(message_id), weak=False, dispatch_uid="http")
     try:
-        with override_settings(INBOX={"KEEP_BODIES": "failed"}):
+        with override_settings(INBOX={"KEEP_HISTORY": None}):
             arrive(orders, 2)
             one, two = read(max_messages=2, **LEASE)
             assert [settle("acknowledge", one).status_code for _ in range(2)] == [200, 200]

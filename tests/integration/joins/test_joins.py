@@ -188,11 +188,11 @@ class TestAllCome:
         assert effects() == [("monday", "")]
 
     def test_payloads_are_removed_when_the_run_is_done_if_bodies_are_not_kept(self, joins, settings):
-        settings.INBOX = {"KEEP_BODIES": "failed"}
+        settings.INBOX = {"KEEP_HISTORY": None}
         joins(report)
         for topic in TOPICS:
             comes(topic)
-        drain(options(KEEP_BODIES="failed"))
+        drain(options(KEEP_HISTORY=None))
         assert effects() == [("monday", ALL)]
         assert {bytes(body) for body in Part.objects.values_list("body", flat=True)} == {b""}
 

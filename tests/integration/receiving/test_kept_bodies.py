@@ -1,4 +1,4 @@
-"""`INBOX["KEEP_BODIES"]`: with "failed" a message that ends done keeps its digest, and neither body nor headers."""
+"""`INBOX["KEEP_HISTORY"]`: with None a message that ends done keeps its digest, and neither body nor headers."""
 
 import json
 
@@ -48,8 +48,8 @@ HEADERS = {"tenant": "acme"}
 
 
 @pytest.fixture
-def only_failed():
-    with override_settings(INBOX={"KEEP_BODIES": "failed"}):
+def no_history():
+    with override_settings(INBOX={"KEEP_HISTORY": None}):
         yield
 
 
@@ -88,7 +88,7 @@ def kept_of(envelope):
 
 @pytest.mark.every_database
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("only_failed")
+@pytest.mark.usefixtures("no_history")
 def test_done_message_has_neither_body_nor_headers_and_keeps_its_digest(handles, kind):
     """So a duplicate of it is a conflict only if its content differs."""
     handler, envelope = a_handler(handles, kind), an_order()
@@ -106,7 +106,7 @@ def test_done_message_has_neither_body_nor_headers_and_keeps_its_digest(handles,
 
 @pytest.mark.every_database
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("only_failed")
+@pytest.mark.usefixtures("no_history")
 def test_stored_message_is_emptied_when_it_is_done(handles, kind):
     handler, envelope = a_handler(handles, kind), an_order()
 
@@ -125,7 +125,7 @@ def test_every_body_is_kept_by_default(handles, kind):
 
 
 @pytest.mark.parametrize("redelivered", [False, True])
-@pytest.mark.usefixtures("only_failed")
+@pytest.mark.usefixtures("no_history")
 def test_message_with_a_lease_in_redis_is_emptied_when_it_is_done(handles, redis_url, redelivered):
     def fails_once(message):
         if message.attempt == 1:
@@ -144,7 +144,7 @@ def test_message_with_a_lease_in_redis_is_emptied_when_it_is_done(handles, redis
 
 
 def test_done_celery_task_is_emptied_and_still_answers_with_its_result(a_task, settings):
-    settings.INBOX = {**settings.INBOX, "KEEP_BODIES": "failed"}
+    settings.INBOX = {**settings.INBOX, "KEEP_HISTORY": None}
 
     def charge(order_id):
         return {"order": order_id}
@@ -157,7 +157,7 @@ def test_done_celery_task_is_emptied_and_still_answers_with_its_result(a_task, s
     assert first == second
 
 
-@pytest.mark.usefixtures("only_failed")
+@pytest.mark.usefixtures("no_history")
 def test_message_that_is_dead_skipped_or_retrying_keeps_its_body_and_its_traceback(handles):
     def fails(message):
         raise (Reject("never") if message.payload["order_id"] == 1 else ValueError("not yet"))
@@ -174,7 +174,7 @@ def test_message_that_is_dead_skipped_or_retrying_keeps_its_body_and_its_traceba
         assert "never" in row.traceback or "not yet" in row.traceback
 
 
-@pytest.mark.usefixtures("only_failed")
+@pytest.mark.usefixtures("no_history")
 def test_dead_message_that_is_corrected_keeps_its_body_while_the_correction_is_emptied(handles):
     def handle(message):
         if message.payload["order_id"] == 1:
@@ -192,7 +192,7 @@ def test_dead_message_that_is_corrected_keeps_its_body_while_the_correction_is_e
     assert (the_row(pk=new).state, bytes(the_row(pk=new).body)) == (State.DONE, b"")
 
 
-@pytest.mark.usefixtures("only_failed")
+@pytest.mark.usefixtures("no_history")
 def test_done_message_is_not_run_again_by_an_operator_and_its_history_is_complete(handles):
     envelope = an_order()
     deliver(handles(the_effect), envelope)
@@ -204,7 +204,7 @@ def test_done_message_is_not_run_again_by_an_operator_and_its_history_is_complet
     assert [moment.became for moment in history_of(envelope.id).moments] == ["received", "done"]
 
 
-@pytest.mark.usefixtures("only_failed")
+@pytest.mark.usefixtures("no_history")
 def test_page_of_an_emptied_message_says_that_its_body_was_not_kept_and_shows_what_conflicts(handles):
     handler, envelope = handles(the_effect), an_order()
     deliver(handler, envelope)
@@ -214,13 +214,13 @@ def test_page_of_an_emptied_message_says_that_its_body_was_not_kept_and_shows_wh
 
     page = client.get(reverse("admin:inbox_inboxmessage_change", args=[InboxMessage.objects.get().pk])).content.decode()
 
-    said = "It was not stored: INBOX[&quot;KEEP_BODIES&quot;] was &quot;failed&quot; when the message was handled."
+    said = "It was not stored: INBOX[&quot;KEEP_HISTORY&quot;] was None when the message was handled."
     assert page.count(said) == 3  # its payload, its headers, and beside what conflicts
     assert "&quot;order_id&quot;: 2" in page
 
 
 @pytest.mark.parametrize("kind", ["transaction", "batch", "group commit"])
-@pytest.mark.usefixtures("only_failed")
+@pytest.mark.usefixtures("no_history")
 def test_dead_letter_of_a_handler_that_committed_by_itself_and_failed_has_its_body(handles, kind):
     def commits(_):
         connection.connection.commit()

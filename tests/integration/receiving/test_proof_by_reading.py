@@ -1,6 +1,7 @@
 """The row of a fresh message is inserted as done, and the last statement of the transaction proves that it is still its own."""
 
 import time
+from datetime import timedelta
 
 import psycopg
 import pytest
@@ -44,15 +45,15 @@ def versions_in(table):
     )
 
 
-@pytest.mark.parametrize("kept", ["all", "failed"])
+@pytest.mark.parametrize("kept", [timedelta(days=7), None])
 def test_fresh_message_is_one_version_of_one_row(handles, settings, kept):
-    settings.INBOX = {"KEEP_BODIES": kept}
+    settings.INBOX = {"KEEP_HISTORY": kept}
     executed("TRUNCATE inbox_receipt, inbox_inboxmessage CASCADE")
     assert deliver(handles(the_effect)) is Outcome.HANDLED
     row = InboxMessage.objects.get()
     assert (row.state, row.attempts, row.settled_at is not None, row.next_attempt_at) == (State.DONE, 1, True, None)
     assert (versions_in("inbox_receipt"), versions_in("inbox_inboxmessage")) == (1, 1)
-    assert bool(row.body) == (kept == "all")
+    assert bool(row.body) == (kept is not None)
 
 
 class TestTransactionThatEnded:
