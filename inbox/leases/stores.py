@@ -223,7 +223,7 @@ def _committed(lease: Lease, write: Callable[..., T], *given: object) -> T:
 
 
 # Imported by name: its library is optional.
-_REDIS = "inbox.contrib.redis_leases.store.RedisLeases"
+_REDIS = "inbox.contrib.redis_leases.redis_store.RedisLeases"
 _opened: dict[tuple[str, str, timedelta, timedelta], LeaseStore] = {}
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.every_database
 PUBLISHING = {
     "before outbox.contrib.http.publishing.publish_many": 0,
     "after outbox.contrib.http.publishing.publish_many": 0,
-    "after outbox.contrib.http.api.publish_with_key": 1,
+    "after outbox.contrib.http.endpoints.publish_with_key": 1,
 }
 """Where the server is killed while it publishes, and how many messages are committed then."""
 READING = {

@@ -9,7 +9,7 @@ from uuid import UUID
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
-from exactly_once.console.http.api import Body, Flag, Instant, Name, PositiveSeconds, Seconds
+from exactly_once.console.http.frame import Body, Flag, Instant, Name, PositiveSeconds, Seconds
 from outbox.api import MAX_PRIORITY, Draft
 
 Priority = Annotated[int, Field(strict=True, ge=0, le=MAX_PRIORITY)]

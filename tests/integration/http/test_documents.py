@@ -33,7 +33,7 @@ CHECKS = (
 def served(live_server, own_handlers, monkeypatch):
     """The URL of both APIs."""
     subscribe(TOPIC)
-    monkeypatch.setattr("inbox.contrib.http.api._MAX_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr("inbox.contrib.http.endpoints._MAX_WAIT_SECONDS", 0.05)
     with override_settings(ROOT_URLCONF="tests.support.http_urls", OUTBOX={"HTTP": HTTP}):
         yield f"{live_server.url}/api"
 
@@ -106,7 +106,7 @@ def test_generated_client_publishes_and_gets_typed_answers(served, tmp_path, mon
                 "--config",
                 config,
             ),
-            *("--path", documents()["outbox.contrib.http.api"], "--output-path", tmp_path / "generated"),
+            *("--path", documents()["outbox.contrib.http.endpoints"], "--output-path", tmp_path / "generated"),
         ],
         cwd=tmp_path,
         capture_output=True,

@@ -473,7 +473,7 @@ class TestCommands:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"EVRY": 1}, "ALERTS has no option 'EVRY'. Did you mean 'EVERY'?"),
+        ({"MAIL_TOO": []}, "ALERTS has no option 'MAIL_TOO'. Did you mean 'MAIL_TO'?"),
         ({"EVERY": 5}, "ALERTS['EVERY'] is an int: it must be a timedelta, such as timedelta(seconds=60)."),
         (
             {"WEBHOOK_URL": "http://ops.example.org/hook"},

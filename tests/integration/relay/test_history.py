@@ -17,7 +17,7 @@ from outbox import Draft, cancel, on_published, publish, publish_many, publish_n
 from outbox.callbacks import registry
 from outbox.decisions import Outcome
 from outbox.models import OutboxMessage, PendingCallback, TrailEntry
-from outbox.operators.counts import count_states
+from outbox.operators.state_counts import count_states
 from outbox.relay.housekeeping import Housekeeper, housekeepers
 from outbox.states import CANCEL, RESTORE, ROLL_BACK, SETTLED, State
 from outbox.store import claiming, decision_rows, history, restoring, settling
@@ -759,7 +759,7 @@ class TestFigures:
         a_history(500)
         published()
         executed(f"ANALYZE {TABLE}")
-        monkeypatch.setattr("outbox.operators.counts.COUNTED_EXACTLY_BYTES", 0)
+        monkeypatch.setattr("outbox.operators.state_counts.COUNTED_EXACTLY_BYTES", 0)
 
         counts = count_states("default")
 

@@ -29,7 +29,7 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
-from inbox.contrib.redis_leases import rows, scripts
+from inbox.contrib.redis_leases import leased_rows, scripts
 from inbox.leases.stores import Lease, LeaseStoreUnavailable
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
@@ -148,7 +148,7 @@ class RedisLeases:
     def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
         extended = self._as_owner(scripts.EXTEND, lease, _milliseconds(by), int(stopping))[0] == _DONE
         if extended and stopping and lease.pk is not None:
-            committed(lease.arrival.handler.using, rows.show_stopping, lease.pk)
+            committed(lease.arrival.handler.using, leased_rows.show_stopping, lease.pk)
         return bool(extended)
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
@@ -159,7 +159,7 @@ class RedisLeases:
         if answer == _DONE and has_row == ["1"]:
             arrival = lease.arrival
             delivered = arrival.stored is None
-            committed(arrival.handler.using, rows.finish_external, arrival.row, arrival.order, delivered=delivered)
+            committed(arrival.handler.using, leased_rows.finish_external, arrival.row, arrival.order, delivered=delivered)
         return bool(answer == _DONE)
 
     def free(self, lease: Lease, failure: Failure) -> bool:
@@ -168,7 +168,7 @@ class RedisLeases:
         arrival = lease.arrival
         lease.pk = committed(
             arrival.handler.using,
-            rows.fail_external,
+            leased_rows.fail_external,
             arrival.row,
             failure,
             fence=lease.fence,
@@ -235,13 +235,13 @@ class RedisLeases:
         if arrival.stored is None:
             _announce_duplicate(arrival, cause, conflicting=conflicting)
         else:
-            committed(arrival.handler.using, rows.finish_external, arrival.row, arrival.order, uncounted=1)
+            committed(arrival.handler.using, leased_rows.finish_external, arrival.row, arrival.order, uncounted=1)
         return Outcome.DUPLICATE
 
     def _held(self, arrival: Arrival, remaining: timedelta, attempts: int, held: Mapping[str, Any]) -> Outcome | None:
         """Another owner runs it now: a row is stored or deferred, for a runner to check when that lease ends."""
         if arrival.stored is not None:
-            committed(arrival.handler.using, rows.defer_to_lease_end, arrival.stored, remaining)
+            committed(arrival.handler.using, leased_rows.defer_to_lease_end, arrival.stored, remaining)
             return Outcome.STORED
         if not self._store_external(arrival, remaining, attempts, **held):
             return None
@@ -263,7 +263,7 @@ class RedisLeases:
     def _store_external(self, arrival: Arrival, until: timedelta, attempts: int, **held: Any) -> bool:
         """Store a message that a runner checks when the lease of its owner ends. False: it has a row."""
         alias, longest_wait = arrival.handler.using, self._options.DUPLICATE_TIMEOUT
-        return committed(alias, rows.store_external, arrival.row, longest_wait, until=until, attempts=attempts, **held)
+        return committed(alias, leased_rows.store_external, arrival.row, longest_wait, until=until, attempts=attempts, **held)
 
     def _mark_row(self, lease: Lease, stored: InboxMessage) -> Lease | None:
         alias, pk = lease.arrival.handler.using, stored.pk
@@ -358,13 +358,13 @@ class RedisLeases:
         name = self._key("leases")
         for _ in range(_MAX_TRIES):
             found, report = self._call(scripts.READ_INCARNATION, [self._key("state")], [uuid.uuid4().hex])
-            known, since = committed(alias, rows.recorded_incarnation, name, found)
+            known, since = committed(alias, leased_rows.recorded_incarnation, name, found)
             if known == found:
                 with self._lock:
                     # An earlier report stays: it may show a loss.
                     self._reports.setdefault(found, self._read_report(report))
                 return _KnownState(known, since)
-            if committed(alias, rows.record_loss, name, known=known, found=found):
+            if committed(alias, leased_rows.record_loss, name, known=known, found=found):
                 logger.error(
                     "lease store %s: Redis has lost data. Messages that were created before now and have no row in the "
                     "database become dead letters when they are delivered again. Check whether each has been "

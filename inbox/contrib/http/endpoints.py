@@ -12,7 +12,7 @@ from django.http import HttpRequest
 from pydantic import BaseModel, FailFast, Field
 
 from exactly_once.conf.http_options import HttpOptions
-from exactly_once.console.http.api import MAX_MESSAGES, Api, Body, Count, Seconds, answers, client_of, require
+from exactly_once.console.http.frame import MAX_MESSAGES, Api, Body, Count, Seconds, answers, client_of, require
 from exactly_once.console.http.problems import Problem, unavailable
 from exactly_once.wire.text import ERROR_LENGTH
 from inbox.conf import inbox_options

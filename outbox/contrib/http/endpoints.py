@@ -12,7 +12,7 @@ from ninja import Header, Path, Query
 from ninja.responses import Status
 
 from exactly_once.conf.http_options import Client
-from exactly_once.console.http.api import MAX_MESSAGES, Api, Name, answers, client_of, require
+from exactly_once.console.http.frame import MAX_MESSAGES, Api, Name, answers, client_of, require
 from exactly_once.console.http.problems import Problem, with_status
 from exactly_once.console.operators.audit import Actor, Subject, record
 from exactly_once.models import OPEN
