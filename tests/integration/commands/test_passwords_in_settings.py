@@ -51,7 +51,7 @@ OTHER_OPTIONS = [
     ("INBOX", "EXCHANGE"),
     ("INBOX", "GROUP"),
     ("INBOX", "QUEUE_TYPE"),
-    ("INBOX", "AROUND"),
+    ("INBOX", "KEEP_HISTORY"),
     ("INBOX", "broker_url"),
 ]
 

@@ -176,10 +176,11 @@ def test_no_message_of_a_batch_is_published_if_one_is_refused(bad, status):
     assert len(published()) == 1
 
 
-def test_batch_is_refused_if_it_is_empty_too_large_or_has_an_idempotency_key():
+def test_batch_is_refused_if_it_is_empty_too_large_or_has_an_idempotency_key(monkeypatch):
+    monkeypatch.setattr("outbox.contrib.http.endpoints.MAX_MESSAGES", 2)
     answers = [
         Api().post("outbox/messages/batch", {"messages": []}),
-        Api().post("outbox/messages/batch", {"messages": [MESSAGE] * 101}),
+        Api().post("outbox/messages/batch", {"messages": [MESSAGE] * 3}),
         Api().post("outbox/messages/batch", {"messages": [MESSAGE]}, **{"Idempotency-Key": "k-1"}),
     ]
 
