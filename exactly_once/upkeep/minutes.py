@@ -177,8 +177,8 @@ class Minutes:
         failed = self._summed(alias, duration, "subject", condition, [ALL, *names])
         return [(subject, count) for subject, count in failed.items() if count][:most]
 
-    def failing_lately(self, alias: str, succeeded: str, failed: Sequence[str], share: float) -> dict[str, tuple[int, int]]:
-        """The subjects of whose attempts in the last ten minutes this share has failed: how many failed, and of how many.
+    def failing_lately(self, alias: str, succeeded: str, failed: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """The subjects of whose attempts in the last ten minutes at least half have failed: how many failed, and of how many.
 
         Args:
             succeeded, failed: the names of the counts.
@@ -187,7 +187,7 @@ class Minutes:
         for subject, counted in self.by_subject(alias, LATELY).items():
             failures = sum(counted.counts[name] for name in failed)
             attempts = failures + counted.counts[succeeded]
-            if subject != OTHER and attempts >= _FEWEST_ATTEMPTS and failures >= share * attempts:
+            if subject != OTHER and attempts >= _FEWEST_ATTEMPTS and 2 * failures >= attempts:
                 found[subject] = failures, attempts
         return found
 

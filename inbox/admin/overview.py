@@ -130,7 +130,7 @@ def _of_handlers(alias: str) -> Iterator[Attention]:
         text = format_html("{} {}.", identifier(name), _lasting(one))
         yield Attention(condition="hanging", objects=[name], text=text, is_urgent=one.fills or one.blocks)
     options, paused = inbox_options().alerts, paused_handlers(alias)
-    yield from failing(MINUTES, alias, options.FAILING, paused, "handled", "failed")
+    yield from failing(MINUTES, alias, paused, "handled", "failed")
     for name, count in queued(alias).items():
         if count > options.BACKLOG and name not in paused:
             text = format_html(gettext("{} messages wait at the broker for {}."), number(count), identifier(name))

@@ -38,7 +38,7 @@ def _of_handlers(alias: str, options: AlertOptions, paused: Collection[str]) -> 
                 f"{', '.join(one.processes)}{waiting}. See its stack on the page Busy, and set timeout= to limit a run."
             )
             yield ("hanging", name), words
-    yield from failing(MINUTES, alias, options, paused, "handled", "failed")
+    yield from failing(MINUTES, alias, paused, "handled", "failed")
     for name, number in queued(alias).items():
         if number > options.BACKLOG and name not in paused:
             yield ("backlog", name), f"Messages in its queues at the broker: {number:,}. Start more consumers."

@@ -71,8 +71,7 @@ def _attention(
         line = format_html(gettext("Messages of {} cannot be delivered, and wait: {}"), identifier(name), headline(why))
         yield sections.Attention(condition="unroutable", objects=[name], text=line)
     known = {*unroutable, *(topic.topic for topic in paused)}
-    share = outbox_options().alerts.FAILING
-    yield from sections.failing(alerting.MINUTES, alias, share, known, "published", "retried", "dead")
+    yield from sections.failing(alerting.MINUTES, alias, known, "published", "retried", "dead")
     if overdue is not None and overdue > outbox_options().STUCK_AFTER:
         words = gettext("A message has been due for %(duration)s and is not published.")
         yield sections.Attention(condition="lag", text=words % {"duration": duration(overdue)})

@@ -51,7 +51,7 @@ def conditions(alias: str, options: AlertOptions) -> dict[Key, str]:
         )
     paused = PausedTopic.objects.using(alias).filter(is_resuming=False).values_list("topic", flat=True)
     known = {*paused, *(name for _condition, name in found)}
-    found |= failing(MINUTES, alias, options, known, "published", "retried", "dead")
+    found |= failing(MINUTES, alias, known, "published", "retried", "dead")
     overdue = outbox_options().STUCK_AFTER
     if has_ready_for(alias, overdue):
         found["lag", ""] = f"A message has been ready for more than {duration(overdue)} and is not published."

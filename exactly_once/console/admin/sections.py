@@ -144,11 +144,9 @@ def silent(rows: Iterable[Any], one: Text, several: Text) -> Iterator[Attention]
         yield Attention(condition="silent", objects=ahead_of_clock, text=format_html(words, named(ahead_of_clock)))
 
 
-def failing(
-    minutes: Minutes, alias: str, share: float, known: Collection[str], succeeded: str, *failed: str
-) -> Iterator[Attention]:
+def failing(minutes: Minutes, alias: str, known: Collection[str], succeeded: str, *failed: str) -> Iterator[Attention]:
     """A line for each handler or topic whose attempts fail, except those of which other lines say why: the `known` ones."""
-    found = minutes.failing_lately(alias, succeeded, failed, share)
+    found = minutes.failing_lately(alias, succeeded, failed)
     for name, counts in ((name, counts) for name, counts in found.items() if name not in known):
         words = gettext("{}: {} of {} attempts have failed within {}.")
         text = format_html(words, identifier(name), *map(number, counts), duration(LATELY))

@@ -6,7 +6,6 @@ from typing import Any
 
 from django.db.models import QuerySet
 
-from exactly_once.conf.app_options import AlertOptions
 from exactly_once.console.display import duration
 from exactly_once.half import Key
 from exactly_once.models import Alert
@@ -41,11 +40,9 @@ def silent(rows: Iterable[Any]) -> Iterator[tuple[Key, str]]:
         yield ("silent", str(process)), words
 
 
-def failing(
-    minutes: Minutes, alias: str, options: AlertOptions, known: Collection[str], succeeded: str, *failed: str
-) -> Iterator[tuple[Key, str]]:
+def failing(minutes: Minutes, alias: str, known: Collection[str], succeeded: str, *failed: str) -> Iterator[tuple[Key, str]]:
     """The condition of the handlers or topics of an app whose attempts fail, except the `known` ones."""
-    for name, (failures, attempts) in minutes.failing_lately(alias, succeeded, failed, options.FAILING).items():
+    for name, (failures, attempts) in minutes.failing_lately(alias, succeeded, failed).items():
         if name not in known:
             words = f"Of {attempts:,} attempts within {duration(LATELY)}, {failures:,} have failed. See its last errors."
             yield ("failing", name), words
