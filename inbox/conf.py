@@ -44,8 +44,6 @@ class InboxOptions(AppOptions):
         BODY_LIMIT_BYTES: largest body that is decoded, before and after inflating. Larger messages become dead letters.
         ACK_TIMEOUT: how long the broker waits for an acknowledgement: RabbitMQ's `consumer_timeout`.
         PREFETCH: maximum number of unacknowledged deliveries of each queue in one process.
-        MAX_ATTEMPTS: failed attempts after which a message is dead: the first and 16 retries. A handler's `retry` overrides
-            this and the delays.
         REDELIVERY_AFTER: a stored message whose process died during its run is tried again after this; of several of them, a
             process begins one in this time.
         DUPLICATE_TIMEOUT: how long a delivery waits for a concurrent duplicate's transaction before it is deferred.
@@ -65,7 +63,6 @@ class InboxOptions(AppOptions):
     BODY_LIMIT_BYTES: int = BODY_LIMIT_BYTES
     ACK_TIMEOUT: timedelta = timedelta(minutes=30)
     PREFETCH: int = 50
-    MAX_ATTEMPTS: int = 17
     REDELIVERY_AFTER: timedelta = timedelta(seconds=10)
     DUPLICATE_TIMEOUT: timedelta = timedelta(seconds=2)
     LEASE_STORE: str = field(default=IN_THE_DATABASE, repr=False)

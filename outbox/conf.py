@@ -76,7 +76,6 @@ class OutboxOptions(AppOptions):
         LISTEN_ALIAS: the database alias on which idle relays of PostgreSQL LISTEN for commits, if the outbox's own goes through
             a transaction pooler; "" for its own; None: they only poll.
         PUBLISH_HOOKS: dotted paths of functions that take a `Draft` and return headers to add to the message, or None.
-        MAX_ATTEMPTS: failed attempts after which a message is dead; an unroutable message never is.
         TOPICS: options of some topics by pattern, see `outbox.topic_options.TopicOptions`.
     """
 
@@ -96,7 +95,6 @@ class OutboxOptions(AppOptions):
     BATCH_DEADLINE: timedelta = timedelta(seconds=5)
     LISTEN_ALIAS: str | None = ""
     PUBLISH_HOOKS: tuple[str, ...] = ()
-    MAX_ATTEMPTS: int = 16
     TOPICS: dict = field(default_factory=dict)  # type: ignore[type-arg] # the parser compares with the bare type
 
     def __post_init__(self) -> None:

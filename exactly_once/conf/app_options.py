@@ -55,6 +55,7 @@ class AppOptions:
         BROKER_SSL: the options of TLS to the broker and to its management API, see `exactly_once.conf.tls.TlsOptions`.
         CONCURRENCY: threads of one process that call functions of the project, each with its own database connection: handlers
             in a consumer; callbacks in a relay, and as many checkers. One callback, or topic, may use all but one of them.
+        MAX_ATTEMPTS: failed attempts after which a message is dead: the first and 16 retries. An unroutable message never is.
         RETRY_BASE, RETRY_CAP: delay after the first failed attempt, and the longest one.
         KEEP_HISTORY: how long settled messages stay. With None the content of one that has succeeded is deleted at once:
             its row in the outbox, its body and headers in the inbox; what else is settled stays for seven days.
@@ -74,6 +75,7 @@ class AppOptions:
 
     BROKER_SSL: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # see ALERTS
     CONCURRENCY: int = 4
+    MAX_ATTEMPTS: int = 17
     RETRY_BASE: timedelta = timedelta(seconds=10)
     RETRY_CAP: timedelta = timedelta(hours=2)
     KEEP_HISTORY: timedelta | None = timedelta(days=7)

@@ -273,7 +273,7 @@ class TestMessageThatClosesTheChannel:
         poison = published(payload="poison", key="k")
         held = published(payload="held", key="k")
         others = [published(payload=n, key=f"o{n % 2}") for n in range(6)]
-        set_columns(poison, attempts=15)
+        set_columns(poison, attempts=16)
 
         with relaying(closing_peer.url):
             wait_until(lambda: state_of(poison) == State.DEAD)
