@@ -24,7 +24,7 @@ LOCKING_SECONDS = histogram(
 LAG = histogram("inbox_lag_seconds", "Seconds from the time a message was due until its handler had returned.", "handler")
 BATCH_MESSAGES = histogram("inbox_batch_messages", "Messages in one call of a batch handler.", "handler", buckets=SIZES)
 
-MESSAGES = gauge("inbox_messages", "Rows in the table that are not done, skipped or shed, by state.", "database", "state")
+MESSAGES = gauge("inbox_messages", "Messages that are not settled, by state.", "database", "state")
 OLDEST_DUE = gauge("inbox_oldest_due_seconds", "How long the oldest due message has been waiting; 0 if none is.", "database")
 CONSUMERS = gauge("inbox_consumers", "Consumer processes by their heartbeats: working, waiting or silent.", "database", "state")
 UNATTENDED = gauge("inbox_unattended_handlers", "Handlers of this project that no live process runs.", "database")

@@ -12,7 +12,7 @@ LAG = histogram("outbox_lag_seconds", "Seconds from the time a message was due u
 PASS_SECONDS = histogram("outbox_pass_seconds", "Seconds that a pass with messages took, from claim to commit.")
 PASS_MESSAGES = histogram("outbox_pass_messages", "Messages that a pass claimed.", buckets=SIZES)
 
-MESSAGES = gauge("outbox_messages", "Rows in the table, by state.", "database", "state")
+MESSAGES = gauge("outbox_messages", "Messages that are not settled, by state.", "database", "state")
 OLDEST_DUE = gauge("outbox_oldest_due_seconds", "How long the oldest due message has been waiting; 0 if none is.", "database")
 PENDING_CALLBACKS = gauge("outbox_pending_callbacks", "Callbacks that are to be called.", "database")
 PAUSED_MESSAGES = gauge("outbox_paused_messages", "Messages of a paused topic.", "database", "topic")

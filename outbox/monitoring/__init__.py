@@ -9,6 +9,7 @@ from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.prometheus import Sample, TableGauges, processes_by_state, seconds_since
 from outbox import metrics
 from outbox.operators.state_counts import count_states
+from outbox.states import SETTLED
 from outbox.store import paused_topics
 from outbox.store.heartbeats import relays
 from outbox.store.pending_callbacks import pending_calls
@@ -24,7 +25,8 @@ def table_gauges(alias: str) -> TableGauges:
 def _read(alias: str) -> Iterator[Sample]:
     counted = count_states(alias)
     for state, count in counted.states.items():
-        yield metrics.MESSAGES, (str(state),), count
+        if state not in SETTLED:
+            yield metrics.MESSAGES, (state,), count
     yield metrics.OLDEST_DUE, (), seconds_since(counted.oldest_waiting, utcnow())
     yield metrics.PENDING_CALLBACKS, (), pending_calls(alias).pending
     paused: list[Any] = list(paused_topics.paused_topics(alias).filter(allowed_at=None)[:_MOST_TOPICS])

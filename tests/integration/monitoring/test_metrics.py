@@ -230,6 +230,7 @@ class TestTableGauges:
         assert found["outbox_messages", "default", "ready"] == 1
         assert found["outbox_messages", "default", "dead"] == 1
         assert found["outbox_messages", "default", "stuck"] == 0
+        assert ("outbox_messages", "default", "published") not in found
         assert timedelta(hours=1) <= timedelta(seconds=found["outbox_oldest_due_seconds", "default"]) < timedelta(hours=2)
         assert found["outbox_relays", "default", "working"] == 1
         assert found["outbox_table_readable", "default"] == 1
