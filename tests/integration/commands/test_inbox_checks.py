@@ -41,25 +41,11 @@ def test_every_mistake_in_the_inbox_setting_is_reported_at_once():
     assert "Did you mean 'MAX_ATTEMPTS'" in problems[0]
 
 
-@pytest.mark.parametrize("given", [None, [], "amqp://"])
-def test_inbox_setting_other_than_a_dict_or_none_is_an_error(given):
-    with override_settings(INBOX=given):
-        assert ("inbox.E001" in found()) == (given is not None)
-
-
-def test_invalid_inbox_setting_does_not_break_the_other_checks(handles):
+@pytest.mark.parametrize("given", [None, [], "amqp://", {"PREFETCH": 0}])
+def test_invalid_inbox_setting_is_an_error_and_does_not_break_the_other_checks(handles, given):
     handles(the_effect)
-    with override_settings(INBOX={"PREFETCH": 0}):
-        assert set(found(deploy=True)) == {"inbox.E001"}
-
-
-def test_handler_on_an_unknown_database_is_an_error(handles):
-    handles(the_effect, using="elsewhere")
-
-    problem = found()["inbox.E002"]
-
-    assert "elsewhere" in problem.msg
-    assert problem.is_serious()
+    with override_settings(INBOX=given):
+        assert set(found(deploy=True)) == ({"inbox.E001"} if given is not None else set())
 
 
 class NoInboxOnOther:
@@ -69,17 +55,20 @@ class NoInboxOnOther:
         return False if (db, app_label) == ("other", "inbox") else None
 
 
-def test_handler_on_a_database_that_the_routers_keep_the_inbox_out_of_is_an_error(handles):
+def test_handler_on_an_unknown_database_or_one_that_the_routers_keep_the_inbox_out_of_is_an_error(handles):
     handles(the_effect, using="other", name="tests.there")
     handles(the_effect, name="tests.here")
     assert "inbox.E002" not in found()
 
     with override_settings(DATABASE_ROUTERS=[NoInboxOnOther()]):
         problem = found()["inbox.E002"]
+    handles(the_effect, using="elsewhere")
+    unknown = found()["inbox.E002"]
 
     assert "tests.there" in problem.msg
     assert "'other'" in problem.msg
-    assert problem.is_serious()
+    assert "elsewhere" in unknown.msg
+    assert (problem.is_serious(), unknown.is_serious()) == (True, True)
 
 
 def test_outbox_and_inbox_on_different_brokers_is_a_warning(handles):
@@ -93,28 +82,28 @@ def test_outbox_and_inbox_on_different_brokers_is_a_warning(handles):
 def test_ordered_handler_on_a_broker_that_does_not_keep_order_is_an_error(handles):
     handles(the_effect)
     handles(the_effect, ordered=True, name="tests.ordered")
-    redis = {"BROKER_URL": "redis://user:secret@host/0"}
-    with override_settings(OUTBOX=redis, INBOX={"GROUP": "shop"}):
+    for url in ("amqp://host//", "local://"):
+        with override_settings(OUTBOX={"BROKER_URL": url}, INBOX={"GROUP": "shop"}):
+            assert found() == {}
+    with override_settings(OUTBOX={"BROKER_URL": "redis://user:secret@host/0"}, INBOX={"GROUP": "shop"}):
         problem = found()["inbox.E006"]
 
     assert "tests.ordered" in problem.msg
     assert "secret" not in problem.msg
 
 
-@pytest.mark.parametrize("url", ["amqp://host//", "local://"])
-def test_ordered_handler_on_a_broker_that_keeps_order_passes(handles, url):
-    handles(the_effect, ordered=True)
-    with override_settings(OUTBOX={"BROKER_URL": url}, INBOX={"GROUP": "shop"}):
-        assert found() == {}
-
-
-def test_broker_without_a_group_is_a_deployment_warning(handles):
+@pytest.mark.parametrize(
+    ("outbox", "inbox"), [({"BROKER_URL": "amqp://host//"}, {}), ({}, {"LEASE_STORE": "redis://host/0"})], ids=str
+)
+def test_broker_or_lease_store_in_redis_without_a_group_is_a_deployment_warning(handles, outbox, inbox):
     handles(the_effect, biz_id=lambda message: message.id)
-    with override_settings(OUTBOX={"BROKER_URL": "amqp://host//"}):
+    with override_settings(OUTBOX=outbox, INBOX=inbox):
         assert "tests" in found(deploy=True)["inbox.W002"].msg
+    with override_settings(OUTBOX=outbox, INBOX={**inbox, "GROUP": "shop"}):
+        assert "inbox.W002" not in found(deploy=True)
 
 
-def test_handler_without_biz_id_behind_a_broker_is_reported_on_deployment(handles):
+def test_handler_without_biz_id_is_reported_on_deployment_behind_a_broker_only(handles):
     handles(the_effect, name="tests.keyless")
     handles(the_effect, name="tests.keyed", biz_id=lambda message: message.id)
     with override_settings(OUTBOX={"BROKER_URL": "amqp://host//"}, INBOX={"GROUP": "shop"}):
@@ -125,10 +114,6 @@ def test_handler_without_biz_id_behind_a_broker_is_reported_on_deployment(handle
     assert problem.level == checks.INFO
     assert "tests.keyless" in problem.msg
     assert "tests.keyed" not in problem.msg
-
-
-def test_handler_without_biz_id_is_not_reported_without_a_broker(handles):
-    handles(the_effect)
     for outbox in ({}, {"BROKER_URL": "local://"}):
         with override_settings(OUTBOX=outbox, INBOX={"GROUP": "shop"}):
             assert "inbox.I001" not in found(deploy=True)
@@ -181,15 +166,6 @@ def test_lease_store_in_redis_requires_the_redis_library(monkeypatch):
 
     assert "redis://***@host/0" in problem.msg
     assert "django-exactly-once[redis]" in problem.hint
-
-
-def test_lease_store_in_redis_without_a_group_is_a_deployment_warning(handles):
-    handles(the_effect)
-
-    with override_settings(INBOX={"LEASE_STORE": "redis://host/0"}):
-        assert "inbox.W002" in found(deploy=True)
-    with override_settings(INBOX={"LEASE_STORE": "redis://host/0", "GROUP": "shop"}):
-        assert "inbox.W002" not in found(deploy=True)
 
 
 @pytest.mark.parametrize(("places", "expected"), [(1, ["inbox.W006"]), (3, []), (None, [])])

@@ -3,17 +3,8 @@
 import psycopg
 import pytest
 
-from tests.support.projects import run_in
+from tests.support.projects import run_in, settings_of
 
-SETTINGS = """\
-SECRET_KEY = "x"
-USE_TZ = True
-DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-INSTALLED_APPS = ["django.contrib.contenttypes", "exactly_once", "outbox", "inbox"]
-DATABASES = {{
-    "default": {{"ENGINE": {engine!r}, "HOST": "127.0.0.1", "PORT": {port!r}, "USER": "postgres", "NAME": {name!r}}}
-}}
-"""
 BACKEND = """\
 import re
 
@@ -71,7 +62,8 @@ def migrate(tmp_path):
 
     def migrated(url, engine="django.db.backends.postgresql"):
         address, _, name = url.rpartition("/")
-        settings = SETTINGS.format(engine=engine, port=address.rpartition(":")[2], name=name)
+        database = {"ENGINE": engine, "HOST": "127.0.0.1", "PORT": address.rpartition(":")[2], "USER": "postgres", "NAME": name}
+        settings = settings_of("outbox", "inbox", "django.contrib.contenttypes", database=database)
         (tmp_path / "settings_of_shop.py").write_text(settings)
         return run_in(tmp_path, "settings_of_shop", "-m", "django", "migrate", "-v0")
 

@@ -7,8 +7,7 @@ import kombu.transport
 import pytest
 from django.core.checks import run_checks
 
-from exactly_once import checks
-from tests.support.projects import run_in
+from tests.support.projects import SQLITE, run_in, settings_of
 
 
 def found(prefix="outbox."):
@@ -19,15 +18,11 @@ class TestOutboxSetting:
     def test_outbox_setting_of_this_project_passes(self):
         assert found() == {}
 
-    def test_outbox_setting_with_a_typo_is_an_error_that_suggests_the_name(self, settings):
-        settings.OUTBOX = {"BATCH_SIZ": 5}
-
-        assert "Did you mean 'BATCH_SIZE'?" in found()["outbox.E001"].msg
-
-    def test_outbox_setting_with_several_mistakes_has_an_error_for_each(self, settings):
+    def test_outbox_setting_with_several_mistakes_has_an_error_for_each_that_suggests_the_name(self, settings):
         settings.OUTBOX = {"BATCH_SIZ": 5, "POLL_INTERVAL": 3}
 
-        assert len([m for m in run_checks() if m.id == "outbox.E001"]) == 2
+        first, _second = [message.msg for message in run_checks() if message.id == "outbox.E001"]
+        assert "Did you mean 'BATCH_SIZE'?" in first
 
     @pytest.mark.parametrize("value", [[], "amqp://", {"BATCH_SIZE": 0}])
     def test_invalid_outbox_setting_is_an_error(self, settings, value):
@@ -36,32 +31,26 @@ class TestOutboxSetting:
         assert "outbox.E001" in found()
 
 
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    [
-        ("tests.support.hooks.tenan", "did you mean 'tests.support.hooks.tenant'?"),
-        ("tests.support.missing.tenant", "No module named"),
-        ("tests.support.hooks.async_tenant", "it is async"),
-    ],
-)
-def test_publish_hook_that_cannot_be_called_is_an_error(settings, path, reason):
-    settings.OUTBOX = {"PUBLISH_HOOKS": ["tests.support.hooks.tenant", path]}
-
-    assert repr(path) in (problem := found()["outbox.E004"]).msg
-    assert reason in problem.msg
+HOOKS = "tests.support.hooks"
 
 
 @pytest.mark.parametrize(
-    ("path", "reason"),
+    ("check", "path", "reason"),
     [
-        ("tests.support.hooks.SortedSet", "did you mean 'tests.support.hooks.SortedSets'?"),
-        ("tests.support.hooks.tenant", "it is not a subclass of json.JSONEncoder"),
+        ("outbox.E004", f"{HOOKS}.tenan", f"did you mean '{HOOKS}.tenant'?"),
+        ("outbox.E004", "tests.support.missing.tenant", "No module named"),
+        ("outbox.E004", f"{HOOKS}.async_tenant", "it is async"),
+        ("outbox.E005", f"{HOOKS}.SortedSet", f"did you mean '{HOOKS}.SortedSets'?"),
+        ("outbox.E005", f"{HOOKS}.tenant", "it is not a subclass of json.JSONEncoder"),
     ],
 )
-def test_encoder_that_cannot_be_loaded_is_an_error(settings, path, reason):
-    settings.OUTBOX = {"TOPICS": {"shop.*": {"encoder": path}, "a": {"encoder": "tests.support.hooks.SortedSets"}, "b": {}}}
+def test_hook_that_cannot_be_called_and_encoder_that_cannot_be_loaded_are_errors(settings, check, path, reason):
+    if check == "outbox.E004":
+        settings.OUTBOX = {"PUBLISH_HOOKS": [f"{HOOKS}.tenant", path]}
+    else:
+        settings.OUTBOX = {"TOPICS": {"shop.*": {"encoder": path}, "a": {"encoder": f"{HOOKS}.SortedSets"}, "b": {}}}
 
-    assert repr(path) in (problem := found()["outbox.E005"]).msg
+    assert repr(path) in (problem := found()[check]).msg
     assert reason in problem.msg
 
 
@@ -125,36 +114,27 @@ class TestBrokerCheck:
 
 
 class TestDatabaseCheck:
-    @pytest.mark.every_database
-    @pytest.mark.django_db
-    def test_supported_database_passes(self):
-        assert checks.check_databases(None, databases=["default"]) == []
-
-    def test_database_is_checked_only_when_asked_for(self, project):
-        project(["outbox"], engine="django.db.backends.dummy", broker="amqp://h")
+    def test_unsupported_database_is_an_error_when_databases_are_checked(self, project):
+        project(["outbox"], ENGINE="django.db.backends.dummy", broker="amqp://h")
 
         status, out = project.run("check")
-
         assert status == 0, out
         assert "exactly_once.E001" not in out
 
-    def test_unsupported_database_is_an_error(self, project):
-        project(["outbox"], engine="django.db.backends.dummy", broker="amqp://h")
-
         status, out = project.run("check", "--database", "default")
-
         assert status != 0
         assert "exactly_once.E001" in out
         assert "Use PostgreSQL" in out
 
-    def test_sqlite_without_immediate_transactions_is_a_warning(self, project):
-        project(["outbox"], broker="amqp://h")
+    def test_sqlite_without_immediate_transactions_and_outbox_without_broker_and_inbox_are_warnings(self, project):
+        project(["outbox"])
 
         status, out = project.run("check")
 
         assert status == 0
-        assert "exactly_once.W001" in out
-        assert "'transaction_mode': 'IMMEDIATE'" in out
+        for expected in ("exactly_once.W001", "'transaction_mode': 'IMMEDIATE'", "outbox.W003", "needs 'inbox'"):
+            assert expected in out
+        assert "Traceback" not in out
 
 
 class Project:
@@ -163,14 +143,10 @@ class Project:
     def __init__(self, directory):
         self._directory = directory
 
-    def __call__(self, apps, *, engine="django.db.backends.sqlite3", options=None, broker=None):
+    def __call__(self, apps, *, broker=None, contents=None, **database):
         outbox = {} if broker is None else {"BROKER_URL": broker}
-        database = {"ENGINE": engine, "NAME": str(self._directory / "db.sqlite3"), "OPTIONS": options or {}}
-        (self._directory / "scratch_settings.py").write_text(
-            f"INSTALLED_APPS = {['exactly_once', *apps]!r}\nDATABASES = {{'default': {database!r}}}\n"
-            f"OUTBOX = {outbox!r}\nSECRET_KEY = 'x'\nUSE_TZ = True\n"
-            "DEFAULT_AUTO_FIELD = 'django.db.models.BigAutoField'\n"
-        )
+        settings = settings_of(*apps, database={**SQLITE, "OPTIONS": {}, **database}, OUTBOX=outbox)
+        (self._directory / "scratch_settings.py").write_text(settings + (contents or ""))
 
     def run(self, *arguments):
         done = run_in(self._directory, "scratch_settings", "-m", "django", *arguments, PYTHONWARNINGS="error")
@@ -189,7 +165,7 @@ IMMEDIATE = {"transaction_mode": "IMMEDIATE"}
 class TestOneAppAlone:
     @pytest.mark.parametrize("apps", [["outbox"], ["inbox"], ["outbox", "inbox"]], ids="+".join)
     def test_each_app_migrates_and_passes_every_check_alone(self, project, apps):
-        project(apps, options=IMMEDIATE, broker="amqp://guest:guest@localhost//")
+        project(apps, OPTIONS=IMMEDIATE, broker="amqp://guest:guest@localhost//")
 
         for command in (
             ["migrate", "--verbosity", "0"],
@@ -201,56 +177,36 @@ class TestOneAppAlone:
 
     @pytest.mark.parametrize(("app", "other"), [("outbox", "inbox"), ("inbox", "outbox")])
     def test_commands_for_both_apps_work_with_one_and_name_the_one_that_is_missing(self, project, app, other):
-        project([app], options=IMMEDIATE, broker="amqp://guest:guest@localhost//")
+        project([app], OPTIONS=IMMEDIATE, broker="amqp://guest:guest@localhost//")
         project.run("migrate", "--verbosity", "0")
         for name in ("status", "purge", "export", "processes", "alerts"):
             status, out = project.run(f"exactly_once_{name}")
             assert status == 0, out
+        refused = {("exactly_once_purge", "--app", other): f"--app is '{other}': INSTALLED_APPS has {app}."}
+        if app == "outbox":
+            of_the_inbox = "is an option of the inbox, which is not in INSTALLED_APPS."
+            refused["exactly_once_status", "--conflicts"] = f"--conflicts {of_the_inbox}"
+            refused["exactly_once_export", "--handler", "orders.reserve"] = f"--handler {of_the_inbox}"
 
-        status, out = project.run("exactly_once_purge", "--app", other)
-
-        assert status == 1
-        assert f"--app is '{other}': INSTALLED_APPS has {app}." in out
-
-    def test_option_of_the_inbox_is_refused_without_it(self, project):
-        project(["outbox"], options=IMMEDIATE, broker="amqp://guest:guest@localhost//")
-
-        for command in (["exactly_once_status", "--conflicts"], ["exactly_once_export", "--handler", "orders.reserve"]):
+        for command, said in refused.items():
             status, out = project.run(*command)
-            assert status == 1
-            assert f"{command[1]} is an option of the inbox, which is not in INSTALLED_APPS." in out
+            assert (status, said in out) == (1, True), out
 
-    def test_relay_imports_no_module_of_the_inbox(self, project):
-        project(["outbox"], options=IMMEDIATE, broker="amqp://h")
-
+    def test_relay_of_an_outbox_alone_imports_no_module_of_the_inbox_and_needs_a_broker(self, project):
+        project(["outbox"], OPTIONS=IMMEDIATE)
         program = "import outbox.relay.service, sys; print([name for name in sys.modules if name.startswith('inbox')])"
 
         status, out = project.run("shell", "--command", program)
-
         assert status == 0, out
         assert out.strip().endswith("[]")
 
-    def test_outbox_without_a_broker_and_without_the_inbox_is_a_warning(self, project):
-        project(["outbox"], options=IMMEDIATE)
-
-        status, out = project.run("check")
-
-        assert status == 0
-        assert "outbox.W003" in out
-        assert "needs 'inbox'" in out
-        assert "Traceback" not in out
-
-    def test_outbox_relay_without_a_broker_and_without_the_inbox_ends_with_one_sentence(self, project):
-        project(["outbox"], options=IMMEDIATE)
-
         status, out = project.run("outbox_relay", "--drain")
-
         assert status == 1
         assert "OUTBOX['BROKER_URL'] is 'local://', which cannot be used" in out
         assert "Traceback" not in out
 
     def test_both_apps_together_need_no_setting(self, project):
-        project(["outbox", "inbox"], options=IMMEDIATE)
+        project(["outbox", "inbox"], OPTIONS=IMMEDIATE)
 
         status, out = project.run("check", "--fail-level", "WARNING")
 
@@ -260,27 +216,18 @@ class TestOneAppAlone:
 class TestDatabaseSettings:
     @pytest.mark.long
     @pytest.mark.parametrize(
-        ("settings", "named"),
-        [
-            ({"autocommit": "False"}, "AUTOCOMMIT"),
-            ({"zone": "'America/New_York'"}, "TIME_ZONE"),
-            ({"use_tz": "False"}, "USE_TZ"),
-        ],
+        ("given", "contents"),
+        [({"AUTOCOMMIT": False}, ""), ({"TIME_ZONE": "America/New_York"}, ""), ({}, "USE_TZ = False\n")],
+        ids=["AUTOCOMMIT", "TIME_ZONE", "USE_TZ"],
     )
-    def test_database_setting_that_breaks_a_guarantee_is_an_error(self, tmp_path, settings, named):
-        (tmp_path / "odd_settings.py").write_text(
-            f"USE_TZ = {settings.get('use_tz', 'True')}\n"
-            "INSTALLED_APPS = ['django.contrib.contenttypes', 'exactly_once', 'outbox', 'inbox']\n"
-            "DATABASES = {'default': {'ENGINE': 'django.db.backends.sqlite3', 'NAME': 'x.sqlite3', "
-            f"'AUTOCOMMIT': {settings.get('autocommit', 'True')}, 'TIME_ZONE': {settings.get('zone', 'None')}, "
-            "'OPTIONS': {'transaction_mode': 'IMMEDIATE'}}}\n"
-        )
+    def test_database_setting_that_breaks_a_guarantee_is_an_error(self, request, project, given, contents):
+        project(["outbox", "inbox"], OPTIONS=IMMEDIATE, contents=contents, **given)
 
-        done = run_in(tmp_path, "odd_settings", "-m", "django", "check")
+        status, out = project.run("check")
 
-        assert done.returncode != 0
-        assert named in done.stdout
-        assert done.stdout.count("exactly_once.E002") == 1
+        assert status != 0
+        assert request.node.callspec.id in out
+        assert out.count("exactly_once.E002") == 1
 
     @pytest.mark.parametrize(
         ("vendor", "options", "shown"),
@@ -289,38 +236,32 @@ class TestDatabaseSettings:
             ("sqlite3", {"transaction_mode": "IMMEDIATE", "pool": True}, "pool"),
         ],
     )
-    def test_options_of_another_engine_are_an_error_that_names_them(self, tmp_path, vendor, options, shown):
-        (tmp_path / "left_settings.py").write_text(
-            "INSTALLED_APPS = ['django.contrib.contenttypes', 'exactly_once', 'outbox']\n"
-            f"DATABASES = {{'default': {{'ENGINE': 'django.db.backends.{vendor}', 'NAME': 'x', 'OPTIONS': {options!r}}}}}\n"
-        )
+    def test_options_of_another_engine_are_an_error_that_names_them(self, project, vendor, options, shown):
+        project(["outbox"], ENGINE=f"django.db.backends.{vendor}", OPTIONS=options)
 
-        done = run_in(tmp_path, "left_settings", "-m", "django", "check")
+        status, out = project.run("check")
 
-        assert done.returncode != 0
+        assert status != 0
         if vendor == "sqlite3" and django.VERSION >= (6, 1):
             # Django's own check of JSON fields connects to SQLite first.
-            assert f"unexpected keyword argument '{shown}'" in done.stdout
+            assert f"unexpected keyword argument '{shown}'" in out
         else:
-            assert f"DATABASES['default']['OPTIONS'] has {shown}, which" in done.stdout
-            assert "exactly_once.E002" in done.stdout
+            assert f"DATABASES['default']['OPTIONS'] has {shown}, which" in out
+            assert "exactly_once.E002" in out
 
 
 @pytest.mark.parametrize("label", ["eventBus", "bus_ünïcode", "b" * 34])
-def test_label_from_which_postgresql_makes_other_names_of_tables_is_an_error(tmp_path, label):
+def test_label_from_which_postgresql_makes_other_names_of_tables_is_an_error(tmp_path, project, label):
     (tmp_path / "shop.py").write_text(
         f"from outbox.apps import OutboxConfig\n\nclass Bus(OutboxConfig):\n    label = {label!r}\n"
     )
-    (tmp_path / "labelled_settings.py").write_text(
-        "INSTALLED_APPS = ['django.contrib.contenttypes', 'exactly_once', 'shop.Bus']\n"
-        "DATABASES = {'default': {'ENGINE': 'django.db.backends.postgresql', 'NAME': 'x'}}\n"
-    )
+    project(["shop.Bus"], ENGINE="django.db.backends.postgresql")
 
-    done = run_in(tmp_path, "labelled_settings", "-m", "django", "check")
+    status, out = project.run("check")
 
-    assert done.returncode != 0
-    assert "exactly_once.E004" in done.stdout
-    assert repr(label) in done.stdout
+    assert status != 0
+    assert "exactly_once.E004" in out
+    assert repr(label) in out
 
 
 def test_apps_in_the_schemas_of_tenants_are_an_error_that_names_them(settings):
@@ -334,24 +275,3 @@ def test_apps_in_the_schemas_of_tenants_are_an_error_that_names_them(settings):
 
     settings.TENANT_TYPES = {"public": {"APPS": ["outbox"]}}
     assert "exactly_once.E005" not in {message.id for message in run_checks()}
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["outbox_relay", "--drain"],
-        ["outbox_restore", "--all"],
-        ["inbox_retry", "--all"],
-        *([name, "--app", app] for name in ("exactly_once_status", "exactly_once_purge") for app in ("outbox", "inbox")),
-    ],
-    ids=" ".join,
-)
-def test_command_without_its_tables_says_to_run_migrate(project, command):
-    project(["outbox", "inbox"], options=IMMEDIATE)
-
-    status, out = project.run(*command)
-
-    assert status != 0
-    assert "The database 'default' is not migrated for this version" in out
-    assert "Run `python manage.py migrate " in out
-    assert "Traceback" not in out

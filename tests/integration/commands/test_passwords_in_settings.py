@@ -16,20 +16,11 @@ from tests.support.waiting import wait_until
 SECRET = "Xy7secret7yX"
 
 MISTYPED = [
-    ["amqp://user:{secret}@host"],
-    [["amqp://user:{secret}@host"]],
-    {"url": "amqp://user:{secret}@host"},
-    "amqp:/user:{secret}@host",
-    "user:{secret}@host",
-    "{secret}",
-    "amqp://user:a/{secret}@host",
-    "amqp://user:a?{secret}@host",
-    "amqp://user:a#{secret}@host",
-    "amqp://user:a;{secret}@host",
-    "amqp://user:{secret}",
-    "amqp://user:{secret}@host;",
-    "amqp://user:{secret}@host;redis://host",
-    "ampq://user:{secret}@host",
+    *(["amqp://user:{secret}@host"], [["amqp://user:{secret}@host"]], {"url": "amqp://user:{secret}@host"}),
+    *("amqp:/user:{secret}@host", "user:{secret}@host", "{secret}", "amqp://user:{secret}", "ampq://user:{secret}@host"),
+    *(f"amqp://user:a{sign}{{secret}}@host" for sign in "/?#;"),
+    *("amqp://user:{secret}@host;", "amqp://user:{secret}@host;redis://host"),
+    *("http://user:{secret}@host:15x", "user:{secret}@host:15672"),
 ]
 """What people write instead of a URL."""
 ODD = ["redis://host?password={secret}", "redis://{secret}@host", "redis://:12/{secret}@host"]
@@ -40,19 +31,10 @@ def filled(value, secret=SECRET):
     return json.loads(json.dumps(value).replace("{secret}", json.dumps(secret)[1:-1]))
 
 
-OPTIONS = [("OUTBOX", "BROKER_URL"), ("INBOX", "BROKER_URL"), ("INBOX", "LEASE_STORE")]
+OPTIONS = [("OUTBOX", "BROKER_URL"), *(("INBOX", name) for name in ("BROKER_URL", "LEASE_STORE", "MANAGEMENT_URL"))]
 OTHER_OPTIONS = [
-    ("OUTBOX", "EXCHANGE"),
-    ("OUTBOX", "LISTEN_ALIAS"),
-    ("OUTBOX", "DELAY_LEVELS"),
-    ("OUTBOX", "BATCH_SIZE"),
-    ("OUTBOX", "TRAIL"),
-    ("OUTBOX", "BROKER"),
-    ("INBOX", "EXCHANGE"),
-    ("INBOX", "GROUP"),
-    ("INBOX", "QUEUE_TYPE"),
-    ("INBOX", "KEEP_HISTORY"),
-    ("INBOX", "broker_url"),
+    *(("OUTBOX", name) for name in ("EXCHANGE", "LISTEN_ALIAS", "DELAY_LEVELS", "BATCH_SIZE", "TRAIL", "BROKER")),
+    *(("INBOX", name) for name in ("EXCHANGE", "GROUP", "QUEUE_TYPE", "KEEP_HISTORY", "broker_url")),
 ]
 
 
@@ -65,18 +47,6 @@ def checked(**settings):
         except CommandError as error:
             print(error, file=err)
     return out.getvalue() + err.getvalue()
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["http://user:{secret}", "http://user:a/{secret}@host", "http://user:{secret}@host:15x", "user:{secret}@host:15672"],
-)
-def test_check_reports_a_mistyped_management_url_without_its_password(value):
-    said = checked(INBOX={"MANAGEMENT_URL": filled(value)})
-
-    assert "inbox.E001" in said
-    assert "MANAGEMENT_URL" in said
-    assert SECRET not in said
 
 
 @pytest.mark.parametrize("value", MISTYPED, ids=json.dumps)

@@ -31,32 +31,25 @@ def tries(server):
     return text.count("PLAIN login refused") + text.count("not found")
 
 
-@BOTH
-def test_refused_password_is_reported_once_with_the_setting_and_without_the_password(rabbitmq_server, running, name):
-    url = rabbitmq_server.url.replace("guest:guest", f"guest:{SECRET}")
-    before = tries(rabbitmq_server)
-
-    with running(name, url) as process:
+@pytest.mark.parametrize(
+    ("name", "setting"), [("outbox_relay", "OUTBOX"), ("inbox_consume", "OUTBOX"), ("inbox_consume", "INBOX")]
+)
+def test_refused_password_is_reported_once_with_the_setting_and_without_the_password(rabbitmq_server, running, name, setting):
+    url = rabbitmq_server.url
+    refused, before = url.replace("guest:guest", f"guest:{SECRET}"), tries(rabbitmq_server)
+    own = {"BROKER_URL": refused} if setting == "INBOX" else {}
+    with running(name, url if own else refused, **own) as process:
         process.until(lambda: errors(process))
         process.until(lambda: tries(rabbitmq_server) >= before + 4)
         assert process.end() == 0
 
     [line] = errors(process)
-    assert 'The broker refuses OUTBOX["BROKER_URL"]' in line
+    assert f'The broker refuses {setting}["BROKER_URL"]' in line
     assert "'amqp://***@127.0.0.1:" in line
     assert "ACCESS_REFUSED" in line
     assert "Correct its user, password or virtual host" in line
     assert SECRET not in process.said()
     assert "Traceback" not in process.said()
-
-
-def test_refused_login_of_the_inbox_names_the_setting_of_the_inbox(rabbitmq_server, running):
-    url = rabbitmq_server.url
-
-    with running("inbox_consume", url, BROKER_URL=url.replace("guest:guest", f"guest:{SECRET}")) as process:
-        process.until(lambda: errors(process))
-
-    assert 'The broker refuses INBOX["BROKER_URL"]' in errors(process)[0]
 
 
 def test_refused_login_is_repeated_with_its_duration_until_it_is_corrected(rabbitmq_server, running):

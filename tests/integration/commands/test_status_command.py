@@ -50,41 +50,30 @@ class TestBoth:
         assert run(app="outbox").split()[:2] == ["outbox", "default"]
         assert json.loads(run(json=True)).keys() == {"outbox", "inbox"}
         assert json.loads(run(app="inbox", json=True)).keys() == {"inbox"}
-
-    def test_option_of_the_inbox_does_not_go_with_the_outbox(self):
         with pytest.raises(CommandError, match=r"--conflicts is an option of the inbox and does not go with --app outbox\."):
             run(conflicts=True, app="outbox")
-
-    def test_unknown_app_is_refused_with_the_installed_ones(self):
         with pytest.raises(CommandError, match="--app is 'orders': INSTALLED_APPS has outbox, inbox"):
             run(app="orders")
 
 
 @pytest.mark.every_database
 class TestOutbox:
-    def test_status_counts_every_state(self):
+    def test_status_counts_every_state_and_as_json_with_the_oldest_due_time(self):
+        empty = status("outbox")
+        assert (empty["states"], empty["oldest_waiting"]) == ({state.value: 0 for state in State}, None)
         for state in (State.DEAD, State.DEAD, State.PUBLISHED):
             one_in(state)
-        published()
+        message = published()
+        counts = {**empty["states"], "dead": 2, "published": 1, "ready": 1}
 
         lines = [line.split() for line in run(app="outbox").splitlines()]
+        printed = status("outbox")
 
         assert lines[0] == ["outbox", "default"]
         last = 1 + len(State)
-        assert dict(lines[1:last]) == {**{state.value: "0" for state in State}, "dead": "2", "published": "1", "ready": "1"}
+        assert {name: int(count) for name, count in lines[1:last]} == printed["states"] == counts
         assert lines[last][:2] == ["oldest", "waiting"]
-
-    def test_status_as_json_has_the_counts_and_the_oldest_due_time(self):
-        message = published()
-        one_in(State.DEAD)
-
-        printed = status("outbox")
-
-        assert printed["states"] == {**{state.value: 0 for state in State}, "ready": 1, "dead": 1}
         assert datetime.fromisoformat(printed["oldest_waiting"]) == row_of(message).available_at
-
-    def test_status_of_an_empty_outbox_has_no_oldest_waiting_message(self):
-        assert status("outbox")["oldest_waiting"] is None
 
     def test_status_counts_a_message_as_waiting_from_its_due_time(self):
         published(delay=DAY)
@@ -98,11 +87,13 @@ class TestOutbox:
         assert datetime.fromisoformat(printed["oldest_waiting"]) == row_of(late).available_at
 
     @pytest.mark.django_db(databases=["default", "other"])
-    def test_status_reads_the_given_database(self):
+    def test_status_reads_the_given_database(self, handles):
         published(using="other")
+        deliver(handles(lambda message: None, using="other"))
 
-        assert status("outbox", database="other")["states"]["ready"] == 1
-        assert status("outbox")["states"]["ready"] == 0
+        for app, state in (("outbox", "ready"), ("inbox", "done")):
+            assert status(app, database="other")["states"][state] == 1
+            assert status(app)["states"][state] == 0
 
 
 class TestRelays:
@@ -124,27 +115,18 @@ class TestRelays:
         assert working.endswith("  running")
         assert starting.endswith("  running")
 
-    def test_status_shows_a_killed_relay_as_silent_without_a_rate(self):
+    def test_status_shows_a_killed_relay_as_silent_without_a_rate_and_says_when_no_relay_is_running(self):
+        published()
+        none = "No relay is running. Messages that are due: 1."
+        assert run(app="outbox").splitlines()[-1] == none
         a_relay(silent_for=2 * SILENT_AFTER)
 
-        line = run(app="outbox").splitlines()[-3]
+        *_, line, _empty, last = run(app="outbox").splitlines()
 
         assert "  -  1,234,567 published" in line
         assert line.endswith("  silent")
-
-    @pytest.mark.parametrize("silent", [False, True])
-    def test_status_says_when_no_relay_is_running(self, silent):
-        if silent:
-            a_relay(silent_for=2 * SILENT_AFTER)
-        published()
-
-        assert run(app="outbox").splitlines()[-1] == "No relay is running. Messages that are due: 1."
-
-    def test_status_does_not_say_that_no_relay_is_running_while_one_runs(self):
-        a_relay(silent_for=2 * SILENT_AFTER)
+        assert last == none
         a_relay()
-        published()
-
         assert "No relay is running" not in run(app="outbox")
 
     def test_status_as_json_has_every_column_of_a_relay(self):
@@ -174,22 +156,16 @@ class TestRelays:
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])
 class TestInbox:
     def test_status_of_an_empty_inbox_is_all_zeros(self):
+        numbers = ("duplicates_suppressed", "duplicates_conflicting", "edited", "delivered", "quarantined")
+        lists = ("ahead_of_the_clock", "consumers", "unattended", "paused_handlers", "starting_handlers")
         assert status("inbox") == {
             "states": dict.fromkeys((str(state) for state in InboxState), 0),
-            "ahead_of_the_clock": [],
-            "duplicates_suppressed": 0,
-            "duplicates_by_cause": {"redelivery": 0, "resend": 0, "replay": 0, "business": 0},
-            "duplicates_conflicting": 0,
-            "edited": 0,
-            "delivered": 0,
-            "quarantined": 0,
+            "duplicates_by_cause": dict.fromkeys(("redelivery", "resend", "replay", "business"), 0),
+            **dict.fromkeys(numbers, 0),
+            **{name: [] for name in lists},
             "oldest_waiting": None,
             "without_rows": {},
-            "consumers": [],
-            "unattended": [],
             "queued": {},
-            "paused_handlers": [],
-            "starting_handlers": [],
         }
 
     def test_status_counts_states_and_duplicates(self, handles):
@@ -199,22 +175,18 @@ class TestInbox:
         deliver(handler, an_envelope({"other": 1}, biz_id=envelope.biz_id))
         deliver(handles(fails, name="tests.fails"))
         run_to_the_end()
+        deliver(handler, an_envelope(created_at=utcnow() - LONG_AGO))
 
         found = status("inbox")
 
-        assert (found["states"]["done"], found["states"]["dead"], found["states"]["retrying"]) == (1, 1, 0)
+        assert (found["states"]["done"], found["states"]["dead"], found["states"]["retrying"]) == (1, 2, 0)
+        assert found["quarantined"] == 1
         assert (found["duplicates_suppressed"], found["duplicates_conflicting"]) == (3, 1)
         assert found["duplicates_by_cause"] == {"redelivery": 0, "resend": 2, "replay": 0, "business": 1}
-        assert found["delivered"] == 5
-
-    def test_status_counts_quarantined_messages(self, handles):
-        deliver(handles(the_effect), an_envelope(created_at=utcnow() - LONG_AGO))
-
-        found = status("inbox")
-
-        assert (found["states"]["dead"], found["quarantined"]) == (1, 1)
+        assert found["delivered"] == 6
 
     def test_status_lists_conflicts_with_the_latest_first(self, handles):
+        assert run(conflicts=True).endswith("No duplicate has had different content.")
         handler = handles(the_effect)
         for biz_id in ("order-1", "order-2"):
             deliver(handler, an_envelope({"total": 1}, biz_id=biz_id))
@@ -229,9 +201,6 @@ class TestInbox:
         assert [(found["biz_id"], found["conflicts"]) for found in listed] == [("order-1", 1), ("order-2", 1)]
         assert listed[0]["conflicting_id"] == other.id
         assert other.id in run(conflicts=True)
-
-    def test_status_says_when_there_are_no_conflicts(self):
-        assert run(conflicts=True).endswith("No duplicate has had different content.")
 
     def test_status_shows_the_due_time_of_the_oldest_overdue_message(self, handles):
         deliver(handles(fails))
@@ -258,8 +227,3 @@ class TestInbox:
         lines = dict(re.split(r"  +", line.strip()) for line in counts.splitlines())
         assert (lines["done"], lines["delivered, total"], lines["oldest waiting"]) == ("1", "1", "-")
         assert running.startswith("No consumer is running for: tests.handler0. ")
-
-    def test_status_reads_the_given_database(self, handles):
-        deliver(handles(lambda message: None, using="other"))
-
-        assert (status("inbox")["states"]["done"], status("inbox", database="other")["states"]["done"]) == (0, 1)

@@ -1,19 +1,23 @@
-"""A database that is not migrated for this version is refused at the start, in one line that names what to run."""
+"""Migrations back and forth; a database that is not migrated is refused at the start, in one line that names what to run."""
 
-import io
 import json
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import connection
+from django.db import connection, transaction
 from django.db.migrations.executor import MigrationExecutor
 from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.recorder import MigrationRecorder
 
 from exactly_once.models import Process as ProcessRow
+from outbox.models import OutboxMessage
 from outbox.states import State
+from outbox.store import settling
 from outbox.store.dialect import live
+from outbox.store.settling import Settlement
+from tests.support.commands import output_of
 from tests.support.relaying import published, row_of, state_of
 from tests.support.sql import executed
 
@@ -22,10 +26,6 @@ pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_databas
 NEWEST = {
     app: MigrationLoader(None).graph.leaf_nodes(app)[0] for app in ("outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks")
 }
-
-
-def migrate_to(*targets):
-    MigrationExecutor(connection).migrate(list(targets))
 
 
 @pytest.fixture(params=["outbox", "inbox"])
@@ -60,60 +60,41 @@ def test_process_on_a_half_migrated_database_ends_with_one_line_that_names_the_m
 
 
 COMMANDS = [["exactly_once_status"], ["exactly_once_purge"], ["exactly_once_export"], ["exactly_once_import", "no file"]]
+TRAIL = ["exactly_once_trail", "0f7a2c1e-5b7d-4f0a-9c55-3a1f0a3f2a10"]
 OF_ONE = {"outbox": [["outbox_restore"], ["outbox_resume", "--checks"]], "inbox": [["inbox_retry"]]}
 
 
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
 def test_other_commands_on_a_half_migrated_database_name_the_migration_to_run(half_migrated):
-    for command in [*COMMANDS, *OF_ONE[half_migrated]]:
+    for command in [*COMMANDS, *OF_ONE[half_migrated], TRAIL, [*TRAIL, "--database", "default"]]:
         with pytest.raises(CommandError, match=f"Run `python manage.py migrate {half_migrated}`") as refused:
             call_command(*command)
 
         assert "\n" not in str(refused.value)
 
 
-@pytest.mark.django_db(transaction=True, databases=["default", "other"])
-@pytest.mark.parametrize("options", [[], ["--database", "default"]], ids=["every database", "one database"])
-def test_trail_command_on_a_half_migrated_database_names_the_migration_to_run(half_migrated, options):
-    with pytest.raises(CommandError, match=f"Run `python manage.py migrate {half_migrated}`") as refused:
-        call_command("exactly_once_trail", "0f7a2c1e-5b7d-4f0a-9c55-3a1f0a3f2a10", *options)
-
-    assert "\n" not in str(refused.value)
-
-
 def test_relay_of_an_outbox_alone_does_not_ask_for_the_tables_of_the_inbox(command, rabbitmq_url):
-    migrate_to(("inbox", None))
+    with without_the_tables_of("inbox"), command("outbox_relay", "--drain", OUTBOX={"BROKER_URL": rabbitmq_url}) as relay:
+        assert relay.ends() == 0, relay.said()
+
+
+@contextmanager
+def without_the_tables_of(*apps):
+    MigrationExecutor(connection).migrate([(app, None) for app in apps])
     try:
-        with command("outbox_relay", "--drain", OUTBOX={"BROKER_URL": rabbitmq_url}) as relay:
-            assert relay.ends() == 0, relay.said()
+        yield
     finally:
-        migrate_to(NEWEST["inbox"], NEWEST["inbox_joins"], NEWEST["inbox_outgoing_webhooks"])
+        MigrationExecutor(connection).migrate([newest for app, newest in NEWEST.items() if app.startswith(apps)])
 
 
-def test_consumer_without_the_tables_of_an_optional_package_names_the_migration_to_run(command):
-    migrate_to(("inbox_joins", None))
-    try:
-        assert "Run `python manage.py migrate inbox_joins`" in refusal(command("inbox_consume"))
-    finally:
-        migrate_to(NEWEST["inbox_joins"])
-
-
-def test_one_message_names_every_app_that_is_not_migrated():
-    packages = ("inbox_joins", "inbox_outgoing_webhooks")
-    migrate_to(*((package, None) for package in packages))
-    try:
+def test_missing_tables_are_named_once_and_one_message_names_every_app_that_is_not_migrated(command):
+    with without_the_tables_of("inbox_joins", "inbox_outgoing_webhooks"):
         with pytest.raises(CommandError, match=r"migrate inbox_joins`, .* migrate inbox_outgoing_webhooks`, "):
             call_command("inbox_retry", "--all")
-    finally:
-        migrate_to(*(NEWEST[package] for package in packages))
-
-
-def test_each_missing_table_is_named_once():
-    migrate_to(("outbox", None))
-    try:
-        with pytest.raises(CommandError, match=r"has no table outbox_outboxmessage, table outbox_(?!outboxmessage)"):
-            call_command("outbox_restore", "--all")
-    finally:
-        migrate_to(NEWEST["outbox"])
+        assert "Run `python manage.py migrate inbox_joins`" in refusal(command("inbox_consume"))
+    missing = r"has no table outbox_outboxmessage, table outbox_(?!outboxmessage)"
+    with without_the_tables_of("outbox"), pytest.raises(CommandError, match=missing):
+        call_command("outbox_restore", "--all")
 
 
 @pytest.mark.parametrize("name", ["exactly_once_status", "exactly_once_processes", "exactly_once_alerts"])
@@ -148,24 +129,18 @@ def test_missing_column_is_named_although_all_migrations_are_recorded(command):
     try:
         missing = r"it has no column inbox_step\.result\. Run `python manage\.py migrate inbox`"
         with pytest.raises(CommandError, match=missing):
-            call_command("exactly_once_status", stdout=io.StringIO())
+            output_of("exactly_once_status")
     finally:
         executed("ALTER TABLE inbox_step RENAME COLUMN hidden TO result")
 
 
-def test_database_that_the_routers_keep_the_app_out_of_is_refused(settings):
+def test_database_that_the_routers_keep_an_app_out_of_is_refused_and_left_out_by_a_command_for_both_apps(settings):
     settings.DATABASE_ROUTERS = [Nowhere()]
 
     for command in (["exactly_once_status", "--app", "outbox"], ["outbox_resume", "--checks"]):
         with pytest.raises(CommandError, match="The database routers keep the app 'outbox' out of the database 'default'"):
             call_command(*command)
-
-
-def test_command_for_both_apps_leaves_out_the_one_that_the_routers_keep_out_of_the_database(settings):
-    settings.DATABASE_ROUTERS = [Nowhere()]
-    call_command("exactly_once_status", "--json", stdout=(out := io.StringIO()))
-
-    assert json.loads(out.getvalue()).keys() == {"inbox"}
+    assert json.loads(output_of("exactly_once_status", "--json")).keys() == {"inbox"}
 
 
 class Nowhere:
@@ -204,3 +179,58 @@ def test_schema_that_is_taken_from_a_running_relay_is_one_line_and_no_attempt(co
     row = row_of(message)
     assert row.attempts == (1 if row.state == State.PUBLISHED or "unroutable" in row.last_error else 0)
     assert broker == "local://" or "Traceback" not in relay.said(), "with local:// a runner of handlers is there, too"
+
+
+def tables_of(app):
+    return {name for name in connection.introspection.table_names() if name.startswith(f"{app}_")}
+
+
+def sequences():
+    if connection.vendor != "postgresql":
+        return []
+    return executed("SELECT relname FROM pg_class WHERE relkind = 'S' AND relname LIKE 'outbox%'")
+
+
+@pytest.mark.parametrize("app", NEWEST)
+def test_migrating_an_app_to_zero_leaves_none_of_its_tables_and_forward_again_all_of_them(app):
+    before = tables_of(app)
+    if app == "outbox":
+        published()
+
+    MigrationExecutor(connection).migrate([(app, None)])
+    try:
+        assert tables_of(app) == set()
+        assert app != "outbox" or sequences() == []
+    finally:
+        # With the migrations of an optional package that depends on it.
+        MigrationExecutor(connection).migrate([newest for name, newest in NEWEST.items() if name.startswith(app)])
+
+    assert tables_of(app) == before
+    assert app != "outbox" or not OutboxMessage.objects.exists()
+
+
+def test_models_have_no_changes_that_are_not_in_a_migration():
+    call_command("makemigrations", check=True, dry_run=True, verbosity=0)
+
+
+@pytest.fixture
+def created_without_migrations(settings):
+    """As with pytest's `--nomigrations`: Django creates the tables from the models."""
+    MigrationExecutor(connection).migrate([("outbox", None)])
+    settings.MIGRATION_MODULES = {"outbox": None}
+    call_command("migrate", run_syncdb=True, verbosity=0)
+    yield
+    with connection.cursor() as cursor:
+        for table in sorted(tables_of("outbox"), key=len):
+            cursor.execute(f"DROP TABLE IF EXISTS {table}{' CASCADE' if connection.vendor == 'postgresql' else ''}")
+    settings.MIGRATION_MODULES = {}
+    MigrationExecutor(connection).migrate([NEWEST["outbox"]])
+
+
+def test_messages_are_published_and_settled_in_tables_that_were_created_without_migrations(created_without_migrations):
+    message = published()
+
+    with transaction.atomic():
+        assert settling.settle("default", Settlement(published=[message.position])) == 1
+
+    assert state_of(message) == State.PUBLISHED
