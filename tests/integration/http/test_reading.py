@@ -117,9 +117,9 @@ def test_consumer_stores_a_message_of_a_subscription_and_runs_nothing_also_while
     assert drain() == 0
     assert (the_row().state, the_row().attempts) == (State.RECEIVED, 0)
 
-    pause_handler(orders.name, by="operator")
+    pause(orders.name, by="operator")
     assert read() == []
-    resume_handler(orders.name, by="operator")
+    resume(orders.name, by="operator")
     assert len(read()) == 1
 
 

@@ -1,6 +1,6 @@
 """Relays and consumers as processes of their own, which operators pause, resume, drain and stop through the database."""
 
-from functools import partial
+from contextlib import ExitStack
 
 import kombu
 import pytest
@@ -8,34 +8,26 @@ import pytest
 from inbox.consumer.topology import queue_name
 from inbox.store.heartbeats import consumers
 from outbox.store.heartbeats import relays
-from tests.support.workers import EXCHANGE, GROUP, broker_options
-
-
-class Service:
-    """A project with the handlers of `tests.support.apps.worker`."""
-
-    def __init__(self, command, broker, **inbox):
-        self._command = command
-        self._inbox = {"GROUP": GROUP, **inbox}
-        self.broker = broker
-        self.set_outbox()
-
-    def set_outbox(self, **options):
-        self._outbox = {"BROKER_URL": self.broker, "EXCHANGE": EXCHANGE, **options}
-
-    def runs(self, name, *options, log=""):
-        return self._command(name, *options, log=log, OUTBOX=self._outbox, INBOX=self._inbox)
-
-    def waiting(self, handler):
-        """How many messages the broker holds for a handler that are delivered to no consumer."""
-        queue = queue_name(handler, broker_options(self.broker))
-        with kombu.Connection(self.broker) as connection:
-            return connection.default_channel.queue_declare(queue, passive=True).message_count
+from tests.support.workers import broker_options
 
 
 @pytest.fixture
-def service(command):
-    return partial(Service, command)
+def running():
+    """A function that enters a context, such as that of a process, until the end of the test."""
+    with ExitStack() as stack:
+        yield stack.enter_context
+
+
+@pytest.fixture
+def waiting(broker):
+    """How many messages the broker holds for a handler that are delivered to no consumer."""
+
+    def count(handler):
+        with kombu.Connection(broker) as connection:
+            queue = queue_name(handler, broker_options(broker))
+            return connection.default_channel.queue_declare(queue, passive=True).message_count
+
+    return count
 
 
 class Heartbeats:

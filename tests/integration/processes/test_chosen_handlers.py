@@ -26,8 +26,7 @@ def store(handler, biz_id):
     admitted(handler, an_envelope(topic=handler.topics[0], biz_id=biz_id))
 
 
-def test_processes_share_the_handlers_and_health_knows_which_have_no_process(service, rabbitmq_url):
-    project = service(rabbitmq_url)
+def test_processes_share_the_handlers_and_health_knows_which_have_no_process(a_process, waiting, rabbitmq_url):
     named = NAMED_OF_THE_WORKERS[0]
     for handler in (OF_THE_WORKERS, named):
         declare(handler, broker_options(rabbitmq_url))
@@ -36,20 +35,20 @@ def test_processes_share_the_handlers_and_health_knows_which_have_no_process(ser
     store(named, "stored")
 
     def unattended():
-        with project.runs("exactly_once_status", "--json", log="status") as status:
+        with a_process("exactly_once_status", "--json", log="status") as status:
             status.ends()
         return json.loads(status.said().splitlines()[-1])["inbox"]["unattended"]
 
-    with project.runs("inbox_consume", "--handlers", WORK, log="first") as first:
+    with a_process("inbox_consume", "--handlers", WORK, log="first") as first:
         first.until(lambda: effects() == 1)
         store(OF_THE_WORKERS, "another job")
         first.until(lambda: effects() == 2)
         assert NAMED_WORK in wait_until(unattended)
         assert WORK not in unattended()
-        assert project.waiting(named) == 1
+        assert waiting(named) == 1
         assert "stored messages wait for the handler" not in first.said()
 
-        with project.runs("inbox_consume", "--except", WORK, log="second") as second:
+        with a_process("inbox_consume", "--except", WORK, log="second") as second:
             second.until(lambda: effects() == 4)
             second.until(lambda: unattended() == [])
 
@@ -58,38 +57,29 @@ def test_processes_share_the_handlers_and_health_knows_which_have_no_process(ser
 
 
 @pytest.mark.parametrize("option", ["handlers", "except"])
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
+def test_unknown_name_is_an_error_that_names_similar_ones(handles, option):
+    handles(the_effect, name="tests.reserve_stock")
+
+    for names, said in (
         ("tests.reserve_stok", r"'tests\.reserve_stok'; did you mean 'tests\.reserve_stock'"),
         ("tests.reserve_stock,", r"No handler is called ''"),
         ("tests.reserve_stock,zzz", r"'zzz'; known: .*tests\.reserve_stock"),
-    ],
-)
-def test_unknown_name_is_an_error_that_names_similar_ones(handles, option, names, said):
-    handles(the_effect, name="tests.reserve_stock")
-
-    with pytest.raises(CommandError, match=said):
-        call_command("inbox_consume", drain=True, **{option: names})
+    ):
+        with pytest.raises(CommandError, match=said):
+            call_command("inbox_consume", drain=True, **{option: names})
 
 
-def test_leaving_out_all_handlers_is_an_error(handles):
+def test_leaving_out_all_handlers_and_both_options_are_errors(handles):
     handles(the_effect, name="tests.reserve_stock")
 
     with pytest.raises(CommandError, match="--except leaves no handler"):
         call_command("inbox_consume", drain=True, **{"except": ",".join(handler.name for handler in registry.all())})
-
-
-def test_both_options_are_refused():
     with pytest.raises(CommandError, match="not allowed with"):
         call_command("inbox_consume", "--handlers", "a", "--except", "b")
 
 
-def test_a_join_brings_the_handlers_that_collect_its_messages():
-    parts = ["tests.joined/a", "tests.joined/b", "tests.joined"]
+def test_a_join_brings_the_handlers_that_collect_its_messages(own_handlers):
     joined_handler(all_of=["a", "b"], correlate="run_id", deadline=timedelta(hours=1), name="tests.joined")(print)
-    try:
-        assert [handler.name for handler in registry.selected("tests.joined")] == parts
-    finally:
-        for name in parts:
-            registry.remove(name)
+
+    chosen = [handler.name for handler in registry.selected("tests.joined")]
+    assert chosen == ["tests.joined/a", "tests.joined/b", "tests.joined"]

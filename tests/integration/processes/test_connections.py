@@ -28,27 +28,6 @@ def publish_jobs(count):
             publish(JOB, {})
 
 
-def test_connections_of_a_relay_and_of_a_consumer_are_those_of_the_page(service, rabbitmq_url, rabbitmq_server):
-    """Relay: two lanes, timer, housekeeping, operations; doorbell. Consumer: threads; main loop and three companions."""
-    relay, threads = 5 + 1, 3
-    consumer = threads + 4
-    before = sessions()
-    shop = service(rabbitmq_url, CONCURRENCY=threads)
-
-    with shop.runs("inbox_consume"):
-        wait_until(lambda: sessions() == before + consumer)
-        wait_until(lambda: rabbitmq_server.connections(rabbitmq_url) == 1)
-        with shop.runs("outbox_relay"):
-            wait_until(lambda: sessions() == before + consumer + relay)
-            wait_until(lambda: rabbitmq_server.connections(rabbitmq_url) == 1 + 2)
-
-            publish_jobs(100)
-            wait_until(lambda: effects() == 100)
-
-            assert sessions() <= before + consumer + relay + 2 * ALERTS
-            assert rabbitmq_server.connections(rabbitmq_url) == 1 + 2
-
-
 NAMES = (
     "SELECT DISTINCT application_name FROM pg_stat_activity WHERE datname = current_database() "
     "AND backend_type = 'client backend' AND pid <> pg_backend_pid()"
@@ -59,26 +38,43 @@ def names():
     return {name for (name,) in executed(NAMES)}
 
 
-def test_connections_have_the_name_of_their_process(service, rabbitmq_url):
-    shop, before = service(rabbitmq_url), names()
-    with shop.runs("inbox_consume"), shop.runs("outbox_relay"):
-        wait_until(lambda: names() >= {"inbox_consume", "outbox_relay", "outbox listener"})
-        assert "" not in names() - before
+def test_connections_of_a_relay_and_of_a_consumer_are_those_of_the_page_and_have_the_name_of_their_process(
+    a_process, rabbitmq_url, rabbitmq_server
+):
+    """Relay: two lanes, timer, housekeeping, operations; doorbell. Consumer: threads; main loop and three companions."""
+    relay, threads = 5 + 1, 3
+    consumer = threads + 4
+    before, named = sessions(), names()
+
+    with a_process("inbox_consume", CONCURRENCY=threads):
+        wait_until(lambda: sessions() == before + consumer)
+        wait_until(lambda: rabbitmq_server.connections(rabbitmq_url) == 1)
+        with a_process("outbox_relay"):
+            wait_until(lambda: sessions() == before + consumer + relay)
+            wait_until(lambda: rabbitmq_server.connections(rabbitmq_url) == 1 + 2)
+            wait_until(lambda: names() >= {"inbox_consume", "outbox_relay", "outbox listener"})
+            assert "" not in names() - named
+
+            publish_jobs(100)
+            wait_until(lambda: effects() == 100)
+
+            assert sessions() <= before + consumer + relay + 2 * ALERTS
+            assert rabbitmq_server.connections(rabbitmq_url) == 1 + 2
 
 
-def test_connections_have_the_name_that_the_project_gives_them(service, rabbitmq_url, process_environment):
+def test_connections_have_the_name_that_the_project_gives_them(a_process, process_environment):
     process_environment["PGAPPNAME"] = "shop"
-    with service(rabbitmq_url).runs("outbox_relay"):
+    with a_process("outbox_relay"):
         wait_until(lambda: "shop" in names())
         assert not names() & {"outbox_relay", "outbox listener"}
 
 
-def test_connections_of_a_relay_that_runs_the_handlers_are_those_of_the_page(service):
+def test_connections_of_a_relay_that_runs_the_handlers_are_those_of_the_page(command):
     """One lane, timer, housekeeping and operations of both apps, one runner, heartbeat; and the doorbell."""
     relay = 8 + 1
     before = sessions()
 
-    with service("local://").runs("outbox_relay"):
+    with command("outbox_relay", OUTBOX={"BROKER_URL": "local://"}):
         wait_until(lambda: sessions() == before + relay)
 
         publish_jobs(100)

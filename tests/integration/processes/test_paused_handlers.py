@@ -2,14 +2,13 @@
 
 import json
 import logging
-from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
 from django.core.management import CommandError
 from django.db import transaction
 
-from exactly_once.models import AuditEntry
+from exactly_once.models import AuditEntry, Process
 from exactly_once.wire.envelope import ORDERING_KEY_HEADER
 from inbox import HandlerState, Ordered, pause, resume
 from inbox.errors import UnknownHandler
@@ -27,12 +26,6 @@ from tests.support.workers import OF_THE_WORKERS, broker_options, consuming, dec
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 WORK = "worker.work"
-
-
-@pytest.fixture
-def running():
-    with ExitStack() as stack:
-        yield stack.enter_context
 
 
 def fails_once(message):
@@ -80,17 +73,14 @@ class TestFunctions:
         assert (second.reason, second.paused_by, second.paused_at) == ("two", "bob", first.paused_at)
         assert [resume("tests.h"), resume("tests.h")] == [HandlerState.PAUSED, HandlerState.ACTIVE]
 
-    def test_handler_is_paused_in_its_own_database(self, handles):
+    def test_handler_is_paused_in_its_own_database_also_a_removed_one_with_stored_messages(self, handles):
         handles(the_effect, name="tests.there", using="other")
         pause("tests.there")
-
         assert PausedHandler.objects.using("other").get().handler == "tests.there"
         assert not PausedHandler.objects.exists()
 
-    def test_removed_handler_with_stored_messages_can_be_paused(self, handles):
         deliver(handles(fails_once, name="tests.h"))
         rename_messages(handler="tests.removed")
-
         assert pause("tests.removed") is HandlerState.ACTIVE
         with pytest.raises(UnknownHandler, match=r"No handler is called 'tests\.missing'"):
             pause("tests.missing")
@@ -98,53 +88,31 @@ class TestFunctions:
 
 class TestConsuming:
     def test_paused_handler_leaves_its_messages_at_the_broker_and_others_are_handled(
-        self, service, running, consumer_rows, rabbitmq_url
+        self, a_process, waiting, running, consumer_rows, rabbitmq_url
     ):
-        service = service(rabbitmq_url)
-        consumer = running(service.runs("inbox_consume"))
-        consumer.until(lambda: consumer_rows.only and "receiving from 3 queues" in consumer.said())
+        """Also if the consumer is killed, and by one that starts meanwhile."""
+        with a_process("inbox_consume") as killed:
+            killed.until(lambda: consumer_rows.only and "receiving from 3 queues" in killed.said())
+            _pause(WORK)
+            killed.until(lambda: f"handler {WORK}: paused. Its queue keeps the messages" in killed.said())
+            for number in range(5):
+                send(rabbitmq_url, JOB, {}, message_id=f"m-{number}")
+            send(rabbitmq_url, NAMED, {"name": "other"}, message_id="n-1")
+            killed.until(lambda: Effect.objects.filter(name="other").exists())
+            assert waiting(OF_THE_WORKERS) == 5
+            killed.kill()
+            killed.ends()
+        Process.objects.all().delete()
 
-        _pause(WORK)
-        consumer.until(lambda: f"handler {WORK}: paused. Its queue keeps the messages" in consumer.said())
-        for number in range(5):
-            send(rabbitmq_url, JOB, {}, message_id=f"m-{number}")
-        send(rabbitmq_url, NAMED, {"name": "other"}, message_id="n-1")
-        consumer.until(lambda: Effect.objects.filter(name="other").exists())
-        assert service.waiting(OF_THE_WORKERS) == 5
+        consumer = running(a_process("inbox_consume", log="again"))
+        consumer.until(lambda: consumer_rows.only and "receiving from 2 queues" in consumer.said())
+        consumer_rows.goes_on(consumer)
+        assert waiting(OF_THE_WORKERS) == 5
         assert Effect.objects.count() == 1
+        assert consumer_rows.only.facts["handlers"] == ["worker.chained", "worker.named", WORK]
 
         resume(WORK)
         consumer.until(lambda: Effect.objects.count() == 6)
-
-    def test_consumer_that_starts_while_a_handler_is_paused_does_not_receive_for_it(
-        self, service, running, consumer_rows, rabbitmq_url
-    ):
-        service = service(rabbitmq_url)
-        _pause(WORK)
-        consumer = running(service.runs("inbox_consume"))
-        consumer.until(lambda: "receiving from 2 queues" in consumer.said())
-        send(rabbitmq_url, JOB, {}, message_id="m-1")
-        consumer.until(lambda: consumer_rows.only)
-        consumer_rows.goes_on(consumer)
-
-        assert service.waiting(OF_THE_WORKERS) == 1
-        assert not Effect.objects.exists()
-        assert consumer_rows.only.facts["handlers"] == ["worker.chained", "worker.named", WORK]
-
-    def test_killed_consumer_of_a_paused_handler_loses_nothing(self, service, running, consumer_rows, rabbitmq_url):
-        service = service(rabbitmq_url)
-        with service.runs("inbox_consume") as consumer:
-            consumer.until(lambda: "receiving from 3 queues" in consumer.said())
-            _pause(WORK)
-            consumer.until(lambda: f"handler {WORK}: paused." in consumer.said())
-            for number in range(3):
-                send(rabbitmq_url, JOB, {}, message_id=f"m-{number}")
-            consumer.kill()
-            consumer.ends()
-
-        resume(WORK)
-        again = running(service.runs("inbox_consume", log="again"))
-        again.until(lambda: Effect.objects.count() == 3)
 
     def test_ordered_handler_keeps_its_order_across_a_pause(self, handles, rabbitmq_server, rabbitmq_url, caplog):
         seen = []
@@ -174,11 +142,19 @@ def _pause(name):
 
 
 class TestCommands:
-    def test_pause_and_resume_are_written_into_the_audit_log(self, handles):
-        handles(the_effect, name="tests.h")
+    def test_pause_and_resume_are_shown_by_status_and_written_into_the_audit_log(self, handles):
+        deliver(handles(fails_once, name="tests.h"))
+        with pytest.raises(CommandError, match="is not paused"):
+            output_of("inbox_resume", "tests.h")
+        for command in ("inbox_pause", "inbox_resume"):
+            with pytest.raises(CommandError, match="No handler is called"):
+                output_of(command, "tests.missing")
 
         assert output_of("inbox_pause", "tests.h", reason="defect") == "Handler tests.h is paused."
         assert "It was paused already" in output_of("inbox_pause", "tests.h", reason="another")
+        [shown] = json.loads(output_of("exactly_once_status", json=True))["inbox"]["paused_handlers"]
+        assert (shown["handler"], shown["messages"], shown["reason"]) == ("tests.h", 1, "another")
+        assert "another" in output_of("exactly_once_status")
         assert output_of("inbox_resume", "tests.h") == "Handler tests.h is resumed."
 
         entries = AuditEntry.objects.order_by("id").values_list("action", "kind", "object_id", "place", "parameters")
@@ -187,22 +163,3 @@ class TestCommands:
             ("pause", "handler", "tests.h", "inbox_pause", {"reason": "another"}),
             ("resume", "handler", "tests.h", "inbox_resume", {}),
         ]
-
-    def test_status_shows_paused_handlers(self, handles):
-        deliver(handles(fails_once, name="tests.h"))
-        output_of("inbox_pause", "tests.h", reason="defect")
-
-        [shown] = json.loads(output_of("exactly_once_status", json=True))["inbox"]["paused_handlers"]
-        assert (shown["handler"], shown["messages"], shown["reason"]) == ("tests.h", 1, "defect")
-        assert "defect" in output_of("exactly_once_status")
-
-    @pytest.mark.parametrize("command", ["inbox_pause", "inbox_resume"])
-    def test_unknown_handler_fails(self, command):
-        with pytest.raises(CommandError, match="No handler is called"):
-            output_of(command, "tests.missing")
-
-    def test_resuming_a_handler_that_is_not_paused_fails(self, handles):
-        handles(the_effect, name="tests.h")
-        with pytest.raises(CommandError, match="is not paused"):
-            output_of("inbox_resume", "tests.h")
-        assert not AuditEntry.objects.exists()

@@ -53,18 +53,17 @@ def receipts():
 
 
 @pytest.mark.parametrize("name", ["inbox_consume", "outbox_relay"])
-def test_settled_messages_and_the_trail_past_their_retention_are_deleted_by_a_running_process(service, old, name):
-    with service("local://").runs(name) as process:
+def test_settled_messages_and_the_trail_past_their_retention_are_deleted_by_a_running_process(command, old, name):
+    with command(name, OUTBOX={"BROKER_URL": "local://"}) as process:
         process.until(lambda: receipts() == {"tests.retrying"} and not TrailEntry.objects.exists())
 
     assert not AuditEntry.objects.exists(), "no operator has done it"
 
 
-def test_messages_within_their_retention_stay(handles, settings):
-    settings.OUTBOX = {"BROKER_URL": "local://"}
+def test_messages_within_their_retention_stay(handles):
     deliver(handles(the_effect))
     make_older(InboxMessage.objects.all(), inbox_options().KEEP_HISTORY - timedelta(hours=1))
-    call_command("inbox_consume", drain=True)
+    Housekeeper("default").drain(StopRequest())
 
     assert states() == {State.DONE}
 

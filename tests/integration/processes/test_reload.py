@@ -7,24 +7,10 @@ from pathlib import Path
 import pytest
 
 from exactly_once.console.cli import reloading
-from tests.support.projects import environment_in, run_in
+from tests.support.projects import SQLITE, environment_in, run_in, settings_of
 from tests.support.waiting import wait_until
 from tests.support.workers import Process
 
-SETTINGS = """\
-SECRET_KEY = "x"
-DEBUG = True
-USE_TZ = True
-DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-INSTALLED_APPS = ["exactly_once", "outbox", "inbox", "shop"]
-DATABASES = {{
-    "default": {{
-        "ENGINE": "django.db.backends.sqlite3",
-        "NAME": {database!r},
-        "OPTIONS": {{"transaction_mode": "IMMEDIATE", "timeout": 20}},
-    }}
-}}
-"""
 HANDLERS = """\
 from pathlib import Path
 
@@ -53,7 +39,8 @@ class Project:
         self._effects = directory / "effects"
         (directory / "shop").mkdir()
         (directory / "shop" / "__init__.py").touch()
-        settings = SETTINGS.format(database=str(directory / "shop.sqlite3"))
+        database = {**SQLITE, "NAME": str(directory / "shop.sqlite3")}
+        settings = settings_of("outbox", "inbox", "shop", database=database, DEBUG=True)
         (directory / "shop" / "settings.py").write_text(settings)
 
     def run(self, *arguments):
@@ -104,7 +91,7 @@ def test_process_starts_again_after_each_change_and_after_an_error_in_the_code(p
     assert relay.said().count("relay: stopped") == 3
 
 
-def test_process_that_is_killed_after_a_change_ends_the_command_with_its_status(project):
+def test_process_that_is_killed_after_a_change_ends_the_command_with_its_status(project, tmp_path):
     with project.relay() as relay:
         relay.until(lambda: WATCHING in relay.said())
         project.write("the-second")
@@ -114,6 +101,10 @@ def test_process_that_is_killed_after_a_change_ends_the_command_with_its_status(
         os.kill(int(child), signal.SIGKILL)
 
         assert relay.ends() == 128 + signal.SIGKILL
+
+    (tmp_path / "shop.sqlite3").unlink()
+    cannot_start = project.run("-m", "django", "outbox_relay")
+    assert (cannot_start.returncode, "is not migrated" in cannot_start.stdout) == (1, True)
 
 
 def test_ctrl_c_ends_the_process_in_an_orderly_way(project):
@@ -131,27 +122,10 @@ def test_killed_supervisor_leaves_no_process_behind(project):
         wait_until(lambda: "relay: stopped" in relay.said())
 
 
-def test_command_that_cannot_start_ends_with_its_status(project, tmp_path):
-    (tmp_path / "shop.sqlite3").unlink()
-
-    done = project.run("-m", "django", "outbox_relay")
-
-    assert done.returncode == 1
-    assert "is not migrated" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("debug", "reload", "drain", "wanted"),
-    [
-        (True, None, False, True),
-        (True, False, False, False),
-        (True, None, True, False),
-        (False, None, False, False),
-        (False, True, False, True),
-        (False, True, True, False),
-    ],
-)
-def test_reloading_is_the_default_with_debug_and_never_happens_while_draining(settings, debug, reload, drain, wanted):
+@pytest.mark.parametrize("debug", [True, False])
+def test_reloading_is_the_default_with_debug_and_never_happens_while_draining(settings, debug):
     settings.DEBUG = debug
 
-    assert reloading.is_wanted({"reload": reload, "drain": drain}) is wanted
+    for reload, wanted in ((None, debug), (True, True), (False, False)):
+        assert reloading.is_wanted({"reload": reload, "drain": False}) is wanted
+        assert reloading.is_wanted({"reload": reload, "drain": True}) is False

@@ -1,6 +1,5 @@
 """An operator pauses, resumes, drains and stops processes through their heartbeat rows."""
 
-from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
@@ -29,12 +28,6 @@ def states():
     return set(OutboxMessage.objects.values_list("state", flat=True))
 
 
-@pytest.fixture
-def running():
-    with ExitStack() as stack:
-        yield stack.enter_context
-
-
 @pytest.mark.every_database
 def test_process_that_was_asked_to_stop_and_was_killed_has_stopped_and_is_forgotten_after_an_hour():
     a_consumer(mode=Mode.STOPPING, silent_for=timedelta(minutes=2))
@@ -53,10 +46,9 @@ def test_process_that_was_asked_to_stop_and_was_killed_has_stopped_and_is_forgot
 
 
 class TestRelay:
-    def test_paused_relay_sends_nothing_and_goes_on_when_it_is_resumed(self, service, running, relay_rows, rabbitmq_url):
-        service = service(rabbitmq_url)
-        running(service.runs("inbox_consume"))
-        relay = running(service.runs("outbox_relay"))
+    def test_paused_relay_sends_nothing_until_it_is_resumed_or_drained(self, a_process, running, relay_rows):
+        running(a_process("inbox_consume"))
+        relay = running(a_process("outbox_relay"))
         relay.until(lambda: relay_rows.only)
 
         relay_rows.request(Request.PAUSE)
@@ -69,17 +61,10 @@ class TestRelay:
         relay.until(Effect.objects.exists)
         relay.until(lambda: relay_rows.is_in(Mode.RUNNING))
 
-    def test_drained_relay_publishes_what_is_due_and_ends(self, service, running, relay_rows, rabbitmq_url):
-        service = service(rabbitmq_url)
-        with service.runs("inbox_consume", "--drain") as declaring:
-            assert declaring.ends() == 0  # the queues exist now
-        relay = running(service.runs("outbox_relay"))
-        relay.until(lambda: relay_rows.only)
         relay_rows.request(Request.PAUSE)
         relay.until(lambda: relay_rows.is_in(Mode.PAUSED))
         for _ in range(20):
             published(topic=JOB, payload={})
-
         relay_rows.request(Request.DRAIN)
 
         assert relay.ends() == 0, relay.said()
@@ -90,9 +75,9 @@ class TestRelay:
 
     @pytest.mark.parametrize("name", ["outbox_relay", "inbox_consume"])
     def test_heartbeat_has_memory_and_round_trips_until_the_process_is_stopped_in_an_orderly_way(
-        self, service, running, relay_rows, consumer_rows, rabbitmq_url, name
+        self, a_process, running, relay_rows, consumer_rows, name
     ):
-        relay = running(service(rabbitmq_url).runs(name))
+        relay = running(a_process(name))
         rows = relay_rows if name == "outbox_relay" else consumer_rows
         relay.until(lambda: rows.only and rows.only.database_ms and rows.only.broker_ms)
         assert rows.only.memory_bytes > 10_000_000
@@ -109,8 +94,8 @@ class TestRelay:
         assert row.acknowledged_at is not None
         assert rows.only is None
 
-    def test_paused_relay_of_local_runs_no_handler_until_it_is_resumed(self, service, running, relay_rows, consumer_rows):
-        relay = running(service("local://").runs("outbox_relay"))
+    def test_paused_relay_of_local_runs_no_handler_until_it_is_resumed(self, command, running, relay_rows, consumer_rows):
+        relay = running(command("outbox_relay", OUTBOX={"BROKER_URL": "local://"}))
         relay.until(lambda: relay_rows.only and consumer_rows.only)
 
         consumer_rows.request(Request.PAUSE)  # both rows are of one process
@@ -124,11 +109,10 @@ class TestRelay:
 
 
 class TestConsumer:
-    def test_paused_consumer_leaves_messages_at_the_broker_until_it_is_resumed(
-        self, service, running, consumer_rows, rabbitmq_url
+    def test_paused_consumer_leaves_messages_at_the_broker_until_it_is_resumed_or_drained(
+        self, a_process, waiting, running, consumer_rows, rabbitmq_url
     ):
-        service = service(rabbitmq_url)
-        consumer = running(service.runs("inbox_consume"))
+        consumer = running(a_process("inbox_consume"))
         consumer.until(lambda: consumer_rows.only and "receiving from 3 queues" in consumer.said())
 
         consumer_rows.request(Request.PAUSE)
@@ -136,56 +120,46 @@ class TestConsumer:
         consumer.until(lambda: consumer.said().count("paused. Its queue keeps the messages") == 3)
         send(rabbitmq_url, JOB, {}, message_id="m-1")
         consumer_rows.goes_on(consumer)
-        assert service.waiting(OF_THE_WORKERS) == 1
+        assert waiting(OF_THE_WORKERS) == 1
         assert not Effect.objects.exists()
 
         consumer_rows.request(Request.RESUME)
         consumer.until(Effect.objects.exists)
-        assert service.waiting(OF_THE_WORKERS) == 0
+        assert waiting(OF_THE_WORKERS) == 0
+        consumer.until(lambda: consumer_rows.is_in(Mode.RUNNING))
 
-    def test_drained_consumer_handles_what_waits_and_ends(self, service, running, consumer_rows, rabbitmq_url):
-        consumer = running(service(rabbitmq_url).runs("inbox_consume"))
-        consumer.until(lambda: consumer_rows.only and "receiving from 3 queues" in consumer.said())
         consumer_rows.request(Request.PAUSE)
         consumer.until(lambda: consumer_rows.is_in(Mode.PAUSED))
         for number in range(20):
-            send(rabbitmq_url, JOB, {}, message_id=f"m-{number}")
-
+            send(rabbitmq_url, JOB, {}, message_id=f"later-{number}")
         consumer_rows.request(Request.DRAIN)
 
         assert consumer.ends() == 0, consumer.said()
-        assert Effect.objects.count() == 20
+        assert Effect.objects.count() == 21
         assert [row.stopped_at is None for row in consumer_rows.all()] == [False]
 
 
 @pytest.mark.every_database
-class TestTable:
-    def test_request_without_effect_in_the_mode_of_the_process_is_refused(self):
-        relay = a_relay()
+def test_request_without_effect_is_refused_and_a_later_one_replaces_one_that_was_not_read():
+    relay = a_relay()
+    assert not relays.request("default", relay.id, Request.RESUME, "ada")
+    assert relays.request("default", relay.id, Request.PAUSE, "ada")
+    assert relays.request("default", relay.id, Request.STOP, "bob")
+    relays.acknowledge("default", relay.id, Request.PAUSE, Mode.PAUSED)  # it has read the first one only
+    assert relays.pending("default", relay.id) is Request.STOP
 
-        assert not relays.request("default", relay.id, Request.RESUME, "ada")
-        assert relays.request("default", relay.id, Request.PAUSE, "ada")
+    ProcessRow.objects.update(mode=Mode.STOPPING)
+    assert not relays.request("default", relay.id, Request.DRAIN, "ada")
+    relays.mark_stopped("default", relay.id)
+    assert not relays.request("default", relay.id, Request.STOP, "ada")
 
-        ProcessRow.objects.update(mode=Mode.STOPPING)
-        assert not relays.request("default", relay.id, Request.DRAIN, "ada")
 
-        relays.mark_stopped("default", relay.id)
-        assert not relays.request("default", relay.id, Request.STOP, "ada")
+@pytest.mark.every_database
+def test_heartbeat_does_not_overwrite_a_request():
+    consumers.request("default", a_consumer().id, Request.PAUSE, "ada")
 
-    def test_later_request_replaces_one_that_was_not_read(self):
-        relay = a_relay()
-        relays.request("default", relay.id, Request.PAUSE, "ada")
-        relays.request("default", relay.id, Request.STOP, "bob")
-
-        relays.acknowledge("default", relay.id, Request.PAUSE, Mode.PAUSED)  # it has read the first one only
-
-        assert relays.pending("default", relay.id) is Request.STOP
-
-    def test_heartbeat_does_not_overwrite_a_request(self):
-        consumers.request("default", a_consumer().id, Request.PAUSE, "ada")
-
-        row = consumers.rows("default").get()
-        assert (row.requested, row.requested_by, row.acknowledged_at) == ("pause", "ada", None)
+    row = consumers.rows("default").get()
+    assert (row.requested, row.requested_by, row.acknowledged_at) == ("pause", "ada", None)
 
 
 class TestCommands:
@@ -199,8 +173,9 @@ class TestCommands:
         assert all(words in one for words in ("64 MB", "1.2 ms", "2.5 ms", "812.5", "running"))
         assert "stopped" in two
 
-    def test_request_by_host_and_pid_and_by_the_beginning_of_the_id(self):
-        relay, consumer = a_relay(), a_consumer()
+    def test_request_by_host_and_pid_by_the_beginning_of_the_id_and_to_all_that_run(self):
+        relay, consumer, stopped = a_relay(), a_consumer(), a_relay(host="stopped")
+        relays.mark_stopped("default", stopped.id)
 
         assert "is asked to pause" in output_of("exactly_once_processes", "pause", "relay-1:4711")
         assert "is asked to stop" in output_of("exactly_once_processes", "stop", str(consumer.id)[:8])
@@ -212,27 +187,18 @@ class TestCommands:
         assert entry.place == "exactly_once_processes"
         assert AuditEntry.objects.get(app="inbox").action == "stop"
 
-    def test_all_requests_something_of_every_process_that_runs(self):
-        relay, stopped = a_relay(), a_relay(host="stopped")
-        relays.mark_stopped("default", stopped.id)
-
         output_of("exactly_once_processes", "drain", "--all")
-
         assert relays.pending("default", relay.id) is Request.DRAIN
         assert relays.pending("default", stopped.id) is None
 
-    @pytest.mark.parametrize(
-        ("arguments", "reason"),
-        [
+    def test_request_that_cannot_be_made_fails(self):
+        a_relay()
+
+        for arguments, reason in (
             (["pause"], "Name the processes"),
             (["pause", "elsewhere:1"], "No running processes are called 'elsewhere:1'"),
             (["resume", "relay-1:4711"], "no effect in the state of: relay-1:4711"),
-        ],
-        ids=["none named", "unknown", "not paused"],
-    )
-    def test_request_that_cannot_be_made_fails(self, arguments, reason):
-        a_relay()
-
-        with pytest.raises(CommandError, match=reason):
-            output_of("exactly_once_processes", *arguments)
+        ):
+            with pytest.raises(CommandError, match=reason):
+                output_of("exactly_once_processes", *arguments)
         assert not AuditEntry.objects.exists()
