@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from inbox.handlers.handler import Handler
-from tests.support.projects import ADMIN_SETTINGS, ADMIN_URLS, environment_in, run_in
+from tests.support.projects import ADMIN_SETTINGS, ADMIN_URLS, SQLITE, environment_in, run_in, settings_of
 from tests.support.relaying import Queue
 from tests.support.waiting import wait_until
 from tests.support.workers import GROUP, Process, broker_options, length_of, send
@@ -15,20 +15,7 @@ from tests.support.workers import GROUP, Process, broker_options, length_of, sen
 TOPIC = "shop.order.placed"
 SHIP = "shop.ship"
 
-SETTINGS = """\
-SECRET_KEY = "x"
-USE_TZ = True
-DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-INSTALLED_APPS = ["exactly_once", {half!r}, "shop"]
-DATABASES = {{
-    "default": {{
-        "ENGINE": "django.db.backends.sqlite3",
-        "NAME": {database!r},
-        "OPTIONS": {{"transaction_mode": "IMMEDIATE", "timeout": 20}},
-    }}
-}}
-{options} = {given!r}
-"""
+
 WITH_ADMIN = f"""
 {ADMIN_SETTINGS}
 INSTALLED_APPS += ADMIN_APPS
@@ -36,18 +23,18 @@ ALLOWED_HOSTS = ["testserver"]
 ROOT_URLCONF = "project_urls"
 """
 INSERTED = {
-    "outbox": (
-        "from django.db import transaction\n"
-        "from outbox import publish\n"
-        "with transaction.atomic():\n"
-        "    publish('shop.order.placed', {})\n"
-    ),
-    "inbox": (
-        "from django.utils.timezone import now\n"
-        "from inbox.store import receipts\n"
-        "receipts.create('default', handler='shop.ship', topic='shop.order.placed', biz_id='17', message_id='17', "
-        "state='dead', body=b'{}', headers={}, received_at=now())\n"
-    ),
+    "outbox": """
+from django.db import transaction
+from outbox import publish
+with transaction.atomic():
+    publish('shop.order.placed', {})
+""",
+    "inbox": """
+from django.utils.timezone import now
+from inbox.store import receipts
+names = dict(handler='shop.ship', topic='shop.order.placed', biz_id='17', message_id='17')
+receipts.create('default', **names, state='dead', body=b'{}', headers={}, received_at=now())
+""",
 }
 VISIT = """
 from django.contrib.auth.models import User
@@ -160,7 +147,7 @@ class Project:
         (shop / "handlers.py").write_text(HANDLERS if half == "inbox" else "")
         # Not below `tests`: each command runs in a fresh interpreter, see `tests.support.processes.start`.
         (directory / "project_settings.py").write_text(
-            SETTINGS.format(half=half, database=str(self._database), options=half.upper(), given=given)
+            settings_of(half, "shop", database={**SQLITE, "NAME": str(self._database)}, **{half.upper(): given})
         )
 
     def manage(self, *arguments):
@@ -255,3 +242,41 @@ def test_helpers_for_tests_of_handlers_work_without_the_outbox(tmp_path):
     (tmp_path / "shop" / "tests.py").write_text(TESTS)
 
     assert "Ran 3 tests" in project.manage("test", "shop")
+
+
+MISSING = "import sys\nsys.modules.update(dict.fromkeys(['fcntl', 'grp', 'pwd', 'resource', 'termios', 'tty']))\n"
+
+
+USE = """
+import django
+django.setup()
+from django.core.management import call_command
+from django.db import transaction
+from inbox import idempotent_handler
+from outbox import publish
+from outbox.models import OutboxMessage
+
+call_command("migrate", verbosity=0)
+with transaction.atomic():
+    publish("shop.order.placed", {})
+assert OutboxMessage.objects.get().state == "ready"
+call_command("exactly_once_status")
+"""
+COMMAND = "from django.core.management import execute_from_command_line\nexecute_from_command_line(['manage.py', {!r}])\n"
+
+
+def test_web_side_works_and_a_process_refuses_in_one_line(tmp_path):
+    (tmp_path / "settings_of_shop.py").write_text(
+        settings_of("outbox", "inbox", "django.contrib.contenttypes", "django.contrib.auth")
+    )
+
+    used = run_in(tmp_path, "settings_of_shop", "-c", MISSING + USE)
+    relayed, consumed = (
+        run_in(tmp_path, "settings_of_shop", "-c", MISSING + COMMAND.format(name)) for name in ("outbox_relay", "inbox_consume")
+    )
+
+    assert used.returncode == 0, used.stdout
+    for refused in (relayed, consumed):
+        assert refused.returncode == 1
+        assert len(refused.stdout.splitlines()) == 1, refused.stdout
+        assert "needs fcntl" in refused.stdout

@@ -25,6 +25,7 @@ from inbox.contrib.http.waiting import waiting
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, TrailEntry
 from inbox.operators.dry_run import why_not
+from inbox.operators.pausing import pause, resume
 from inbox.outcome import Outcome
 from inbox.states import State
 from inbox.store import lease_rows, minutes

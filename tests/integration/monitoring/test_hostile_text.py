@@ -16,7 +16,6 @@ from inbox.consumer.runner import Runner
 from inbox.contrib.http import subscribe
 from inbox.contrib.outgoing_webhooks import Endpoint, send_webhooks
 from inbox.contrib.outgoing_webhooks.service import EndpointHandlers
-from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import make_message
@@ -49,13 +48,8 @@ def log():
 
 
 @pytest.fixture(autouse=True)
-def registered(settings):
+def registered(settings, own_handlers):
     settings.INBOX = {"WEBHOOK_NETWORKS": ["127.0.0.0/8"], "MAX_ATTEMPTS": 1}
-    before = {handler.name for handler in registry.all()}
-    yield
-    for handler in registry.all():
-        if handler.name not in before:
-            registry.remove(handler.name)
 
 
 def fail(message):
@@ -68,25 +62,25 @@ def is_harmless(text, *, quotes):
     return not [line for line in text.split("\n") if line.startswith(FORGED)]
 
 
-def test_error_and_traceback_of_a_handler_forge_no_log_line(log, handles):
+def test_error_traceback_and_topic_of_a_handler_forge_no_log_line(log, handles, caplog):
+    def fail_with_its_topic(message):
+        raise ValueError(f"no place for {message.topic}")
+
     deliver(handles(fail), an_envelope(), given=ONE_ATTEMPT)
+    deliver(handles(fail_with_its_topic, topic=TOPIC), an_envelope(topic=TOPIC), given=ONE_ATTEMPT)
     escaping_logger("inbox.tests").error("for the test", exc_info=a_chain())
     assert is_harmless(log.getvalue(), quotes="The above exception was the direct cause")
     assert "is a dead letter" in log.getvalue()
+    assert "no place for shop." in log.getvalue()
+    record, _ = [record for record in caplog.records if "dead letter" in record.getMessage()]
+    assert "%s" in record.msg, "a handler of the project can still group records by their template"
+    assert any("boom" in str(value) for value in record.args)
 
 
 def a_chain():
     error = RuntimeError(f"outer {HOSTILE}")
     error.__cause__ = ValueError(HOSTILE)
     return error
-
-
-def test_topic_forges_no_log_line(log, handles):
-    def fail_with_its_topic(message):
-        raise ValueError(f"no place for {message.topic}")
-
-    deliver(handles(fail_with_its_topic, topic=TOPIC), an_envelope(topic=TOPIC), given=ONE_ATTEMPT)
-    assert is_harmless(log.getvalue(), quotes="no place for shop.")
 
 
 def test_error_that_a_client_reports_forges_no_log_line(log, settings):
@@ -111,13 +105,6 @@ def test_answer_of_an_endpoint_forges_no_log_line(log):
     assert is_harmless(log.getvalue(), quotes="boom")
 
 
-def test_handler_of_the_project_can_still_group_records_by_their_template(caplog, handles):
-    deliver(handles(fail), an_envelope(), given=ONE_ATTEMPT)
-    [record] = [record for record in caplog.records if "dead letter" in record.getMessage()]
-    assert "%s" in record.msg
-    assert any("boom" in str(value) for value in record.args)
-
-
 class RecordOfTheProject(logging.LogRecord):
     pass
 
@@ -135,14 +122,10 @@ def test_record_of_the_projects_own_class_keeps_it_and_is_escaped(log, caplog):
     assert is_harmless(log.getvalue().removesuffix("\x08\n"), quotes="boom")
 
 
-@pytest.mark.parametrize("command", ["exactly_once_trail", "exactly_once_status"])
-def test_commands_print_no_control_characters_of_a_message(handles, command):
+def test_commands_print_no_control_characters_of_a_message(handles):
     deliver(handles(fail, topic=TOPIC, name="tests.hostile"), an_envelope(topic=TOPIC), given=ONE_ATTEMPT)
-    if command == "exactly_once_trail":
-        printed = output_of(command, InboxMessage.objects.get().message_id)
-    else:
-        printed = output_of(command)
-    assert is_harmless(printed, quotes="tests.hostile")
+    for command in (["exactly_once_trail", InboxMessage.objects.get().message_id], ["exactly_once_status"]):
+        assert is_harmless(output_of(*command), quotes="tests.hostile")
 
 
 def test_error_of_a_command_prints_no_control_characters(capsys):

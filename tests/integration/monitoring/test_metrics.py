@@ -1,5 +1,6 @@
 """Metrics: what relays and consumers count, and what Prometheus reads from the tables."""
 
+import socket
 import sys
 import threading
 import urllib.request
@@ -39,26 +40,18 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 class Recorder:
-    """A metric that records what it is given."""
+    """A metric, or one of its series, that records what it is given by the values of its labels."""
 
-    def __init__(self):
-        self.recorded = {}
-
-    def labels(self, *values):
-        return Series(self.recorded.setdefault(values, []))
-
-    def inc(self, amount):
-        self.recorded.setdefault((), []).append(amount)
-
-    observe = set = inc
-
-
-class Series:
-    def __init__(self, values):
+    def __init__(self, recorded=None, values=()):
+        self.recorded = {} if recorded is None else recorded
         self._values = values
 
+    def labels(self, *values):
+        self.recorded.setdefault(values, [])
+        return Recorder(self.recorded, values)
+
     def inc(self, amount):
-        self._values.append(amount)
+        self.recorded.setdefault(self._values, []).append(amount)
 
     observe = set = inc
 
@@ -94,24 +87,18 @@ def scraped(*gauges):
 
 
 class TestCounting:
-    def test_relay_counts_published_messages_by_topic_with_their_lag(self, peer, recorded):
-        for topic in ("a", "a", "b"):
+    def test_relay_counts_published_failed_and_dead_messages_by_topic_with_their_lag(self, peer, recorded):
+        for topic in ("a", "a", "b", "refused"):
             published(topic)
-        drained(peer.url)
+        peer.script = lambda message: [partial(peer.nack if message.routing_key == "refused" else peer.ack, message)]
+        drained(peer.url, MAX_ATTEMPTS=1)
 
         assert {values: sum(found) for values, found in recorded(outbox.metrics.PUBLISHED).items()} == {("a",): 2, ("b",): 1}
         lags = recorded(outbox.metrics.LAG)[()]
         assert len(lags) == 3
         assert all(0 <= lag < 600 for lag in lags)
-        assert sum(recorded(outbox.metrics.PASS_MESSAGES)[()]) == 3
-
-    def test_relay_counts_failed_attempts_and_dead_messages(self, peer, recorded):
-        published("refused")
-        peer.script = lambda message: [partial(peer.nack, message)]
-        drained(peer.url, MAX_ATTEMPTS=1)
-
-        assert recorded(outbox.metrics.FAILED_ATTEMPTS) == {("refused",): [1]}
-        assert recorded(outbox.metrics.DEAD) == {("refused",): [1]}
+        assert sum(recorded(outbox.metrics.PASS_MESSAGES)[()]) == 4
+        assert recorded(outbox.metrics.FAILED_ATTEMPTS) == recorded(outbox.metrics.DEAD) == {("refused",): [1]}
 
     def test_inbox_counts_effects_failures_deferrals_and_duplicates(self, handles, recorded):
         def defers(message):
@@ -199,8 +186,10 @@ class TestWaiting:
         assert max(recorded(inbox.metrics.BEGIN_SECONDS)[("waits", outcome)]) >= self.WAIT_SECONDS * 0.9
 
 
-def test_label_sets_of_an_instrument_are_bounded():
+def test_label_sets_of_an_instrument_are_bounded_and_one_without_an_exporter_counts_nothing():
     instrument = Instrument(name="t_total", kind="counter", help="t", labels=("topic",))
+    instrument.add(1, "a")
+    assert (instrument.is_attached, instrument._series) == (False, {})
     instrument.attach(recorder := Recorder())
     for number in range(MOST_SERIES + 10):
         instrument.add(1, f"topic-{number}")
@@ -211,21 +200,17 @@ def test_label_sets_of_an_instrument_are_bounded():
     assert sum(recorder.recorded[("topic-0",)]) == 2
 
 
-def test_instrument_without_an_exporter_counts_nothing():
-    instrument = Instrument(name="t_total", kind="counter", help="t", labels=("topic",))
-    instrument.add(1, "a")
-
-    assert not instrument.is_attached
-    assert instrument._series == {}
-
-
 @pytest.mark.every_database
 class TestTableGauges:
-    def test_outbox_gauges_show_states_age_and_relays(self):
+    def test_outbox_gauges_show_states_age_relays_and_paused_topics_and_are_read_once(self):
         set_columns(published("t"), available_at=DatabaseTime(-timedelta(hours=1)))
         set_columns(published("t"), state=State.DEAD, available_at=DatabaseTime(-timedelta(hours=5)))
+        call_command("outbox_pause", "t")
+        set_columns(published("t"), state=State.PAUSED)
+        paused_topics.limit("default", "limited", 5.0, [])
         a_relay()
-        found = scraped(outbox_tables.table_gauges("default"))
+        gauges = outbox_tables.table_gauges("default")
+        found = scraped(gauges)
 
         assert found["outbox_messages", "default", "ready"] == 1
         assert found["outbox_messages", "default", "dead"] == 1
@@ -234,17 +219,10 @@ class TestTableGauges:
         assert timedelta(hours=1) <= timedelta(seconds=found["outbox_oldest_due_seconds", "default"]) < timedelta(hours=2)
         assert found["outbox_relays", "default", "working"] == 1
         assert found["outbox_table_readable", "default"] == 1
-
-    def test_paused_topics_are_shown_with_their_messages(self):
-        call_command("outbox_pause", "t")
-        set_columns(published("t"), state=State.PAUSED)
-
-        paused_topics.limit("default", "limited", 5.0, [])
-
-        found = scraped(outbox_tables.table_gauges("default"))
-        assert {name: value for name, value in found.items() if "outbox_paused_messages" in name} == {
-            ("outbox_paused_messages", "default", "t"): 1
-        }
+        paused = {name: value for name, value in found.items() if "outbox_paused_messages" in name}
+        assert paused == {("outbox_paused_messages", "default", "t"): 1}
+        published("t")
+        assert scraped(gauges) == found, "scrapes that follow each other read the tables once"
 
     def test_inbox_gauges_show_open_states_and_unattended_handlers(self, handles):
         handles(lambda message: None)
@@ -262,13 +240,6 @@ class TestTableGauges:
             executed("ALTER TABLE hidden RENAME TO outbox_pausedtopic")
 
         assert found == {("outbox_table_readable", "default"): 0}
-
-    def test_scrapes_that_follow_each_other_read_the_tables_once(self):
-        gauges = outbox_tables.table_gauges("default")
-        first = scraped(gauges)
-        published("t")
-
-        assert scraped(gauges) == first
 
 
 def test_scrapes_do_not_pile_up_while_the_tables_are_locked(monkeypatch):
@@ -328,18 +299,11 @@ def test_outage_is_counted_while_it_lasts(scraping):
         assert scrape()["exactly_once_outages_total", "broker"] == 1
 
 
-def test_port_that_is_in_use_is_an_error_of_one_line(scraping, rabbitmq_url):
-    relay, scrape = scraping("outbox_relay", rabbitmq_url)
-    with relay:
-        relay.until(scrape)
-        port = next(int(word) for word in relay._command if word.isdigit())
-
+def test_port_that_is_in_use_is_an_error_of_one_line_and_without_prometheus_client_the_option_names_the_extra(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
         with pytest.raises(CommandError, match=f"--metrics-port {port}: "):
             prometheus.serve_metrics({"metrics_port": port, "metrics_address": "127.0.0.1"})
-
-
-def test_without_prometheus_client_the_option_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-
     with pytest.raises(CommandError, match=r"django-exactly-once\[prometheus\]"):
         prometheus.serve_metrics({"metrics_port": 1, "metrics_address": ""})

@@ -123,22 +123,16 @@ class TestDeliver:
 
         assert effects() == ["a", "b", "c"]
 
-    def test_topic_without_a_handler_is_refused(self, handles, inbox_deliver):
+    def test_what_cannot_be_delivered_is_refused(self, handles, inbox_deliver):
         handles(the_effect, topic=TOPIC)
 
         with pytest.raises(LookupError, match=r"No handler is registered for the topic 'tests\.unhandled'.*'tests\.deliver'"):
             inbox_deliver(make_message("tests.unhandled", {}))
-
-    def test_attempt_of_a_message_is_refused(self, handles, inbox_deliver):
-        handles(the_effect, topic=TOPIC)
-
         with pytest.raises(ValueError, match=r"attempt=3, but the inbox counts attempts\. Use run_handler"):
             inbox_deliver(a_message(attempt=3))
-
-    @pytest.mark.parametrize("nothing", [{"times": 0}, {}])
-    def test_nothing_to_deliver_is_refused(self, inbox_deliver, nothing):
-        with pytest.raises(ValueError, match=r"deliver\(\) has nothing to deliver"):
-            inbox_deliver(*([a_message()] if nothing else []), **nothing)
+        for messages, options in (([a_message()], {"times": 0}), ([], {})):
+            with pytest.raises(ValueError, match=r"deliver\(\) has nothing to deliver"):
+                inbox_deliver(*messages, **options)
 
     def test_call_inside_atomic_is_refused(self, handles, inbox_deliver, inbox_drain):
         handles(the_effect, topic=TOPIC)

@@ -7,15 +7,8 @@ import pytest
 from django.db import connection
 
 from tests.support import ROOT
-from tests.support.projects import run_in, titled_blocks
+from tests.support.projects import run_in, settings_of, titled_blocks
 
-SETTINGS = """\
-SECRET_KEY = "x"
-USE_TZ = True
-DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-INSTALLED_APPS = ["exactly_once", "outbox", "inbox", "orders"]
-DATABASES = {{"default": {database!r}}}
-"""
 PYTEST = "[pytest]\nDJANGO_SETTINGS_MODULE = shop.settings\npythonpath = .\nfilterwarnings = error\n"
 
 
@@ -28,7 +21,7 @@ def project(tmp_path, db):
     files = {
         "pytest.ini": PYTEST,
         "shop/__init__.py": "",
-        "shop/settings.py": SETTINGS.format(database=a_database()),
+        "shop/settings.py": settings_of("outbox", "inbox", "orders", database=a_database()),
         "orders/__init__.py": "",
         "orders/tests/__init__.py": "",
         **{name: text for name, text in titled_blocks("getting-started.md").items() if name.startswith("orders/")},

@@ -4,7 +4,6 @@ Each handler that is wrong on purpose must be found, or the helper would prove n
 """
 
 import os
-import subprocess
 import sys
 import uuid
 from dataclasses import replace
@@ -24,6 +23,7 @@ from outbox import publish
 from outbox.testing import published
 from tests.support import ROOT
 from tests.support.apps.effects.models import Effect
+from tests.support.commands import ran
 from tests.support.deliveries import fails
 from tests.support.signals import listening
 
@@ -261,7 +261,7 @@ assert_effect_once(handle, make_message("tests.memory", {}), effect=int)
 """
     environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "DATABASE_URL": "sqlite://:memory:"}
 
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = ran(sys.executable, "-c", code, environment=environment)
 
-    assert "RuntimeError: assert_effect_once() needs a database that several processes can open" in done.stderr
-    assert 'DATABASES[\'default\']["TEST"] = {"NAME": BASE_DIR / "test.sqlite3"}' in done.stderr
+    assert "RuntimeError: assert_effect_once() needs a database that several processes can open" in done.stdout
+    assert 'DATABASES[\'default\']["TEST"] = {"NAME": BASE_DIR / "test.sqlite3"}' in done.stdout

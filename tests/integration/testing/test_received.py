@@ -80,20 +80,18 @@ class TestAssertHandled:
             "      state: 'retrying', expected 'done'"
         )
 
-    def test_failure_says_that_the_inbox_is_empty(self, reserve):
+    def test_too_many_and_none_are_a_failure_and_no_count(self, reserve):
         assert fails(lambda: assert_handled(reserve)) == (
             "No message was handled by tests.reserve on 'default', 1 expected.\nThe inbox is empty."
         )
-
-    def test_too_many_are_a_failure(self, reserve):
         receive({"order": "1"})
         receive({"order": "1"})
 
         assert fails(lambda: assert_handled(TOPIC)).startswith("2 messages were handled on the topic 'tests.received' on")
-
-    def test_none_is_not_a_count(self):
         with pytest.raises(ValueError, match=r"assert that handled\(\) is empty"):
             assert_handled(TOPIC, count=0)
+        with pytest.raises(ValueError, match="count is 0"):
+            assert_duplicate(TOPIC, count=0)
 
 
 class TestAssertDuplicate:
@@ -111,10 +109,6 @@ class TestAssertDuplicate:
         assert fails(lambda: assert_duplicate(reserve)).startswith("No duplicate was suppressed by tests.reserve on 'default'")
         receive({"order": "2"})
         assert fails(lambda: assert_duplicate(TOPIC)).startswith("2 messages were received on the topic 'tests.received'")
-
-    def test_none_is_not_a_number_of_duplicates(self):
-        with pytest.raises(ValueError, match="count is 0"):
-            assert_duplicate(TOPIC, count=0)
 
 
 @pytest.mark.django_db(databases=["default", "other"])

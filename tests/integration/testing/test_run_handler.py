@@ -38,19 +38,13 @@ def a_message(payload=None, **attributes):
     return make_message(TOPIC, {} if payload is None else payload, **attributes)
 
 
-class TestMakeMessage:
-    def test_defaults_are_those_of_a_first_delivery(self):
-        message = a_message()
+def test_message_that_is_made_is_a_first_delivery_unless_it_is_a_later_attempt():
+    first, later = a_message(), a_message(biz_id="order-1", attempt=3, headers={"tenant": "acme"})
 
-        assert message.biz_id == message.correlation_id == message.id
-        assert (message.attempt, message.redelivered, message.headers, message.key) == (1, False, {}, "")
-        assert message.created_at is not None
-
-    def test_later_attempt_is_redelivered(self):
-        message = a_message(biz_id="order-1", attempt=3, headers={"tenant": "acme"})
-
-        assert (message.biz_id, message.attempt, message.redelivered) == ("order-1", 3, True)
-        assert message.headers == {"tenant": "acme"}
+    assert first.biz_id == first.correlation_id == first.id
+    assert (first.attempt, first.redelivered, first.headers, first.key) == (1, False, {}, "")
+    assert first.created_at is not None
+    assert (later.biz_id, later.attempt, later.redelivered, later.headers) == ("order-1", 3, True, {"tenant": "acme"})
 
 
 @pytest.mark.django_db
@@ -87,9 +81,27 @@ class TestRunHandler:
             2,
         )
 
-    def test_attributes_of_a_message_that_has_its_own_are_refused(self, handler):
-        with pytest.raises(TypeError, match=r"biz_id: a Message has its own attributes\. Pass these to make_message"):
-            run_handler(handler(lambda message: None), a_message(), biz_id="order-1")
+    def test_wrong_call_is_refused_with_what_to_do(self, handler):
+        function, message = handler(lambda message: None), a_message()
+        calls = [
+            (TypeError, r"biz_id: a Message has its own attributes\. Pass these to make_message", [message], {"biz_id": "1"}),
+            (TypeError, "not JSON serializable", [{"when": object()}], {}),
+            (ValueError, "not JSON compliant", [float("nan")], {}),
+            (ValueError, "takes one message at a time, but 2 were given", [message, a_message()], {}),
+            (ValueError, "needs at least one message", [], {}),
+            (
+                LookupError,
+                r"run_handler', but the topic of the message is 'tests\.o",
+                [make_message("tests.other", {})],
+                {},
+            ),
+        ]
+
+        for error, said, given, options in calls:
+            with pytest.raises(error, match=said):
+                run_handler(function, *given, **options)
+        with pytest.raises(LookupError, match="is not a handler"):
+            run_handler(lambda message: None, message)
 
     def test_function_of_two_topics_needs_a_message_that_says_which(self, handler):
         function = handler(lambda message: message.topic)
@@ -101,12 +113,6 @@ class TestRunHandler:
         finally:
             registry.remove("tests.second")
 
-    def test_payload_that_is_not_json_is_refused(self, handler):
-        with pytest.raises(TypeError, match="not JSON serializable"):
-            run_handler(handler(lambda message: None), {"when": object()})
-        with pytest.raises(ValueError, match="not JSON compliant"):
-            run_handler(handler(lambda message: None), float("nan"))
-
     def test_message_has_the_biz_id_that_the_handler_names(self, handler):
         handler(lambda message: message.biz_id, biz_id="order")
 
@@ -116,10 +122,6 @@ class TestRunHandler:
         function = handler(lambda messages: [message.payload for message in messages], by=batch_handler, size=10)
 
         assert run_handler(function, a_message(1), a_message(2)) == [1, 2]
-
-    def test_one_message_is_not_two(self, handler):
-        with pytest.raises(ValueError, match="takes one message at a time, but 2 were given"):
-            run_handler(handler(lambda message: None), a_message(), a_message())
 
     def test_async_handler_is_run_to_its_end(self, handler):
         async def ship(message):
@@ -150,18 +152,6 @@ class TestRunHandler:
             run_handler(handler(commit), a_message())
 
         assert not Effect.objects.exists()
-
-    def test_no_message_is_refused(self, handler):
-        with pytest.raises(ValueError, match="needs at least one message"):
-            run_handler(handler(lambda message: None))
-
-    def test_function_that_is_not_a_handler_of_the_topic_is_refused(self, handler):
-        function = handler(lambda message: None)
-
-        with pytest.raises(LookupError, match=r"handles 'tests\.run_handler', but the topic of the message is 'tests\.other'"):
-            run_handler(function, make_message("tests.other", {}))
-        with pytest.raises(LookupError, match="is not a handler"):
-            run_handler(lambda message: None, a_message())
 
     def test_it_may_be_called_inside_a_transaction(self, handler):
         with transaction.atomic():
