@@ -107,16 +107,8 @@ def main() -> int:
         DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
         DATABASES={alias: dict(MEMORY) for alias in ALIASES},
         INSTALLED_APPS=[
-            "django.contrib.admin",
-            "django.contrib.auth",
-            "django.contrib.contenttypes",
-            "django.contrib.messages",
-            "django.contrib.sessions",
-            "exactly_once",
-            "outbox",
-            "inbox",
-            "inbox.contrib.joins",
-            "inbox.contrib.outgoing_webhooks",
+            *(f"django.contrib.{app}" for app in ("admin", "auth", "contenttypes", "messages", "sessions")),
+            *("exactly_once", "outbox", "inbox", "inbox.contrib.joins", "inbox.contrib.outgoing_webhooks"),
         ],
         OUTBOX={"BROKER_URL": "amqp://broker//"},
         STRIPE_WEBHOOK_SECRET="whsec_eA==",
@@ -195,14 +187,8 @@ def well_known() -> dict:
     import outbox.testing  # noqa: PLC0415
 
     modules: Iterable = (
-        outbox.testing,
-        inbox.testing,
-        outbox.contrib.incoming_webhooks,
-        inbox.contrib.http,
-        inbox.contrib.joins,
-        inbox.contrib.outgoing_webhooks,
-        outbox,
-        inbox,
+        *(outbox.testing, inbox.testing, outbox.contrib.incoming_webhooks, inbox.contrib.http, inbox.contrib.joins),
+        *(inbox.contrib.outgoing_webhooks, outbox, inbox),
     )
     public = {name: getattr(module, name) for module in modules for name in module.__all__}
     celery = {"OutboxTask": outbox.celery.OutboxTask, "idempotent_task": inbox.celery.idempotent_task}

@@ -14,7 +14,6 @@ import inspect
 import os
 import re
 import ssl
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -53,6 +52,7 @@ from outbox.models import OutboxMessage
 from outbox.states import TRANSITIONS, UNDECIDED, State
 from tests import plugin
 from tests.support import ROOT
+from tests.support.commands import ran
 from tests.support.lower_bounds import at_least
 from tools import docs_site
 
@@ -93,17 +93,12 @@ def test_every_option_is_documented_with_its_default(app, options):
     assert defaults_in(table) == {field.name: default_of(field) for field in dataclasses.fields(options)}
 
 
-@pytest.mark.parametrize("name", ["WHEEL", "CHECKS"])
+@pytest.mark.parametrize("name", ["WHEEL", "CHECKS", "BROKER_SSL"])
 def test_every_option_of_a_dictionary_in_a_setting_is_documented_with_its_default(name):
-    table = rows(page("reference/outbox/settings.md"), f"option of `{name}`", "default", "meaning")
+    place = "how-to/tls.md" if name == "BROKER_SSL" else "reference/outbox/settings.md"
+    table = rows(page(place), f"option of `{name}`", "default", "meaning")
 
-    assert defaults_in(table) == vars(getattr(OutboxOptions(), name))
-
-
-def test_every_option_of_tls_is_documented_with_its_default():
-    table = rows(page("how-to/tls.md"), "option of `BROKER_SSL`", "default", "meaning")
-
-    assert defaults_in(table) == vars(TlsOptions())
+    assert defaults_in(table) == vars(TlsOptions() if name == "BROKER_SSL" else getattr(OutboxOptions(), name))
 
 
 def defaults_in(table):
@@ -140,16 +135,12 @@ def command_pages():
     return {name: page(f"reference/{name}") for name in names}
 
 
-def test_every_command_is_documented_and_no_other():
-    documented = [title for text in command_pages().values() for title in headings(text, 2)]
-
-    assert sorted(documented) == sorted(commands())
-
-
-def test_every_command_is_in_the_overview_of_commands():
+def test_every_command_is_documented_and_in_the_overview_and_no_other():
+    documented = [(title, path) for path, text in command_pages().items() for title in headings(text, 2)]
     linked = re.findall(r"\[`(\w+)`\]\((.+?)#\1\)", page("reference/commands.md"))
 
-    assert sorted(linked) == sorted((title, path) for path, text in command_pages().items() for title in headings(text, 2))
+    assert sorted(title for title, _ in documented) == sorted(commands())
+    assert sorted(linked) == sorted(documented)
 
 
 @pytest.mark.parametrize("name", sorted(commands()))
@@ -164,33 +155,17 @@ def test_every_argument_of_a_command_is_documented_and_no_other(name):
 
 
 def test_every_check_is_documented_and_no_other():
-    ids = {
-        found
-        for module in (
-            exactly_once.checks,
-            outbox.checks,
-            inbox.checks,
-            inbox.contrib.joins.checks,
-            inbox.contrib.outgoing_webhooks.checks,
-        )
-        for found in re.findall(
-            r'id="((?:exactly_once|outbox|inbox|inbox_joins|inbox_outgoing_webhooks)\.[EWI]\d{3})"',
-            Path(module.__file__).read_text(),
-        )
-    }
+    optional = (inbox.contrib.joins.checks, inbox.contrib.outgoing_webhooks.checks)
+    modules = (exactly_once.checks, outbox.checks, inbox.checks, *optional)
+    text = "".join(Path(module.__file__).read_text() for module in modules)
+    ids = re.findall(r'id="((?:exactly_once|outbox|inbox|inbox_joins|inbox_outgoing_webhooks)\.[EWI]\d{3})"', text)
 
-    assert sorted(headings(page("reference/checks.md"), 3)) == sorted(ids)
+    assert sorted(headings(page("reference/checks.md"), 3)) == sorted({*ids})
 
 
 PACKAGES = [
-    outbox,
-    inbox,
-    inbox.contrib.http,
-    inbox.contrib.joins,
-    inbox.contrib.outgoing_webhooks,
-    outbox.testing,
-    inbox.testing,
-    outbox.contrib.incoming_webhooks,
+    *(outbox, outbox.testing, outbox.contrib.incoming_webhooks),
+    *(inbox, inbox.testing, inbox.contrib.http, inbox.contrib.joins, inbox.contrib.outgoing_webhooks),
 ]
 
 
@@ -201,12 +176,9 @@ def documented_names(package):
     return {name: path for cell in listed for name, path in re.findall(r"\[`(\w+)`\]\((.+?)#\w+\)", cell)}
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
-def test_every_public_name_is_documented_and_no_other(package):
-    assert sorted(documented_names(package.__name__)) == sorted(package.__all__)
-
-
-def test_every_page_of_the_api_describes_the_names_that_the_overview_lists():
+def test_every_public_name_is_documented_and_described_on_the_page_that_the_overview_lists():
+    for package in PACKAGES:
+        assert sorted(documented_names(package.__name__)) == sorted(package.__all__), package
     listed = {}
     for name, path in at_least(50, re.findall(r"\[`(\w+)`\]\((.+?)#\w+\)", page("reference/api.md"))):
         listed.setdefault(path, []).append(name)
@@ -286,19 +258,12 @@ def test_every_index_of_messages_is_documented_and_no_other():
     assert sorted(documented) == sorted(declared | set(history))
 
 
-@pytest.mark.parametrize(
-    ("module", "title"),
-    [
-        (outbox.signals, "Outbox"),
-        (inbox.signals, "Inbox"),
-        (outbox.contrib.incoming_webhooks.signals, "outbox.contrib.incoming_webhooks"),
-    ],
-)
-def test_every_signal_is_documented_and_no_other(module, title):
-    table = rows(section(page("reference/signals.md"), title), "signal", "sent when", "arguments")
-    documented = [name.strip("`") for name, *_ in table]
-
-    assert sorted(documented) == sorted(name for name, value in vars(module).items() if isinstance(value, Signal))
+def test_every_signal_is_documented_and_no_other():
+    webhooks = outbox.contrib.incoming_webhooks
+    for module, title in ((outbox.signals, "Outbox"), (inbox.signals, "Inbox"), (webhooks.signals, webhooks.__name__)):
+        table = rows(section(page("reference/signals.md"), title), "signal", "sent when", "arguments")
+        documented = [name.strip("`") for name, *_ in table]
+        assert sorted(documented) == sorted(name for name, value in vars(module).items() if isinstance(value, Signal))
 
 
 def test_every_metric_is_documented_with_its_type_and_labels_and_no_other():
@@ -364,14 +329,11 @@ def test_decision_has_a_date_and_a_status_and_the_decisions_it_names_link_back(p
         assert (BACK[word], path.name) in relations(DECISIONS / other), other
 
 
-def test_decisions_are_numbered_without_holes():
-    assert [int(path.name[:4]) for path in decisions()] == list(range(1, len(decisions()) + 1))
-
-
-def test_index_of_the_decisions_has_each_with_its_title():
+def test_decisions_are_numbered_without_holes_and_the_index_has_each_with_its_title():
     titles = {path: path.read_text().splitlines()[0].removeprefix("# ").replace(". ", " ", 1) for path in decisions()}
     listed = re.findall(r"^- (\[.+)$", (DECISIONS / "README.md").read_text(), re.MULTILINE)
 
+    assert [int(path.name[:4]) for path in titles] == list(range(1, len(titles) + 1))
     assert listed == [f"[{title}]({path.name})" for path, title in titles.items()]
 
 
@@ -492,15 +454,10 @@ def test_statement_of_each_feature_names_a_collected_test_function(pytestconfig)
 def collected_from(files):
     """The test functions that pytest collects from these files, as node ids without parameters."""
     present = sorted(name for name in files if (ROOT / name).is_file())
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "--quiet", "-p", "no:cacheprovider", *present],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    collecting = ("-m", "pytest", "--collect-only", "--quiet", "-p", "no:cacheprovider")
+    done = ran(sys.executable, *collecting, *present, environment=environment)
+    assert done.returncode == 0, done.stdout
     return {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
 
 
@@ -529,14 +486,8 @@ def test_table_of_the_outbox_states_is_that_of_the_declared_transitions():
 def test_table_of_the_inbox_states_is_that_of_the_declared_transitions():
     table = rows(page("architecture/states.md"), "transition", "from", "to", "when", "permission")
 
-    assert table == [
-        [
-            one.name,
-            as_code(one.sources) or "(none)",
-            as_code(one.targets),
-            one.when,
-            f"`{one.permission}`" * bool(one.permission),
-        ]
+    assert [(name, sources.replace("(none)", ""), *others) for name, sources, *others in table] == [
+        (one.name, as_code(one.sources), as_code(one.targets), one.when, f"`{one.permission}`" * bool(one.permission))
         for one in states.TRANSITIONS
     ]
 

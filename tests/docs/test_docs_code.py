@@ -11,10 +11,11 @@ import inspect
 import json
 import os
 import re
-import subprocess
 import sys
+from collections import Counter
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -22,9 +23,11 @@ from django.core.management import BaseCommand, CommandError, get_commands, load
 
 from exactly_once import metrics
 from inbox.conf import InboxOptions
+from inbox.signals import message_dead, message_handled
 from outbox.conf import OutboxOptions
 from tests.docs.running_pages import well_known
 from tests.support import ROOT
+from tests.support.commands import ran
 from tests.support.lower_bounds import at_least
 from tests.support.pages import EXAMPLES, blocks, commands, pages
 
@@ -39,17 +42,6 @@ def known():
 def trees():
     """The Python blocks of the pages, each with its place."""
     return [(block.place, ast.parse(block.source)) for block in at_least(150, blocks("python"))]
-
-
-def test_every_python_block_compiles():
-    wrong = []
-    for block in at_least(150, blocks("python")):
-        try:
-            compile(block.source, block.place, "exec")
-        except SyntaxError as error:
-            wrong.append(f"{block.place}: {error}")
-
-    assert wrong == []
 
 
 def test_every_import_of_a_python_block_resolves():
@@ -158,16 +150,8 @@ def has(kind, attribute):
 
 
 def test_python_blocks_run():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.docs.running_pages"],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "DJANGO_"))},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "DJANGO_"))}
+    done = ran(sys.executable, "-m", "tests.docs.running_pages", environment=environment)
 
     assert (done.returncode, done.stdout.strip(".")) == (0, "")
     at_least(120, done.stdout)
@@ -312,3 +296,37 @@ def test_log_lines_and_errors_on_the_page_of_symptoms_are_those_of_the_code():
     )
 
     assert [line for line in at_least(20, lines) if not all(part.strip() in texts for part in line.split("…"))] == []
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """What the documented receivers count while they are connected: by metric and label."""
+    counted = Counter()
+
+    class Metric:
+        def __init__(self, name, documentation, labelnames):
+            self._name = name
+
+        def labels(self, label):
+            return SimpleNamespace(inc=lambda: counted.update([(self._name, label)]))
+
+    monkeypatch.setitem(sys.modules, "prometheus_client", SimpleNamespace(Counter=Metric))
+    page = (ROOT / "docs" / "reference" / "signals.md").read_text()
+    [code] = re.findall(r'^```python title="orders/metrics.py.*?\n(.*?)^```', page, re.MULTILINE | re.DOTALL)
+    names = {}
+    exec(compile(code, "orders/metrics.py", "exec"), names)
+    yield counted
+    message_handled.disconnect(names["count_handled"])
+    message_dead.disconnect(names["count_dead"])
+
+
+def test_documented_receivers_count_handled_and_dead_messages_by_handler(counts):
+    for handler in ("a", "a", "b"):
+        message_handled.send_robust(None, handler=handler, message=None)
+    message_dead.send_robust(None, handler="b", message_id="m-1", error="no stock")
+
+    assert counts == {
+        ("orders_messages_handled", "a"): 2,
+        ("orders_messages_handled", "b"): 1,
+        ("orders_messages_dead", "b"): 1,
+    }

@@ -11,14 +11,10 @@ def configured(directory, urls):
     return docs_site.on_config(config)
 
 
-def test_site_has_the_addresses_of_the_package(tmp_path):
+def test_site_has_the_addresses_of_the_package_and_none_while_that_has_none(tmp_path):
     config = configured(tmp_path, 'Documentation = "https://docs.example.org/here"\nSource = "https://git.example.org/here"\n')
+    empty = configured(tmp_path, "")
 
     assert config.site_url == "https://docs.example.org/here/"
     assert (config.repo_url, config.repo_name) == ("https://git.example.org/here", "django-exactly-once")
-
-
-def test_site_has_no_address_while_the_package_has_none(tmp_path):
-    config = configured(tmp_path, "")
-
-    assert (config.site_url, config.repo_url, config.repo_name) == (None, None, None)
+    assert (empty.site_url, empty.repo_url, empty.repo_name) == (None, None, None)

@@ -2,10 +2,10 @@
 
 import ast
 import os
-import subprocess
 import sys
 
 from tests.support import ROOT
+from tests.support.commands import ran
 from tests.support.lower_bounds import at_least
 
 OF_THIS_RUN = ("PYTEST_", "DATABASE_", "OTHER_")
@@ -13,28 +13,9 @@ OF_THIS_RUN = ("PYTEST_", "DATABASE_", "OTHER_")
 
 def run_in_workers(directory, text, *arguments):
     (directory / "test_it.py").write_text(text)
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-c",
-            ROOT / "pyproject.toml",
-            "--rootdir",
-            directory,
-            "--workers",
-            "2",
-            *arguments,
-            directory,
-        ],
-        cwd=ROOT,
-        env={**{name: value for name, value in os.environ.items() if not name.startswith(OF_THIS_RUN)}, "COLUMNS": "200"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_THIS_RUN)}
+    options = ("-c", ROOT / "pyproject.toml", "--rootdir", directory, "--workers", "2", *arguments)
+    return ran(sys.executable, "-m", "pytest", *options, directory, environment={**environment, "COLUMNS": "200"})
 
 
 def test_worker_that_dies_fails_its_test_and_the_others_run(tmp_path):

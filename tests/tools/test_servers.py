@@ -26,6 +26,7 @@ SEGMENTS = Path("/proc/sysvipc/shm")
 class TestPostgres:
     def test_a_kill_leaves_no_backend_behind(self, mortal_postgres):
         with psycopg.connect(mortal_postgres.url) as connection:
+            assert connection.execute("SHOW fsync").fetchone() == ("on",)
             backend = connection.info.backend_pid
 
             mortal_postgres.kill()
@@ -48,13 +49,11 @@ class TestPostgres:
         assert [file for file in files if file.exists()] == []
         assert segment not in segments()
 
-    def test_fsync_is_on(self, mortal_postgres):
-        with psycopg.connect(mortal_postgres.url) as connection:
-            assert connection.execute("SHOW fsync").fetchone() == ("on",)
-
 
 class TestRabbit:
     def test_killed_broker_does_not_answer(self, mortal_rabbitmq, rabbitmq_url):
+        with pytest.raises(ServerFailed, match="no_such_function"):
+            mortal_rabbitmq.evaluate("rabbit:no_such_function().")
         mortal_rabbitmq.kill()
 
         with pytest.raises(kombu.exceptions.OperationalError, match="refused"):
@@ -72,44 +71,29 @@ class TestRabbit:
             message.ack()
             wait_until(lambda: rabbitmq_server.queue_lengths(rabbitmq_url) == {"orders": 1})
 
-    def test_error_raised_inside_the_broker_is_in_the_exception(self, rabbitmq_server):
-        with pytest.raises(ServerFailed, match="no_such_function"):
-            rabbitmq_server.evaluate("rabbit:no_such_function().")
-
 
 class TestOwnership:
-    def test_server_ends_when_the_process_that_started_it_is_killed(self):
+    @pytest.mark.parametrize("kind", ["server", "process in a fresh interpreter"])
+    def test_what_a_process_has_started_ends_when_that_is_killed(self, tmp_path, kind):
+        """A process in a fresh interpreter has no keeper, as a forked one has."""
         program = "from tests.support.servers import RedisServer; r = RedisServer().start(); print(r.pid, flush=True); input()"
-        with subprocess.Popen(
-            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as owner:
+        if kind != "server":
+            program = (
+                "import os, pathlib; from tests.support.processes import start;"
+                "environment = {**os.environ, 'DJANGO_SETTINGS_MODULE': 'demo_shop.settings'};"
+                "waiting = ['timeit', '--number', '1', 'import time; time.sleep(600)'];"
+                f"p = start(waiting, environment=environment, log=pathlib.Path({str(tmp_path / 'log')!r}));"
+                "print(p.pid, flush=True); input()"
+            )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes) as owner:
             try:
-                server = int(owner.stdout.readline())
-                assert watcher.is_alive(server)
+                started = int(owner.stdout.readline())
+                assert watcher.is_alive(started)
             finally:
                 os.kill(owner.pid, signal.SIGKILL)
 
-            wait_until(lambda: not watcher.is_alive(server))
-
-    def test_process_in_a_fresh_interpreter_ends_when_the_process_that_started_it_is_killed(self, tmp_path):
-        """Such a process has no keeper, as a forked one has."""
-        program = (
-            "import os, pathlib; from tests.support.processes import start;"
-            "environment = {**os.environ, 'DJANGO_SETTINGS_MODULE': 'demo_shop.settings'};"
-            "waiting = ['timeit', '--number', '1', 'import time; time.sleep(600)'];"
-            f"p = start(waiting, environment=environment, log=pathlib.Path({str(tmp_path / 'log')!r}));"
-            "print(p.pid, flush=True); input()"
-        )
-        with subprocess.Popen(
-            [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as owner:
-            try:
-                process = int(owner.stdout.readline())
-                assert watcher.is_alive(process)
-            finally:
-                os.kill(owner.pid, signal.SIGKILL)
-
-            wait_until(lambda: not watcher.is_alive(process))
+            wait_until(lambda: not watcher.is_alive(started))
 
     def test_watcher_that_starts_after_its_owner_died_still_ends_the_server(self):
         no_process = 2**22 + 1  # more than the kernel gives out
@@ -140,19 +124,15 @@ class TestOwnership:
 
 
 class TestProxy:
-    def test_cut_resets_open_connections_and_accepts_new_ones(self, echo):
+    def test_cut_resets_open_connections_and_accepts_new_ones_and_refuse_rejects_these_until_accept(self, echo):
         with a_client(echo.proxy) as client:
             echoed(client, b"hello")
             echo.proxy.cut()
             with pytest.raises(ConnectionResetError):
                 client.recv(1)
 
-        with a_client(echo.proxy) as client:
-            assert echoed(client, b"again") == b"again"
-
-    def test_refuse_rejects_new_connections_until_accept(self, echo):
         with a_client(echo.proxy) as old:
-            echoed(old, b"hello")
+            assert echoed(old, b"again") == b"again"
             echo.proxy.refuse()
             with pytest.raises(ConnectionRefusedError):
                 a_client(echo.proxy)

@@ -12,15 +12,11 @@ from tests.support.apps.effects.models import Effect
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
 
-def test_database_engine_is_the_one_given_by_the_db_option(pytestconfig):
+def test_databases_are_two_of_the_engine_that_is_given_by_the_db_option(pytestconfig):
     wanted = {"postgres": "postgresql", "sqlite": "sqlite"}[pytestconfig.getoption("--db")]
-
-    assert {connections[alias].vendor for alias in connections} == {wanted}
-
-
-def test_default_and_other_are_separate_databases():
     Effect.objects.using("other").create(name="elsewhere")
 
+    assert {connections[alias].vendor for alias in connections} == {wanted}
     assert not Effect.objects.exists()
 
 
