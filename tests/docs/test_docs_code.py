@@ -322,7 +322,7 @@ def counts(monkeypatch):
 
 def test_documented_receivers_count_handled_and_dead_messages_by_handler(counts):
     for handler in ("a", "a", "b"):
-        message_handled.send_robust(None, handler=handler, message=None)
+        message_handled.send_robust(None, handler=handler, message_id="m-1")
     message_dead.send_robust(None, handler="b", message_id="m-1", error="no stock")
 
     assert counts == {
