@@ -67,25 +67,6 @@ class Client:
         self.acks.flush()
 
 
-def test_settled_deliveries_at_the_front_are_acknowledged_with_one_multiple_ack():
-    client = Client(5)
-
-    client.settle(1, 2, 3)
-
-    assert client.channel.frames == [(3, True)]
-    assert client.channel.outstanding == [4, 5]
-    assert len(client.acks) == 2
-
-
-def test_deliveries_settled_behind_an_unsettled_one_are_acknowledged_one_by_one():
-    client = Client(5)
-
-    client.settle(2, 4)
-
-    assert sorted(client.channel.frames) == [(2, False), (4, False)]
-    assert client.channel.outstanding == [1, 3, 5]
-
-
 def test_a_multiple_ack_spans_deliveries_that_were_acknowledged_one_by_one_before():
     client = Client(5)
     client.settle(2, 4)
@@ -113,14 +94,6 @@ def test_a_requeued_delivery_does_not_hold_back_the_multiple_ack():
 
     assert client.channel.frames == [(3, True)]
     assert (client.channel.acked, client.channel.requeued, len(client.acks)) == ([2, 3], [1], 0)
-
-
-def test_flush_without_settled_deliveries_sends_no_frame():
-    client = Client(3)
-
-    client.acks.flush()
-
-    assert client.channel.frames == []
 
 
 def test_without_support_for_multiple_acks_each_delivery_is_acknowledged_by_its_own_frame():

@@ -34,24 +34,6 @@ def test_a_refund_is_made_once_and_only_for_its_own_database():
     assert done == ["here"]
 
 
-def test_refunds_stay_pending_while_the_database_is_unavailable():
-    done, is_unavailable = [], True
-
-    def refund(name):
-        if is_unavailable:
-            raise unavailable()
-        done.append(name)
-
-    for name in "ab":
-        refund_later("here", lambda alias, name=name: refund(name))
-    with pytest.raises(DatabaseUnavailable):
-        make_refunds("here")
-    is_unavailable = False
-    make_refunds("here")
-
-    assert done == ["a", "b"]
-
-
 def test_a_failing_refund_is_logged_and_does_not_hold_up_the_next_one(caplog):
     done = []
     refund_later("here", lambda alias: 1 / 0)

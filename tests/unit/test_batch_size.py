@@ -28,11 +28,8 @@ def sizes(size, passes):
     return found
 
 
-def test_size_is_the_largest_until_a_pass_fails(size):
-    assert sizes(size, 3) == [LARGEST] * 3
-
-
 def test_size_after_a_failure_grows_from_one_message(size):
+    assert sizes(size, 3) == [LARGEST] * 3
     size.failed()
 
     assert size.now == 1

@@ -104,11 +104,6 @@ class TestRefusals:
         assert (reason, seconds) == (WHY, FIRST_PAUSE)
         assert FIRST_PAUSE / 2 <= probe_after <= FIRST_PAUSE
 
-    def test_forbidden_topic_is_paused_at_the_first_refusal(self, topics, stored):
-        forbid(topics)
-
-        assert [*stored.paused] == [BAD]
-
     def test_topic_is_paused_by_later_refusals_when_earlier_ones_could_not_be_stored(self, topics, stored, monkeypatch):
         def fail(*_):
             raise RuntimeError
@@ -131,26 +126,12 @@ class TestPausedTopic:
         assert not topics.stops(GOOD, 6)
         assert (topics.is_paused(BAD), topics.is_paused(GOOD)) == (True, False)
 
-    def test_messages_of_a_resuming_topic_are_sent_as_any_others(self, topics):
-        see(topics, is_resuming=True)
-
-        assert not topics.stops(BAD, 6)
-        assert not topics.is_paused(BAD)
-
     def test_one_refused_probe_prolongs_the_pause(self, topics, stored):
         see(topics, in_trial=[7])
         refuse(topics, 1)
 
         assert stored.prolonged == [(BAD, WHY, LONGEST_PAUSE)]
         assert not stored.paused
-
-    def test_one_accepted_probe_resumes_the_topic_although_others_are_refused(self, topics, stored):
-        refuse(topics, REFUSALS)
-        see(topics, in_trial=range(PROBES))
-        refuse(topics, PROBES - 1, taken=[BAD])
-
-        assert not stored.paused
-        assert not stored.prolonged
 
     def test_passes_without_messages_of_the_topic_change_nothing(self, topics, stored):
         see(topics)
@@ -168,13 +149,6 @@ class TestPausedTopic:
         assert topics.make_ready(100) == PROBES
         assert stored.tried == [(BAD, PROBES)]
 
-    def test_topic_that_a_person_has_paused_is_not_tried(self, topics, stored, clock):
-        see(topics)
-        clock.now += 1e6
-
-        assert topics.make_ready(100) == 0
-        assert topics.seconds_left() == math.inf
-
     def test_one_resuming_topic_at_a_time_gets_its_next_batch(self, topics, stored):
         topics.update([TopicPause(name, frozenset(), True, math.inf) for name in (BAD, GOOD)])
 
@@ -184,27 +158,6 @@ class TestPausedTopic:
 
 
 class TestLog:
-    def test_a_pause_is_logged_once_when_it_begins_and_once_when_it_ends(self, topics, caplog):
-        for _ in range(3):
-            refuse(topics, 10)
-        for _ in range(10):
-            see(topics, in_trial=range(PROBES))
-            refuse(topics, PROBES)
-        assert len(warnings(caplog, "'bad.topic' paused after 20 refusals in a row (the broker refused to keep it)")) == 1
-        assert len(caplog.records) == 1
-
-        refuse(topics, 0, taken=[BAD])
-        see(topics, is_resuming=True)
-        refuse(topics, 0, taken=[BAD])
-        assert len(warnings(caplog, "'bad.topic' resumed")) == 1
-        assert len(caplog.records) == 2
-
-    def test_fewer_refusals_than_the_limit_are_not_logged(self, topics, caplog):
-        refuse(topics, REFUSALS - 1)
-        refuse(topics, 0, taken=[BAD])
-
-        assert not caplog.records
-
     def test_lane_that_finds_a_topic_paused_by_another_lane_reports_nothing(self, topics, clock, caplog):
         beside = PausedTopics("default")
         for lane in (topics, beside):

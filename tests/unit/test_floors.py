@@ -58,13 +58,6 @@ class TestFloor:
         assert relay.floors.now == {}
         assert relay.queries == 0
 
-    def test_a_floor_rises_to_the_last_position_read_in_all_shards_of_the_relay(self):
-        """A shard without new messages has dead rows, too."""
-        relay = LookingRelay()
-        relay.reads(500)
-
-        assert relay.floors.now == {3: 500, 4: 500}
-
     def test_a_floor_is_not_raised_by_the_first_look_after_a_read_but_by_the_next_one(self):
         relay = LookingRelay()
         relay.floors.saw(500)
@@ -81,30 +74,6 @@ class TestFloor:
 
         assert relay.floors.now == {3: floor, 4: 500}
 
-    def test_a_floor_waits_for_the_transactions_that_were_writing_when_the_position_was_read(self):
-        relay = LookingRelay()
-        relay.writers = {"early", "also early"}
-        relay.floors.saw(500)
-        relay.looks(after=MOVE)
-        relay.writers = {"early", "late"}
-        for _ in range(100):
-            relay.looks(after=MOVE)
-            assert relay.floors.now == {}
-
-        relay.writers = {"late"}
-        relay.looks(after=MOVE)
-        assert relay.floors.now == {3: 500, 4: 500}
-
-    def test_a_floor_stays_below_the_rows_that_those_transactions_committed(self):
-        relay = LookingRelay()
-        relay.writers = {"early"}
-        relay.floors.saw(500)
-        relay.looks(after=MOVE)
-        relay.writers = set()
-        relay.looks({4: 33}, after=MOVE)
-
-        assert relay.floors.now == {3: 500, 4: 32}
-
     def test_a_transaction_that_was_seen_ended_does_not_hold_back_the_floor_again(self):
         relay = LookingRelay()
         relay.writers = {"one", "other"}
@@ -114,13 +83,6 @@ class TestFloor:
             relay.looks(after=MOVE)
 
         assert relay.floors.now == {3: 500, 4: 500}
-
-    def test_a_floor_follows_the_positions_read(self):
-        relay = LookingRelay()
-        for position in range(100, 1100, 100):
-            relay.reads(position)
-
-        assert relay.floors.now == {3: 1000, 4: 1000}
 
     def test_a_floor_does_not_fall_when_a_lower_position_is_read(self):
         relay = LookingRelay()
@@ -181,13 +143,6 @@ class TestLookFromTheStart:
         assert count >= 2
         # And one more, because the time that is looked at begins with one.
         assert spent <= (relay.clock.now - begun_at) / PART + taking
-
-    def test_the_next_look_from_the_start_is_timed_from_the_end_of_the_last_one(self):
-        relay = LookingRelay()
-        assert relay.looks(taking=10.0)
-
-        assert not relay.looks(after=PART * 10.0 - 1)
-        assert relay.looks(after=1.1)
 
 
 class FloorsAgainstTransactions(RuleBasedStateMachine):

@@ -2,6 +2,7 @@
 
 import inspect
 from datetime import timedelta
+from functools import partial
 
 import pytest
 
@@ -32,6 +33,38 @@ COUNTS = {
     "group_commit": lambda value: idempotent_handler("t", group_commit=value),
     "concurrency": lambda value: idempotent_handler("t", concurrency=value),
 }
+
+
+plain, leased = partial(idempotent_handler, "t"), partial(leased_handler, "t")
+ORDERED, RATE = r"^ordered is .*such as Ordered\(on_dead=", r'^rate_limit is .*"2000/s"'
+DEAD_ON, RETRY_ON = (
+    r"^dead_on is .*such as \[ValueError\]",
+    r"^retry_on is .*such as \{TimeoutError: Retry\(max_attempts=20\)\}",
+)
+WRONG_TYPES = [
+    *((decorator, {"ordered": value}, ORDERED) for decorator in (plain, leased) for value in ("skip", 1, None)),
+    (leased, {"lease": AN_HOUR}, r"^lease is .*such as Lease\(duration=timedelta\(minutes=10\)\)"),
+    (Retry, {"backoff": A_MINUTE}, r"^backoff is .*such as Backoff\(base="),
+    *((Backoff, {"factor": value}, r"^factor is .*such as 2") for value in ("2", True, A_SECOND)),
+    *((Retry, {"dead_on": value}, DEAD_ON) for value in (ValueError, "ValueError", {ValueError}, 5)),
+    *((Retry, {"retry_on": value}, RETRY_ON) for value in ([ValueError], ValueError, 5)),
+    (Retry, {"retry_on": {KeyError: 5}}, r"^retry_on\[KeyError\] is 5: .*such as Retry\(max_attempts=20\)"),
+]
+INVALID = [
+    *((plain, {"rate_limit": value}, RATE) for value in (2000, "2000", "0/s", "many")),
+    (plain, {"rate_limit": "10 per s"}, r"^rate_limit is '10 per s': it must be .*\"2000/s\""),
+    (Ordered, {"on_dead": "stop"}, "on_dead is 'stop': it must be 'block' or 'skip'"),
+    *((Backoff, {"factor": value}, "^factor is .*must be 1 or more") for value in (0, 0.5, -2, float("inf"), float("nan"))),
+    (Backoff, {"base": A_MINUTE, "cap": A_SECOND}, "cap is 0:00:01, shorter than base, 0:01:00"),
+    (Lease, {"duration": 2 * AN_HOUR}, "limit is 1:00:00, shorter than duration, 2:00:00"),
+    (Retry, {"retry_on": {OSError: Retry(dead_on=[KeyError])}}, r"^retry_on\[OSError\] has .*move them to the outer Retry"),
+    (Retry, {"dead_on": [KeyError], "retry_on": {KeyError: Retry()}}, "^KeyError is in both dead_on and retry_on: remove it"),
+    (
+        partial(subscribe, "t", name="tests.subscription"),
+        {"retry": Retry(dead_on=[KeyError])},
+        "clients, which raise no exceptions here; remove dead_on and retry_on",
+    ),
+]
 
 
 @pytest.fixture
@@ -80,6 +113,14 @@ class TestCounts:
 
 class TestValues:
     @pytest.mark.parametrize(
+        ("make", "given", "reason", "error"),
+        [*((*case, TypeError) for case in WRONG_TYPES), *((*case, ValueError) for case in INVALID)],
+    )
+    def test_wrong_value_is_refused_with_the_right_form_or_the_reason(self, make, given, reason, error):
+        with pytest.raises(error, match=reason):
+            make(**given)
+
+    @pytest.mark.parametrize(
         ("option", "value", "form"),
         [
             ("retry", 5, r"Retry\(max_attempts=5\)"),
@@ -107,51 +148,6 @@ class TestValues:
             decorator("t", **given)
 
         assert str(refused.value) == f"{decorator.__name__}() has no argument {next(iter(given))!r}. {form}".rstrip()
-
-    @pytest.mark.parametrize("decorator", [idempotent_handler, leased_handler])
-    @pytest.mark.parametrize("value", ["skip", 1, None], ids=repr)
-    def test_an_order_is_a_value_or_a_boolean(self, decorator, value):
-        with pytest.raises(TypeError, match=r"^ordered is .*such as Ordered\(on_dead="):
-            decorator("t", ordered=value)
-
-    def test_a_lease_is_a_value_and_no_duration(self):
-        with pytest.raises(TypeError, match=r"^lease is .*such as Lease\(duration=timedelta\(minutes=10\)\)"):
-            leased_handler("t", lease=AN_HOUR)
-
-    def test_a_backoff_is_a_value_and_no_duration(self):
-        with pytest.raises(TypeError, match=r"^backoff is .*such as Backoff\(base="):
-            Retry(backoff=A_MINUTE)
-
-    @pytest.mark.parametrize("value", [2000, "2000", "0/s", "many"], ids=repr)
-    def test_a_rate_limit_without_its_unit_is_refused_with_the_right_form(self, value):
-        with pytest.raises(ValueError, match=r'^rate_limit is .*"2000/s"'):
-            idempotent_handler("t", rate_limit=value)
-
-    def test_a_rate_limit_in_another_form_is_named_with_its_value(self):
-        with pytest.raises(ValueError, match=r"^rate_limit is '10 per s': it must be .*\"2000/s\""):
-            idempotent_handler("t", rate_limit="10 per s")
-
-    def test_an_unknown_way_after_a_dead_letter_is_refused(self):
-        with pytest.raises(ValueError, match="on_dead is 'stop': it must be 'block' or 'skip'"):
-            Ordered(on_dead="stop")
-
-    @pytest.mark.parametrize("factor", [0, 0.5, -2, float("inf"), float("nan")])
-    def test_a_factor_below_one_or_without_an_end_is_refused(self, factor):
-        with pytest.raises(ValueError, match=r"^factor is .*must be 1 or more"):
-            Backoff(factor=factor)
-
-    @pytest.mark.parametrize("factor", ["2", True, A_SECOND], ids=repr)
-    def test_factor_that_is_not_a_number_is_refused(self, factor):
-        with pytest.raises(TypeError, match=r"^factor is .*such as 2"):
-            Backoff(factor=factor)
-
-    def test_a_cap_shorter_than_the_base_is_refused(self):
-        with pytest.raises(ValueError, match="cap is 0:00:01, shorter than base, 0:01:00"):
-            Backoff(base=A_MINUTE, cap=A_SECOND)
-
-    def test_a_limit_shorter_than_the_duration_of_a_lease_is_refused(self):
-        with pytest.raises(ValueError, match="limit is 1:00:00, shorter than duration, 2:00:00"):
-            Lease(duration=2 * AN_HOUR)
 
 
 class TestCombinations:
@@ -246,16 +242,6 @@ class TestRetry:
 
         assert retry.after(KeyError(), DEFAULT) == RetryPolicy(max_attempts=4, base=A_SECOND, factor=1, cap=DEFAULT.cap)
 
-    @pytest.mark.parametrize("value", [ValueError, "ValueError", {ValueError}, 5], ids=repr)
-    def test_dead_on_that_is_not_a_list_is_refused_with_the_right_form(self, value):
-        with pytest.raises(TypeError, match=r"^dead_on is .*such as \[ValueError\]"):
-            Retry(dead_on=value)
-
-    @pytest.mark.parametrize("value", [[ValueError], ValueError, 5], ids=repr)
-    def test_retry_on_that_is_not_a_mapping_is_refused_with_the_right_form(self, value):
-        with pytest.raises(TypeError, match=r"^retry_on is .*such as \{TimeoutError: Retry\(max_attempts=20\)\}"):
-            Retry(retry_on=value)
-
     @pytest.mark.parametrize("value", ["ValueError", 5, ValueError("no"), int], ids=repr)
     def test_value_that_is_not_an_exception_is_refused_by_name(self, value):
         for retry, option in (
@@ -265,27 +251,11 @@ class TestRetry:
             with pytest.raises(TypeError, match=rf"^{option} contains .*must be the class of an exception"):
                 retry()
 
-    def test_policy_of_an_exception_must_be_a_retry(self):
-        with pytest.raises(TypeError, match=r"^retry_on\[KeyError\] is 5: .*such as Retry\(max_attempts=20\)"):
-            Retry(retry_on={KeyError: 5})
-
-    def test_policy_of_an_exception_has_no_exceptions_of_its_own(self):
-        with pytest.raises(ValueError, match=r"^retry_on\[LookupError\] has .*move them to the outer Retry"):
-            Retry(retry_on={LookupError: Retry(dead_on=[KeyError])})
-
-    def test_exception_cannot_be_both_retried_and_dead(self):
-        with pytest.raises(ValueError, match=r"^KeyError is in both dead_on and retry_on: remove it from one of them"):
-            Retry(dead_on=[KeyError], retry_on={KeyError: Retry()})
-
     @pytest.mark.parametrize("kind", [RetryLater, Reject, StepInterrupted, TransactionEnded])
     def test_exception_that_decides_for_itself_is_refused(self, kind):
         for retry in (lambda: Retry(dead_on=[kind]), lambda: Retry(retry_on={kind: Retry()})):
             with pytest.raises(ValueError, match=rf"contains {kind.__name__}, a \w+, which no policy applies to: remove it"):
                 retry()
-
-    def test_subscription_of_clients_refuses_exceptions(self):
-        with pytest.raises(ValueError, match="clients, which raise no exceptions here; remove dead_on and retry_on"):
-            subscribe("t", name="tests.subscription", retry=Retry(dead_on=[KeyError]))
 
     def test_a_cap_of_the_handler_is_kept(self):
         assert Retry(backoff=Backoff(cap=A_MINUTE)).over(DEFAULT).delay(50) <= A_MINUTE

@@ -44,23 +44,12 @@ def numbers(load):
 
 
 class TestPlainHandler:
-    def test_a_plain_handler_gets_one_delivery_at_a_time_in_order(self):
-        lane = a_lane(3)
-
-        assert [numbers(lane.take(0.0)) for _ in range(4)] == [[0], [1], [2], []]
-
     def test_an_empty_lane_is_never_due_and_a_filled_lane_is_due_at_once(self):
         lane = a_lane()
 
         assert lane.seconds_left(0.0) == NEVER
         put(lane, 1)
         assert lane.seconds_left(0.0) == 0
-
-    def test_the_length_of_a_lane_counts_what_was_not_taken(self):
-        lane = a_lane(3)
-        lane.take(0.0)
-
-        assert len(lane) == 2
 
 
 def test_group_commit_takes_what_is_available_without_waiting():
@@ -71,22 +60,12 @@ def test_group_commit_takes_what_is_available_without_waiting():
 
 
 class TestBatch:
-    def test_a_full_batch_is_taken_at_once(self):
-        lane = a_lane(5, batch=Batch(size=3))
-
-        assert numbers(lane.take(0.0)) == [0, 1, 2]
-
-    def test_an_incomplete_batch_is_taken_after_its_wait(self):
-        lane = a_lane(2, batch=Batch(size=3, wait=timedelta(seconds=10)), at=100.0)
-
-        assert (lane.take(104.0), lane.seconds_left(104.0)) == ([], 6.0)
-        assert lane.seconds_left(110.0) == 0
-        assert numbers(lane.take(110.0)) == [0, 1]
-
-    def test_the_batch_wait_begins_with_the_oldest_delivery(self):
+    def test_an_incomplete_batch_is_taken_after_the_wait_of_its_oldest_delivery(self):
         lane = a_lane(1, batch=Batch(size=3, wait=timedelta(seconds=10)), at=100.0)
         put(lane, 1, at=109.0)
 
+        assert (lane.take(109.0), lane.seconds_left(109.0)) == ([], 1.0)
+        assert lane.seconds_left(110.0) == 0
         assert numbers(lane.take(110.0)) == [0, 1]
 
     def test_only_a_delivery_between_the_first_and_the_last_of_a_batch_needs_no_worker(self):
@@ -97,23 +76,8 @@ class TestBatch:
 
         assert filling == [False, True, True, False, False]
 
-    def test_incomplete_batch_is_taken_at_once_while_draining(self):
-        lane = a_lane(2, batch=Batch(size=3, wait=timedelta(seconds=10)))
-
-        assert lane.seconds_left(0.0, hurry=True) == 0
-        assert numbers(lane.take(0.0, hurry=True)) == [0, 1]
-
 
 class TestOrderedHandler:
-    def test_an_ordered_lane_gives_its_next_load_only_after_done(self):
-        lane = a_lane(3, ordered=Ordered())
-        assert numbers(lane.take(0.0)) == [0, 1, 2]
-        put(lane, 3, 4)
-
-        assert (lane.take(0.0), lane.seconds_left(0.0)) == ([], NEVER)
-        lane.done()
-        assert numbers(lane.take(0.0)) == [3, 4]
-
     def test_an_ordered_load_is_limited_in_size(self):
         lane = a_lane(STORED_AT_ONCE + 5, ordered=Ordered())
 
@@ -206,38 +170,7 @@ class TestShedding:
         assert [numbers(shedding.take(0.0)) for _ in range(2)] == [[7], [CHECKED_AT_ONCE]]
 
 
-class TestEndedChannels:
-    def test_deliveries_of_an_ended_channel_are_dropped(self):
-        lane, ended = a_lane(), Acks(None, multiple=True)
-        put(lane, 0, 1, acks=ended)
-        put(lane, 2, 3)
-
-        ended.is_open = False
-
-        assert lane.drop_ended() == 2
-        assert [numbers(lane.take(0.0)) for _ in range(3)] == [[2], [3], []]
-
-    def test_unfinished_load_of_an_ended_channel_is_not_taken_again(self):
-        lane, ended = a_lane(), Acks(None, multiple=True)
-        put(lane, 0, acks=ended)
-        load = lane.take(0.0)
-
-        ended.is_open = False
-        lane.put_back(load, 10.0, backoff=0.0)
-
-        assert len(lane) == 0
-
-
 class TestUndecidedDeliveries:
-    def test_an_undecided_ordered_load_is_taken_first_after_its_backoff(self):
-        lane = a_lane(5, ordered=Ordered())
-        load = lane.take(0.0)
-        put(lane, 5)
-        lane.put_back(load[2:], 10.0, backoff=2.0)
-
-        assert (lane.take(11.0), lane.seconds_left(11.0)) == ([], 1.0)
-        assert numbers(lane.take(12.0)) == [2, 3, 4, 5]
-
     def test_an_undecided_load_is_retried_by_one_worker_until_a_delivery_is_done(self):
         lane = a_lane(5)
         lane.put_back(lane.take(0.0), 10.0, backoff=2.0)
@@ -273,17 +206,6 @@ class TestStaleDeliveries:
 
 
 class TestConcurrency:
-    def test_a_lane_gives_out_no_more_loads_at_a_time_than_its_handler_may_use_threads(self):
-        lane = a_lane(5, concurrency=2)
-
-        assert [numbers(lane.take(0.0)) for _ in range(3)] == [[0], [1], []]
-        assert lane.seconds_left(0.0) == NEVER
-        lane.slots.leave()
-        assert lane.seconds_left(0.0) == 0
-        assert numbers(lane.take(0.0)) == [2]
-        lane.slots.leave()
-        lane.slots.leave()
-
     def test_a_lane_whose_tokens_another_thread_has_taken_takes_no_slot(self, monkeypatch):
         monkeypatch.setattr(Tokens, "wait_seconds", lambda tokens: 0.0)
         monkeypatch.setattr(lanes, "limiter_of", lambda handler: Tokens(0))

@@ -73,14 +73,6 @@ def test_probe_that_reads_before_the_file_is_locked_does_not_delete_it(monkeypat
         assert [sign.pid for sign in life_signs("relay")] == [os.getpid()]
 
 
-def test_process_whose_loop_was_silent_for_longer_than_its_limit_is_not_alive():
-    with giving_life_signs("relay", 60.0) as writer:
-        writer.moved(61.0)
-        [sign] = life_signs("relay")
-
-    assert not sign.is_alive
-
-
 def test_killed_process_is_not_found_although_its_file_remains(temporary_directory):
     with another_process(temporary_directory) as process:
         process.kill()

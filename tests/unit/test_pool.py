@@ -1,7 +1,6 @@
 """The worker pool: which work its threads take next, how much runs at once, and how the pool is closed."""
 
 import threading
-from collections import Counter
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
@@ -141,29 +140,6 @@ def gate():
     gate.set()
 
 
-def test_deliveries_of_a_lane_are_run_in_order():
-    lane, work = a_lane(), Work()
-    with running([lane], receive=work) as pool:
-        for number in range(20):
-            pool.put(lane, a_delivery(lane, number))
-        wait_until(lambda: len(work.done) == 20)
-
-    assert [numbers for _, numbers in work.done] == [[number] for number in range(20)]
-
-
-def test_as_many_loads_run_at_once_as_the_pool_has_threads(gate):
-    lane, work = a_lane(), Work(gate=gate)
-    with running([lane], receive=work, size=3) as pool:
-        for number in range(10):
-            pool.put(lane, a_delivery(lane, number))
-        wait_until(lambda: work.at_once == 3)
-        assert len(pool.running()) == 3
-        gate.set()
-        wait_until(lambda: len(work.done) == 10)
-
-    assert work.most == 3
-
-
 def test_stored_and_delivered_messages_share_the_threads(gate):
     lane, work = a_lane(), Work(gate=gate)
     store = Store(5, do=lambda: work([a_delivery(lane, "stored")]))
@@ -200,7 +176,7 @@ def test_lanes_take_turns():
     wait_until(lambda: len(work.done) == 9)
     pool.close()
 
-    assert [name for name, _ in work.done] == ["a", "b", "c"] * 3
+    assert work.done == [(name, [number]) for number in range(3) for name in "abc"]
 
 
 def test_a_lane_that_waits_for_its_batch_does_not_hold_up_another_lane():
@@ -209,18 +185,6 @@ def test_a_lane_that_waits_for_its_batch_does_not_hold_up_another_lane():
         pool.put(batch, a_delivery(batch))
         pool.put(single, a_delivery(single))
         wait_until(lambda: work.done == [("single", [0])])
-
-
-def test_a_batch_is_run_when_its_wait_is_over():
-    lane, work = a_lane(batch=Batch(size=10, wait=timedelta(seconds=0.1))), Work()
-    pool = a_pool([lane], receive=work)
-    for number in (1, 2):
-        pool.put(lane, a_delivery(lane, number))
-    pool.start()
-    wait_until(lambda: work.done)
-    pool.close()
-
-    assert work.done == [("tests.pool", [1, 2])]
 
 
 def test_idle_worker_takes_a_batch_that_becomes_full():
@@ -362,67 +326,6 @@ def test_idle_callback_is_called_whenever_a_worker_has_no_work():
         for number in range(3):
             pool.put(lane, a_delivery(lane, number))
             wait_until(lambda number=number: number + 1 in done_when_idle)
-
-
-def test_stale_deliveries_are_removed_and_not_run(gate):
-    lane, work = a_lane(), Work(gate=gate)
-    with running([lane], receive=work) as pool:
-        for number in range(3):
-            pool.put(lane, a_delivery(lane, number))
-        wait_until(lambda: work.at_once == 1)
-        stale = pool.stale(monotonic() + 1)
-        gate.set()
-        wait_until(lambda: pool.idle)
-
-    ((of, load),) = stale
-    assert (of, [delivery.message.delivery_tag for delivery in load]) == (lane, [1, 2])
-    assert work.done == [("tests.pool", [0])]
-
-
-def test_the_end_of_a_channel_drops_the_deliveries_that_are_not_running(gate):
-    lane, work = a_lane(), Work(gate=gate)
-    deliveries = [a_delivery(lane, number) for number in range(3)]
-    with running([lane], receive=work) as pool:
-        for delivery in deliveries:
-            pool.put(lane, delivery)
-        wait_until(lambda: work.at_once == 1)
-        end_channels(deliveries)
-        assert pool.drop_ended() == 2
-        gate.set()
-        wait_until(lambda: pool.idle)
-
-    assert work.done == [("tests.pool", [0])]
-
-
-def test_closing_the_pool_finishes_running_loads_and_starts_no_others(gate):
-    lane, work, store = a_lane(), Work(gate=gate), Store()
-    pool = a_pool([lane], store, size=2, receive=work)
-    pool.start()
-    for number in range(5):
-        pool.put(lane, a_delivery(lane, number))
-    wait_until(lambda: work.at_once == 2)
-
-    pool.close()
-    store.add(3)
-    gate.set()
-    wait_until(lambda: not pool.alive)
-
-    assert Counter(number for _, (number,) in work.done) == {0: 1, 1: 1}
-    assert (len(lane), store.ran) == (3, 0)
-
-
-def test_busy_reports_the_running_load_and_when_it_started(gate):
-    lane, work = a_lane(), Work(gate=gate)
-    with running([lane], receive=work) as pool:
-        before = monotonic()
-        pool.put(lane, a_delivery(lane, 7))
-        (running_loads,) = wait_until(pool.running)
-        assert not pool.idle
-        gate.set()
-        wait_until(lambda: pool.idle)
-
-    assert [delivery.message.delivery_tag for delivery in running_loads.load] == [7]
-    assert before <= running_loads.since <= monotonic()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -27,12 +27,6 @@ def test_a_retry_delay_is_never_negative_or_longer_than_the_cap(attempt, base, c
     assert timedelta() <= delay <= cap
 
 
-def test_attempts_are_exhausted_at_max_attempts_and_not_before():
-    assert not POLICY.exhausted(15)
-    assert POLICY.exhausted(16)
-    assert POLICY.exhausted(17)
-
-
 def test_a_pause_doubles_up_to_its_cap_and_starts_over_after_a_reset():
     pause = Pause(first_seconds=1.0, cap_seconds=8.0)
 

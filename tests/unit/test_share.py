@@ -123,14 +123,6 @@ def test_the_remaining_relay_takes_over_the_shards_of_one_that_left():
     assert simulated.runs(seconds=10) == pytest.approx([used * SHARDS, 0], rel=0.05)
 
 
-def test_a_relay_that_is_always_refused_still_tries_some_shards():
-    share = Share(SHARDS)
-    for _ in range(100):
-        share.record(SHARDS)
-
-    assert 1 <= len(share.of(ALL)) <= SHARDS // 4
-
-
 @given(refused=st.lists(st.integers(0, SHARDS), max_size=50), shards=st.integers(0, SHARDS))
 @settings(max_examples=100, deadline=None)
 def test_a_relay_tries_only_shards_with_work_and_none_twice(refused, shards):

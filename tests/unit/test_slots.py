@@ -23,18 +23,6 @@ def looks():
 
 
 class TestSlots:
-    def test_no_more_slots_are_taken_than_there_are(self, looks):
-        slots = Slots(2)
-
-        assert [slots.take(), slots.take_for_stored(looks.append), slots.take()] == [True, True, False]
-
-    def test_a_slot_that_is_left_is_free(self):
-        slots = Slots(1)
-        slots.take()
-        slots.leave()
-
-        assert slots.take()
-
     def test_the_runner_that_found_no_slot_looks_again_before_the_next_delivery(self, looks):
         slots = Slots(1)
         slots.take()

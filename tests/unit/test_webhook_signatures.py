@@ -69,15 +69,8 @@ def headers(given):
 def test_published_vector_is_accepted(scheme, secret, body, given, now, at):
     at(now)
 
-    assert scheme(secret)(body, headers(given)) is True
-
-
-@pytest.mark.parametrize(("scheme", "secret", "body", "given", "now"), VECTORS)
-def test_either_of_two_secrets_is_accepted_while_they_are_rotated(scheme, secret, body, given, now, at):
-    at(now)
-
-    assert scheme(OTHER_SECRET, secret)(body, headers(given))
-    assert scheme(secret, OTHER_SECRET)(body, headers(given))
+    for secrets in ([secret], [OTHER_SECRET, secret], [secret, OTHER_SECRET]):  # also while they are rotated
+        assert scheme(*secrets)(body, headers(given)) is True
 
 
 @pytest.mark.parametrize(("scheme", "secret", "body", "given", "now"), VECTORS)
