@@ -2,7 +2,6 @@
 
 import random
 import re
-from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -34,12 +33,10 @@ from tests.support.deliveries import (
     Slow,
     admitted,
     an_envelope,
-    at_once,
     deliver,
     drain,
     make_due,
     the_effect,
-    until_decided,
 )
 from tests.support.inbox_rows import NEXT_ID, RECEIPTS, delete_messages, make_older
 from tests.support.sql import executed
@@ -232,16 +229,6 @@ def test_deferred_duplicate_is_counted_only_when_it_is_redelivered(handles):
 
 
 class TestConcurrentDeliveries:
-    def test_copies_delivered_in_twenty_threads_are_all_accounted_for(self, handles):
-        handler = handles(the_effect)
-        facts = [an_envelope(biz_id=f"fact-{number}") for number in range(5)]
-
-        received = Counter(at_once([partial(until_decided, handler, facts[number % 5]) for number in range(20)]))
-
-        assert received == {Outcome.HANDLED: 5, Outcome.DUPLICATE: 15}
-        assert sorted(Effect.objects.values_list("name", flat=True)) == [fact.biz_id for fact in facts]
-        assert_balanced(20)
-
     def test_every_acknowledged_message_is_accounted_for_across_consumer_restarts(self, handles, rabbitmq_server, rabbitmq_url):
         """Hundreds of messages go through the real consumer, which is stopped and started in between."""
         rng = random.Random(7)

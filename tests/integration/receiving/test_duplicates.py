@@ -12,7 +12,6 @@ from exactly_once.models import AuditEntry
 from inbox.models import InboxMessage
 from inbox.operators.alerting import conditions
 from inbox.outcome import Outcome
-from inbox.states import State
 from outbox.models import OutboxMessage
 from outbox.states import RESTORE
 from outbox.states import State as OutboxState
@@ -25,7 +24,6 @@ from tests.support.deliveries import (
     deliver,
     drain,
     effects,
-    fails,
     run_to_the_end,
     the_effect,
     the_row,
@@ -83,15 +81,6 @@ class TestDuplicateCause:
 
         assert causes() == only(**{"redelivery" if redelivered else "resend": 1})
 
-    def test_duplicate_of_a_retrying_message_is_counted_by_its_cause(self, handles):
-        handler, envelope = handles(fails), an_envelope()
-        deliver(handler, envelope)
-
-        deliver(handler, envelope, redelivered=True)
-        deliver(handler, an_envelope(biz_id=envelope.biz_id))
-
-        assert (the_row().state, causes()) == (State.RETRYING, only(redelivery=1, business=1))
-
     def test_every_duplicate_is_counted_under_exactly_one_cause(self, handles):
         handler, envelope = handles(the_effect), an_envelope(biz_id="order-1")
         deliver(handler, envelope)
@@ -110,56 +99,8 @@ class TestDuplicateCause:
         assert effects() == 1
 
 
-@pytest.mark.every_database
-class TestConflictingDuplicate:
-    def test_conflicting_content_is_stored_beside_the_first(self, handles):
-        handler = handles(the_effect)
-        deliver(handler, an_envelope({"total": 1}, biz_id="order-1"))
-        other = an_envelope({"total": 2}, biz_id="order-1")
-
-        deliver(handler, other)
-
-        row = the_row()
-        assert (row.conflicts, row.conflicting_id, bytes(row.conflicting_body)) == (1, other.id, other.body)
-        assert row.conflicting_at >= row.received_at
-        assert (bytes(row.body), effects()) == (b'{"total": 1}', 1)
-
-    def test_latest_conflicting_content_is_stored_and_an_agreeing_copy_leaves_it(self, handles):
-        handler, first = handles(the_effect), an_envelope({"total": 1}, biz_id="order-1")
-        deliver(handler, first)
-        deliver(handler, an_envelope({"total": 2}, biz_id="order-1"))
-        latest = an_envelope({"total": 3}, biz_id="order-1")
-        deliver(handler, latest)
-
-        deliver(handler, first)
-
-        row = the_row()
-        assert (row.duplicates, row.conflicts, row.conflicting_id) == (3, 2, latest.id)
-
-
 class TestOnTheWire:
     """With a real relay, a real broker and the real consumer."""
-
-    def test_resend_and_business_duplicate_are_distinguished_on_the_wire(self, handles, rabbitmq_url):
-        handler, given = handles(the_effect), broker_options(rabbitmq_url)
-        declare(handler, given)
-        with connected(rabbitmq_url) as transport, consuming([handler], given):
-            message = published(biz_id="order-1")
-            one_pass(transport)
-            wait_until(effects)
-
-            # The relay that published it crashed before it settled its row.
-            OutboxMessage.objects.update(state=OutboxState.READY, settled_at=None, day=0)
-            one_pass(transport)
-            wait_until(lambda: the_row().duplicates == 1)
-
-            published(biz_id="order-1")
-            one_pass(transport)
-            wait_until(lambda: the_row().duplicates == 2)
-
-        assert state_of(message) == OutboxState.PUBLISHED
-        assert causes() == only(resend=1, business=1)
-        assert effects() == 1
 
     def test_restored_dead_letter_that_reached_some_queues_counts_as_replay(self, handles, rabbitmq_url):
         """One of its two queues is full, so the broker refuses it, although the other queue has it."""

@@ -3,7 +3,6 @@
 Each becomes a dead letter, or runs out of attempts, and delays no other message.
 """
 
-import bz2
 import json
 import zlib
 from datetime import timedelta
@@ -34,9 +33,9 @@ SHORT = timedelta(milliseconds=200)
 STRUCTURED = "application/cloudevents+json"
 
 
-def zeros(compressor, megabytes):
+def zeros(megabytes):
     """So many megabytes of zeros, compressed piece by piece."""
-    piece = bytes(MEGABYTE)
+    piece, compressor = bytes(MEGABYTE), zlib.compressobj(1)
     return b"".join([*(compressor.compress(piece) for _ in range(megabytes)), compressor.flush()])
 
 
@@ -56,15 +55,9 @@ def empty_arrays():
     return b"[" + b"[]," * (5 * MEGABYTE) + b"[]]"
 
 
-def compressed_by(name):
-    return {"headers": {"compression": name}}
-
-
 BOMBS = {
-    "gzip": lambda: (zeros(zlib.compressobj(1), 256), compressed_by("application/x-gzip"), "inflates to more than"),
-    "bz2": lambda: (zeros(bz2.BZ2Compressor(), 256), compressed_by("application/x-bz2"), "inflates to more than"),
+    "gzip": lambda: (zeros(256), {"headers": {"compression": "application/x-gzip"}}, "inflates to more than"),
     "empty arrays": lambda: (empty_arrays(), {}, "values"),
-    "empty arrays, compressed": lambda: (zlib.compress(empty_arrays(), 1), compressed_by("gzip"), "values"),
     "empty arrays in an event": lambda: (
         b'{"specversion":"1.0","data":' + empty_arrays() + b"}",
         {"content_type": STRUCTURED},
@@ -207,15 +200,3 @@ def test_redelivered_message_that_cannot_be_read_is_a_dead_letter_with_its_reaso
     assert "is not JSON" in reasons["not JSON"]
     assert "biz_id of" in reasons["no name"]
     assert "inflates to more than" in reasons["bomb"]
-
-
-def test_messages_with_a_strange_content_encoding_and_equal_bodies_are_two_messages(handles, rabbitmq_url, length):
-    handler, options = handles(the_effect), broker_options(rabbitmq_url)
-    declare(handler, options)
-    for name in ("a", "b"):
-        send(rabbitmq_url, TOPIC, None, body=b"{}", message_id=name, content_encoding="idna")
-
-    with consuming([handler], options):
-        wait_until(lambda: length(handler) == 0)
-
-    assert set(InboxMessage.objects.values_list("message_id", "state")) == {("a", State.DONE), ("b", State.DONE)}

@@ -73,19 +73,14 @@ class TestLateCopy:
         assert "400 days old" in row.last_error
         assert "override the maximum message age" in row.last_error
 
-    def test_second_late_copy_is_a_duplicate_of_the_quarantined_one(self, handles, quarantined_copy):
+    def test_second_late_copy_is_a_duplicate_of_the_quarantined_one_which_is_never_purged(self, handles, quarantined_copy):
         handler = handles(the_effect, name="tests.handler0")
+        shift_into_the_past(100 * DAY)
+        purge()
 
         assert deliver(handler, quarantined_copy, redelivered=True) is Outcome.DUPLICATE
 
-        assert (the_row().state, the_row().duplicates, effects()) == (State.DEAD, 1, 1)
-
-    def test_quarantined_copy_is_never_purged(self, quarantined_copy):
-        shift_into_the_past(100 * DAY)
-
-        purge()
-
-        assert the_row().quarantined
+        assert (the_row().state, the_row().quarantined, the_row().duplicates, effects()) == (State.DEAD, True, 1, 1)
 
     def test_late_message_that_is_unreadable_is_an_ordinary_dead_letter(self, handles):
         deliver(handles(the_effect), an_envelope(body=b"not JSON", created_at=utcnow() - 400 * DAY))
@@ -179,14 +174,6 @@ class TestDeadLetterOnDay400:
         assert drain() == 1
 
         assert (the_row().state, effects()) == (State.DONE, 1)
-
-    def test_dead_letter_kept_by_the_broker_for_400_days_is_quarantined(self, handles):
-        """It is replayed from a dead-letter queue of the broker, and the inbox has no row of it."""
-        late = an_envelope(created_at=utcnow() - 400 * DAY)
-
-        assert deliver(handles(the_effect), late, redelivered=True) is Outcome.DEAD
-
-        assert (the_row().quarantined, effects()) == (True, 0)
 
 
 class TestClockSkew:

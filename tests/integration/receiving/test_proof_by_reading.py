@@ -57,16 +57,6 @@ def test_fresh_message_is_one_version_of_one_row(handles, settings, kept):
 
 
 class TestTransactionThatEnded:
-    @pytest.mark.parametrize("also", [lambda: None, lambda: 1 / 0], ids=["returns", "raises"])
-    def test_handler_that_commits_by_the_driver_makes_its_message_a_dead_letter(self, handles, also):
-        def handler(message):
-            commits_by_the_driver(message)
-            also()
-
-        assert deliver(handles(handler)) is Outcome.DEAD
-        row = InboxMessage.objects.get()
-        assert (row.state, row.last_error, Effect.objects.count()) == (State.DEAD, ABANDONED, 1)
-
     def test_duplicate_that_is_counted_between_such_a_commit_and_a_failure_changes_nothing(self, handles):
         envelope = an_envelope()
 
@@ -86,14 +76,6 @@ class TestTransactionThatEnded:
         """As PostgreSQL does by default (max_prepared_transactions = 0)."""
         assert deliver(handles(prepares_a_transaction)) is Outcome.STORED
         assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.RETRYING, 0)
-
-    def test_handler_that_rolls_back_by_the_driver_makes_its_message_a_dead_letter(self, handles):
-        def rolls_back(message):
-            the_effect(message)
-            connection.connection.rollback()
-
-        assert deliver(handles(rolls_back)) is Outcome.DEAD
-        assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.DEAD, 0)
 
 
 @pytest.fixture(scope="module")
@@ -164,16 +146,6 @@ class TestSubtransactions:
             assert InboxMessage.objects.get().state == State.RECEIVED
             sentinel.finish(guard, 1)
         assert InboxMessage.objects.get().state == State.DONE
-
-    def test_handler_may_use_savepoints_and_change_its_row_s_neighbours(self, handles):
-        def with_savepoints(message):
-            with transaction.atomic():
-                the_effect(message)
-            with pytest.raises(ZeroDivisionError), transaction.atomic():
-                1 / 0  # noqa: B018
-
-        assert deliver(handles(with_savepoints)) is Outcome.HANDLED
-        assert Effect.objects.count() == 1
 
     def test_handler_that_deletes_its_own_row_is_found_by_the_sentinel(self, handles):
         def deletes(message):

@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from exactly_once.process.clock import utcnow
-from exactly_once.wire.envelope import from_delivery
 from inbox import Backoff, Reject, Retry, RetryLater, signals
 from inbox.consumer.reception import envelope_of
 from inbox.errors import NotCallable
@@ -230,18 +229,22 @@ class TestDuplicates:
 
         assert (effects(), the_row().biz_id) == (1, "17")
 
-    def test_same_biz_id_with_other_content_is_counted_logged_and_signalled_as_a_conflict(self, handles, caplog):
-        handler = handles(the_effect)
-        deliver(handler, an_envelope({"total": 1}, biz_id="order-1"))
-        other = an_envelope({"total": 2}, biz_id="order-1")
+    def test_latest_content_that_differs_is_stored_beside_the_first_logged_and_signalled_as_a_conflict(self, handles, caplog):
+        handler, first = handles(the_effect), an_envelope({"total": 1}, biz_id="order-1")
+        deliver(handler, first)
 
         with recorded_signals("conflicting_duplicate", "duplicate_suppressed") as said:
-            assert deliver(handler, other) is Outcome.DUPLICATE
+            for total in (2, 3):
+                latest = an_envelope({"total": total}, biz_id="order-1")
+                assert deliver(handler, latest) is Outcome.DUPLICATE
+        assert deliver(handler, first) is Outcome.DUPLICATE, "an agreeing copy leaves it"
 
         row = the_row()
-        assert (row.duplicates, row.conflicts, effects()) == (1, 1, 1)
-        assert [name for name, _ in said] == ["conflicting_duplicate", "duplicate_suppressed"]
-        assert said[0][1] == {"handler": handler.name, "topic": TOPIC, "message_id": other.id, "biz_id": "order-1"}
+        assert (row.duplicates, row.conflicts, effects()) == (3, 2, 1)
+        assert (row.conflicting_id, bytes(row.conflicting_body), bytes(row.body)) == (latest.id, latest.body, first.body)
+        assert row.conflicting_at >= row.received_at
+        assert [name for name, _ in said] == ["conflicting_duplicate", "duplicate_suppressed"] * 2
+        assert said[2][1] == {"handler": handler.name, "topic": TOPIC, "message_id": latest.id, "biz_id": "order-1"}
         assert "set biz_id= of the handler" in caplog.text
 
     def test_same_biz_id_under_another_topic_is_not_a_duplicate(self, handles):
@@ -278,7 +281,7 @@ class TestDuplicates:
 
 @pytest.mark.every_database
 class TestFailedAttempt:
-    def test_failed_message_is_stored_with_error_traceback_and_next_attempt(self, handles):
+    def test_failed_message_is_stored_with_error_traceback_and_next_attempt(self, handles, caplog):
         handler, envelope = handles(fails), an_envelope()
 
         with recorded_signals("message_retrying", "message_dead") as said:
@@ -294,13 +297,8 @@ class TestFailedAttempt:
         assert [(name, arguments["message_id"], arguments["handler"]) for name, arguments in said] == [
             ("message_retrying", envelope.id, handler.name)
         ]
-
-    def test_failure_is_logged_with_its_error_and_the_line_that_raised_it(self, handles, caplog):
-        deliver(handles(fails), an_envelope())
-
         (line,) = [record.getMessage() for record in caplog.records if "is tried again in" in record.getMessage()]
-        assert "ValueError: no stock (" in line
-        assert re.search(r"deliveries\.py:fails:\d+\)$", line)
+        assert re.search(r"ValueError: no stock \(.*deliveries\.py:fails:\d+\)$", line)
 
     def test_failed_message_is_run_again_when_due_and_not_before(self, handles):
         deliver(handles(fails_times(1)))
@@ -459,21 +457,6 @@ class TestCarefulPath:
         assert drain() == 1
 
         assert (the_row().attempts, the_row().state, effects()) == (2, State.DONE, 1)
-
-    def test_message_never_settled_runs_out_of_attempts_without_being_run_again(self, handles):
-        handler = handles(the_effect)
-        stored_due(handler)
-        for _ in range(OPTIONS.MAX_ATTEMPTS):
-            claims.claim_due(handler.using, [handler.name], timedelta())
-
-        with recorded_signals("message_dead") as said:
-            make_due()
-            drain()
-
-        row = the_row()
-        assert (row.state, row.attempts, effects()) == (State.DEAD, OPTIONS.MAX_ATTEMPTS, 0)
-        assert "died" in row.last_error
-        assert len(said) == 1
 
     def test_expired_claim_can_no_longer_settle(self, handles):
         """Another worker has claimed the message: the failure of the slow one must not overwrite its outcome."""
@@ -694,13 +677,6 @@ class TestUnreadableMessage:
         assert bytes(row.body) == envelope.body
         assert len(said) == 1
 
-    def test_two_unreadable_messages_with_different_bodies_are_two_dead_letters(self, handles):
-        handler = handles(the_effect)
-        for body in (b"{1", b"{2", b"{2"):
-            deliver(handler, an_envelope(id="", biz_id="", body=body))
-
-        assert InboxMessage.objects.filter(state=State.DEAD).count() == 2
-
     def test_pickle_is_refused_even_when_an_operator_retries_it(self, handles):
         handler = handles(the_effect)
         deliver(handler, an_envelope(content_type="application/x-python-serialize", body=b"cos\nsystem\n."))
@@ -736,19 +712,6 @@ class TestIdentity:
         assert (row.state, row.biz_id, effects("5")) == (State.DONE, "5", 1)
         assert deliver(fixed, envelope) is Outcome.DUPLICATE
         assert effects() == 1
-
-    def test_retry_after_a_biz_id_fix_skips_a_message_handled_meanwhile(self, handles):
-        envelope = an_envelope({"order_id": 5})
-        deliver(handles(the_effect, name="tests.h", biz_id=lambda message: 1 / 0), envelope)
-        fixed = handles(the_effect, name="tests.h", biz_id=lambda message: message.payload["order_id"])
-        deliver(fixed, envelope)
-        assert effects() == 1
-
-        assert decisions.retry("default", the_row(state=State.DEAD).pk)
-        run_to_the_end()
-
-        assert effects() == 1
-        assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE, State.SKIPPED}
 
     def test_biz_id_found_by_an_attempt_that_outlasted_its_claim_does_not_replace_the_one_under_which_it_was_handled(
         self, handles
@@ -841,55 +804,6 @@ class TestIdentity:
         assert deliver(handler, an_envelope(biz_id=forged)) is Outcome.HANDLED
 
 
-class TestForeignProducers:
-    """Messages published without this package are recognised when they are delivered again."""
-
-    def arrives(self, handler, *, body, headers=None, again=1, **properties):
-        for _ in range(1 + again):
-            envelope = from_delivery(properties=properties, headers=headers or {}, body=body, routing_key=TOPIC)
-            received = deliver(handler, envelope)
-        return received
-
-    def test_plain_json_with_a_message_id_is_handled_once(self, handles):
-        got = []
-        received = self.arrives(handles(got.append), body=b'{"a": 1}', content_type="application/json", message_id="m-1")
-
-        assert received is Outcome.DUPLICATE
-        assert [(message.id, message.biz_id, message.payload) for message in got] == [("m-1", "m-1", {"a": 1})]
-
-    @pytest.mark.parametrize("prefix", ["cloudEvents:", "cloudEvents_"])
-    def test_cloudevents_binary_mode_with_either_prefix_is_handled_once(self, handles, prefix):
-        got = []
-        attributes = {"specversion": "1.0", "id": "e-1", "source": "/till", "type": TOPIC, "time": utcnow().isoformat()}
-        headers = {prefix + name: value for name, value in attributes.items()} | {"tenant": "acme"}
-
-        received = self.arrives(handles(got.append), body=b"[1]", headers=headers, content_type="application/json")
-
-        assert received is Outcome.DUPLICATE
-        (message,) = got
-        assert (message.id, message.biz_id, message.topic, message.payload) == ("e-1", "/till#e-1", TOPIC, [1])
-        assert message.headers == {"tenant": "acme"}
-        assert the_row().source == "/till"
-
-    def test_cloudevents_structured_mode_is_handled_once(self, handles):
-        got = []
-        event = {"specversion": "1.0", "id": "e-1", "source": "/till", "type": TOPIC, "data": {"a": "ä"}, "bizid": "b"}
-
-        received = self.arrives(
-            handles(got.append), body=json.dumps(event).encode(), content_type="application/cloudevents+json; charset=utf-8"
-        )
-
-        assert received is Outcome.DUPLICATE
-        assert [(message.id, message.biz_id, message.payload) for message in got] == [("e-1", "b", {"a": "ä"})]
-
-    def test_the_same_id_from_two_sources_is_two_events(self, handles):
-        handler = handles(the_effect)
-        for source in ("/a", "/b"):
-            deliver(handler, an_envelope(id="1", source=source, biz_id=""))
-
-        assert effects() == 2
-
-
 class TestPublishingHandler:
     """The outbox row of a message that a handler publishes commits with the effect or not at all."""
 
@@ -935,14 +849,6 @@ class TestPublishingHandler:
 
         assert (the_row().state, the_row().attempts) == (State.DEAD, OPTIONS.MAX_ATTEMPTS)
         assert not OutboxMessage.objects.exists()
-
-    def test_message_published_after_a_handler_has_ended_has_no_causation_id(self, handles):
-        deliver(handles(the_effect))
-
-        with transaction.atomic():
-            publish("alone", {})
-
-        assert OutboxMessage.objects.get().causation_id == ""
 
 
 names = st.text(max_size=40) | st.sampled_from(

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 from django.core.management import call_command
-from django.db import connection, transaction
+from django.db import connection
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
@@ -16,7 +16,7 @@ from inbox import Lease, RetryLater
 from inbox.models import InboxMessage, TrailEntry
 from inbox.receiving.reading import read
 from inbox.states import State
-from inbox.store import arrivals, claims, lease_rows, message_rows
+from inbox.store import claims, lease_rows, message_rows
 from tests.support import decisions
 from tests.support.deliveries import (
     OPTIONS,
@@ -85,26 +85,6 @@ class TestFailedAttempts:
         drain()
 
         assert the_row().state == State.RETRYING
-        assert trail_of(envelope.id) == []
-
-    def test_failure_of_an_expired_claim_is_not_recorded(self, failing):
-        handler, envelope = failing(), an_envelope()
-        deliver(handler, envelope)
-        before = trail_of(envelope.id)
-
-        failure = message_rows.Failure(error="late", retry_after=None, attempts=9)
-        assert not claims.fail_stored("default", InboxMessage(pk=the_row().pk, fence=9), failure)
-
-        assert trail_of(envelope.id) == before
-
-    def test_failure_that_is_rolled_back_is_not_recorded(self, failing):
-        handler, envelope = failing(), an_envelope()
-        arrival = read(handler, envelope, OPTIONS)
-
-        with transaction.atomic():
-            arrivals.store_failed("default", arrival.row, message_rows.Failure(error="x", retry_after=None, attempts=1), LEASE)
-            transaction.set_rollback(True)
-
         assert trail_of(envelope.id) == []
 
 
