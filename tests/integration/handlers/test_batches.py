@@ -118,14 +118,6 @@ class TestOneTransaction:
         assert [[message.biz_id for message in messages] for messages in got] == [["a", "b", "c"]]
         assert {(m.attempt, m.redelivered) for m in got[0]} == {(1, False)}
 
-    def test_group_commit_calls_the_handler_once_per_message(self, handles):
-        got = []
-        handler = handles(got.append, group_commit=10)
-
-        assert receive_together(handler, named("a", "b", "c")) == [HANDLED] * 3
-
-        assert [message.biz_id for message in got] == ["a", "b", "c"]
-
     def test_no_effect_is_visible_before_the_whole_load_commits(self, together):
         seen = []
 
@@ -213,20 +205,6 @@ class TestDuplicates:
         ]
         assert sorted(arguments["biz_id"] for arguments in of(said, "message_handled")) == ["a", "b", "c"]
 
-    def test_load_of_duplicates_only_calls_no_handler(self, together):
-        calls = []
-
-        def handle(message):
-            calls.append(message.biz_id)
-            the_effect(message)
-
-        handler, envelopes = together(handle), named("a", "b")
-        receive_together(handler, envelopes)
-
-        assert receive_together(handler, envelopes) == [DUPLICATE] * 2
-        assert calls == ["a", "b"]
-        assert effects() == 2
-
     def test_conflicting_duplicate_within_a_load_is_counted_and_signalled(self, together):
         first = an_envelope({"total": 1}, biz_id="a")
         other = an_envelope({"total": 2}, biz_id="a")
@@ -236,15 +214,6 @@ class TestDuplicates:
 
         assert [arguments["biz_id"] for arguments in of(said, "conflicting_duplicate")] == ["a"]
         assert (the_row().conflicts, bytes(the_row().body)) == (1, first.body)
-
-    def test_duplicate_of_a_retrying_message_in_a_load_does_not_run_it(self, together):
-        handler = together()
-        poisoned = an_envelope(POISON, biz_id="a")
-        deliver(handler, poisoned)
-
-        assert receive_together(handler, [poisoned, *named("b")]) == [DUPLICATE, HANDLED]
-        assert states() == {"a": State.RETRYING, "b": State.DONE}
-        assert the_row(biz_id="a").attempts == 1
 
 
 class TestFailingMessage:
@@ -290,15 +259,6 @@ class TestFailingMessage:
         receive_together(handler, envelopes)
 
         assert calls == [*"abc", *"abcde"]
-
-    def test_several_or_all_messages_of_a_load_may_fail(self, together):
-        handler = together()
-
-        assert receive_together(handler, [an_envelope(POISON if number % 3 else {}) for number in range(10)]) == [
-            STORED if number % 3 else HANDLED for number in range(10)
-        ]
-        assert receive_together(handler, [an_envelope(POISON) for _ in range(7)]) == [STORED] * 7
-        assert effects() == 4
 
     def test_payload_changed_by_a_failed_run_is_read_again_for_the_next_run(self, together):
         def consume(message):
@@ -443,22 +403,6 @@ class TestMessagesNotRunTogether:
 
         assert seen == [[("a", False), ("c", False), ("e", False)], [("b", True)], [("d", True)]]
         assert effects_by_name() == dict.fromkeys("abcde", 1)
-
-    def test_refused_message_of_a_load_is_a_dead_letter_and_delays_no_other(self, together):
-        refused = an_envelope(biz_id="b", content_type="application/x-python-serialize")
-
-        assert receive_together(together(), [*named("a"), refused, *named("c")]) == [HANDLED, DEAD, HANDLED]
-
-        assert sorted(states().values()) == [State.DEAD, State.DONE, State.DONE]
-        assert effects_by_name() == {"a": 1, "c": 1}
-
-    @pytest.mark.parametrize("redelivered", [False, True])
-    def test_single_delivery_is_a_batch_of_one(self, handles, redelivered):
-        got = []
-        handler = handles(got.append, size=10)
-
-        assert receive_load([a_delivery(handler, an_envelope(biz_id="a"), redelivered=redelivered)]) == [HANDLED]
-        assert [[message.biz_id for message in messages] for messages in got] == [["a"]]
 
     def test_deliveries_that_waited_too_long_are_stored_and_run_later(self, together):
         given, handler = options(ACK_TIMEOUT=timedelta(seconds=60)), together()

@@ -74,13 +74,6 @@ class TestRetry:
             assert nominal / 2 - timedelta(seconds=20) < time_until_retry(the_row()) <= nominal
             run_again()
 
-    def test_handlers_of_one_topic_have_their_own_policies(self, handles):
-        envelope = an_envelope()
-        for handler in (handles(fail, retry=Retry(max_attempts=1)), handles(fail)):
-            deliver(handler, envelope)
-
-        assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DEAD, State.RETRYING}
-
     def test_a_message_whose_attempts_never_ended_is_dead_after_the_attempts_of_its_handler(self, handles):
         deliver(handles(the_effect, retry=Retry(max_attempts=1)))
         row = the_row()

@@ -198,27 +198,12 @@ class TestLocally:
         assert has_its_past(handler)
         assert not InboxMessage.objects.filter(handler=handler.name).exists()
 
-    @pytest.mark.long
-    def test_two_relays_hand_over_nothing_twice_while_new_messages_keep_coming(self, handles, monkeypatch):
-        monkeypatch.setattr(starting, "_BATCH", 10)
-        monkeypatch.setattr(starting, "_LONGEST_STOP_SECONDS", 0.0)
-        handles(lambda message: None, topic=TOPIC, name="other")
-        published_many(90)
-        relay_all()
-
-        handler = handles(notes, topic=TOPIC, name="new", ordered=True, start_from="beginning")
-        stop = StopRequest()
-        with in_threads(*[partial(serve, "default", stop=stop)] * 2, stop=stop):
-            for since in range(90, 180, 9):
-                published_many(9, since=since)
-            wait_until(lambda: effects() == 180 and has_its_past(handler))
-
-        assert handled() == of_each_key(180)
-        assert InboxMessage.objects.filter(handler=handler.name).count() == 180
-
-    def test_without_history_it_gets_new_messages_at_once(self, handles, settings):
-        settings.OUTBOX = {"BROKER_URL": "local://", "KEEP_HISTORY": None}
+    @pytest.mark.parametrize("waits", [False, True], ids=["from its beginning", "when history ends"])
+    def test_without_history_it_gets_new_messages_at_once(self, handles, settings, waits):
         handler = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
+        if waits:
+            assert starts.waiting_among("default", {"new": handler.starts_at}) == {"new"}
+        settings.OUTBOX = {"BROKER_URL": "local://", "KEEP_HISTORY": None}
         published()
 
         relay_all()
@@ -227,16 +212,6 @@ class TestLocally:
         assert has_its_past(handler)
         (warning,) = [one for one in run_checks() if one.id == "inbox.W005"]
         assert "KEEP_HISTORY" in warning.msg
-
-    def test_a_handler_that_waits_when_history_ends_loses_nothing_new(self, handles, settings):
-        handler = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
-        assert starts.waiting_among("default", {"new": handler.starts_at}) == {"new"}
-        settings.OUTBOX = {"BROKER_URL": "local://", "KEEP_HISTORY": None}
-        published()
-
-        relay_all()
-
-        assert InboxMessage.objects.filter(handler=handler.name).count() == 1
 
     def test_check_and_status_say_in_words_what_a_handler_gets_since_an_instant(self, handles):
         since = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)

@@ -1,20 +1,23 @@
 """A worker keeps its database session; what one handler changes in it, or does to it, reaches no other handler."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import psycopg
 import pytest
 from django.db import connection, transaction
 
+from exactly_once.sql.connections import lock_timeout
 from inbox import Lease
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
 from inbox.receiving import reading
+from inbox.receiving.admit import hand_over
 from inbox.states import State
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
+    OPTIONS,
     an_envelope,
     deliver,
     effects,
@@ -306,3 +309,30 @@ class TestLockedRows:
         assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1), (State.DONE, 2)}
         (logged,) = [record.getMessage() for record in caplog.records if "has locked row" in record.getMessage()]
         assert "End that session" in logged
+
+
+OF_THE_CALLER = "1234ms"
+
+
+@pytest.fixture
+def callers_transaction(transactional_db):
+    with transaction.atomic():
+        executed("SELECT set_config('lock_timeout', %s, true)", [OF_THE_CALLER])
+        yield
+
+
+def test_bound_of_a_block_that_fails_ends_with_the_block(callers_transaction):
+    with suppress(ValueError), lock_timeout("default", timedelta(seconds=7)):
+        assert setting("lock_timeout") == "7s"
+        raise ValueError
+
+    assert setting("lock_timeout") == OF_THE_CALLER
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_message_and_its_duplicate_are_stored_under_their_own_bound(handles, callers_transaction, copies):
+    handler, envelope = handles(the_effect), an_envelope()
+    for _ in range(copies):
+        hand_over(handler, reading.read(handler, envelope, OPTIONS))
+
+    assert setting("lock_timeout") == OF_THE_CALLER

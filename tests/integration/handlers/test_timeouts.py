@@ -31,7 +31,6 @@ from tests.support.deliveries import (
     effects,
     make_due,
     options,
-    run_to_the_end,
     the_effect,
     the_row,
 )
@@ -150,17 +149,6 @@ class TestSlowHandler:
         # A run interrupted while it waits for the coroutine's own thread shows nothing of the coroutine.
         assert handle.__name__ in row.traceback or handle is blocks_the_thread_of_the_transaction
 
-    def test_timeout_leaves_its_thread_able_to_run_later_handlers(self, handles):
-        slow, quick = handles(loops, timeout=LIMIT), handles(the_effect, timeout=AMPLE)
-        for _ in range(3):
-            deliver(slow)
-            assert deliver(quick) is Outcome.HANDLED
-
-        run_to_the_end()
-        assert set(InboxMessage.objects.filter(handler=slow.name).values_list("state", "attempts")) == {(State.DEAD, 3)}
-        spin(2 * LIMIT.total_seconds())
-        assert effects() == 3
-
     def test_timeout_of_one_handler_does_not_interrupt_others_of_its_process(self, handles):
         slow = handles(loops, timeout=LIMIT)
         patient = handles(lambda message: (time.sleep(3 * LIMIT.total_seconds()), the_effect(message)), timeout=AMPLE)
@@ -222,22 +210,6 @@ class TestSlowStatement:
 
 
 class TestBatchAndGroup:
-    def test_only_the_slow_message_of_a_group_fails(self, handles):
-        def handle(message):
-            the_effect(message)
-            if message.payload.get("slow"):
-                reach_the_timeout()
-
-        handler = handles(handle, timeout=AMPLE, group_commit=10)
-        envelopes = [an_envelope({"slow": number == 3}) for number in range(10)]
-
-        became = receive_together(handler, envelopes)
-
-        assert became == [Outcome.STORED if number == 3 else Outcome.HANDLED for number in range(10)]
-        assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(
-            envelope.biz_id for number, envelope in enumerate(envelopes) if number != 3
-        )
-
     def test_timeout_of_a_group_applies_to_each_call(self, handles):
         ends = []
 
