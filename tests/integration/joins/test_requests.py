@@ -18,7 +18,7 @@ from outbox import publish, request
 from outbox.testing import published, run_relay
 from tests.support.apps.effects.models import Effect
 from tests.support.decisions import retry, skip
-from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, run_to_the_end
+from tests.support.deliveries import InAThread, an_envelope, deliver, drain, run_to_the_end
 from tests.support.joins import effects
 from tests.support.waiting import A_WHILE
 
@@ -94,14 +94,6 @@ class TestAnswer:
         travel(TIMEOUT)
         drain()
         assert effects() == [("payment-1", "paid")]
-
-    def test_request_and_answer_at_the_same_moment_are_handled_once(self, asks):
-        asks(settle, on_timeout=give_up)
-        for number in range(5):
-            chain = f"chain-{number}"
-            at_once([lambda chain=chain: is_asked(chain, chain), lambda chain=chain: is_answered(chain)])
-        run_to_the_end()
-        assert sorted(effects()) == [(f"chain-{number}", "paid") for number in range(5)]
 
     def test_answer_of_another_service_continues_the_chain_and_finds_its_request_through_the_relay(self, asks, handles):
         def at_the_bank(message):

@@ -34,7 +34,6 @@ from tests.support.deliveries import (
     admitted,
     an_envelope,
     at_once,
-    deliver,
     drain,
     effects,
     running,
@@ -75,10 +74,6 @@ def a_bucket(tokens, *, filled_ago):
 
 @every_database
 class TestSharedBucket:
-    def test_new_bucket_is_full(self):
-        assert lease(15, rate=1e-9).tokens == 15
-        assert TokenBucket.objects.get().tokens == pytest.approx(5)
-
     def test_bucket_is_stored_in_the_handlers_own_database(self):
         lease(1, alias="other")
 
@@ -297,15 +292,6 @@ class TestDeliveryStoredForLater:
         assert (the_row().state, the_row().attempts, effects()) == (State.RECEIVED, 0, 0)
         assert drain() == 1
         assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 1, 1)
-
-    def test_delivery_stored_for_later_is_a_duplicate_when_already_handled(self, handles):
-        handler, envelope = handles(the_effect, rate_limit="100/s"), an_envelope()
-        deliver(handler, envelope)
-
-        assert admitted(handler, envelope) == [Outcome.DUPLICATE]
-        assert admitted(handler, envelope, redelivered=True) == [Outcome.DUPLICATE]
-
-        assert (the_row().duplicates, the_row().redeliveries, effects()) == (2, 1, 1)
 
 
 def test_delivery_being_handled_elsewhere_is_deferred_and_not_stored(handles):

@@ -12,11 +12,9 @@ from inbox.consumer.reception import Reception
 from inbox.limits.shedder import shedder_of
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving.in_hand import in_hand
 from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store.arrivals import begin_fresh
-from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
     OPTIONS,
     TOPIC,
@@ -104,22 +102,6 @@ class TestShedMessage:
         assert (the_row().redeliveries, the_row().resends) == (2, 2)
         assert (effects(), the_row().state) == (0, State.SHED)
 
-    def test_shedding_counts_a_copy_of_a_handled_message_as_a_duplicate(self, handles):
-        handler, done, fresh = handles(the_effect), an_envelope(), an_envelope()
-        deliver(handler, done)
-
-        assert shed(handler, done, fresh) == [Outcome.DUPLICATE, Outcome.SHED]
-
-        assert states() == {done.biz_id: State.DONE, fresh.biz_id: State.SHED}
-        assert the_row(message_id=done.id).duplicates == 1
-
-    def test_copies_within_one_shed_load_are_counted_as_duplicates(self, handles):
-        handler, envelope = handles(the_effect), an_envelope()
-
-        assert shed(handler, envelope, envelope, envelope) == [Outcome.SHED, Outcome.DUPLICATE, Outcome.DUPLICATE]
-
-        assert the_row().duplicates == 2
-
     def test_unreadable_message_is_a_dead_letter_and_not_shed(self, handles):
         handler, broken, fresh = handles(the_effect), an_envelope(body=b"{"), an_envelope()
 
@@ -153,18 +135,6 @@ def test_shedding_defers_only_the_message_being_handled_elsewhere(handles):
     # A copy of the message is stored until it is known whether that is handled.
     assert became == [Outcome.SHED, Outcome.STORED]
     assert the_row(message_id=fresh.id).state == State.SHED
-
-
-def test_message_being_handled_elsewhere_is_remembered_after_one_wait(handles):
-    """So its further copies hold no worker until that ends."""
-    handler, busy = handles(the_effect), an_envelope()
-    row = read(handler, busy, OPTIONS).row
-
-    with being_handled_elsewhere(handler, busy):
-        at_once(
-            [lambda: deliver(handler, busy, given=options(DUPLICATE_TIMEOUT=timedelta(milliseconds=200)), redelivered=True)]
-        )
-        assert in_hand.take([row]) is None
 
 
 def test_ordered_handler_must_not_shed(handles):
@@ -210,15 +180,6 @@ class TestEndToEnd:
         assert not InboxMessage.objects.filter(state=State.SHED, message_id__startswith="order").exists()
         assert not InboxMessage.objects.exclude(state__in=[State.SHED, State.DONE]).exists()
 
-    def test_nothing_is_shed_below_the_limit(self, handles, a_queue):
-        handler = handles(the_effect, shed=Shed(above=100))
-        given = a_queue(handler, ["view"] * 100)
-
-        with consuming([handler], given):
-            wait_until(lambda: effects() == 100)
-
-        assert not InboxMessage.objects.filter(state=State.SHED).exists()
-
     def test_rate_limit_does_not_delay_shedding(self, handles, a_queue):
         handler = handles(the_effect, shed=Shed(above=10), rate_limit="1/h")
         given = a_queue(handler, ["view"] * 200)
@@ -227,12 +188,3 @@ class TestEndToEnd:
             wait_until(lambda: InboxMessage.objects.filter(state=State.SHED).count() >= 120)
 
         assert effects() <= 2
-
-    def test_message_on_which_droppable_fails_is_handled(self, handles, a_queue):
-        handler = handles(the_effect, shed=Shed(above=10, droppable=lambda message: message.payload["missing"]))
-        given = a_queue(handler, ["view"] * 50)
-
-        with consuming([handler], given):
-            wait_until(lambda: effects() == 50)
-
-        assert Effect.objects.count() == InboxMessage.objects.filter(state=State.DONE).count() == 50
