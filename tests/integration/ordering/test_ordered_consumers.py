@@ -119,20 +119,6 @@ class TestOrder:
         assert (first.outcomes[Outcome.STORED], second.outcomes.total()) == (40, 0)
         assert_each_once_and_in_order(40)
 
-    def test_resent_messages_are_duplicates_and_do_not_block_their_key(self, handling, rabbitmq_server, rabbitmq_url):
-        handler, options = handling(the_effect, ordered=True), broker_options(rabbitmq_url)
-
-        with consuming([handler], options) as consumer:
-            sent(rabbitmq_url, [0, 1, 2])
-            wait_until(lambda: effects() == 3)
-            sent(rabbitmq_url, [0, 1, 2, 3])
-            wait_until(lambda: lengths(rabbitmq_server, handler, options) == {queue_name(handler, options): 0})
-            wait_until(lambda: effects() == 4)
-
-        assert consumer.outcomes[Outcome.STORED] == 4
-        assert sum(InboxMessage.objects.values_list("duplicates", flat=True)) == 3
-        assert_each_once_and_in_order(4)
-
     @pytest.mark.parametrize(
         ("error", "report"),
         [
@@ -215,18 +201,6 @@ class TestUnsuitableQueue:
         with consuming([handler], options) as consumer:
             wait_until(lambda: "without a single active consumer" in caplog.text)
             assert not consumer._open
-
-    def test_queue_with_other_arguments_is_reported_and_used_as_it_is(self, handles, rabbitmq_url, caplog):
-        handler = handles(the_effect, ordered=True)
-        declared(handler, broker_options(rabbitmq_url, QUEUE_TYPE="classic"))
-        options = broker_options(rabbitmq_url)
-        sent(rabbitmq_url, [0, 4, 8])
-
-        with consuming([handler], options):
-            wait_until(lambda: effects() == 3)
-
-        assert "exists with other arguments" in caplog.text
-        assert_each_once_and_in_order(3)
 
 
 class TestPartitions:
@@ -329,18 +303,6 @@ class TestPartitions:
 
         delete_queues(handler, options)
         assert declared(changed, options) == ""
-
-    def test_a_further_topic_of_an_unordered_handler_names_the_queue_that_is_left(self, handles, rabbitmq_url):
-        options = broker_options(rabbitmq_url)
-        declared(handles(the_effect, topic="created", name="changing"), options)
-        registry.remove("changing")
-        changed = handles(the_effect, topic=["created", "cancelled"], name="changing")
-
-        problem = declared(changed, options)
-
-        assert "from when it had other topics" in problem
-        assert "tests.changing@created. They get a copy of every message" in problem
-        assert declared(changed, options) == problem
 
     def test_partially_declared_partitions_are_completed(self, handles, rabbitmq_url):
         handler, options = handles(the_effect, ordered=Ordered(partitions=3)), broker_options(rabbitmq_url)

@@ -22,7 +22,7 @@ from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.receiving.receive import claim_next, run_stored
 from inbox.states import State
-from inbox.store import admitting, dialect, ordering, sentinel
+from inbox.store import admitting, dialect, ordering
 from inbox.transactions.running import DatabaseUnavailable
 from outbox import Draft, publish, publish_many
 from tests.support import decisions
@@ -186,14 +186,6 @@ class TestStoring:
         assert states("a1", "a2", "b1", "a3") == [State.RECEIVED, State.WAITING, State.RECEIVED, State.WAITING]
         assert not InboxMessage.objects.filter(state=State.WAITING, next_attempt_at__isnull=False).exists()
 
-    def test_rows_are_numbered_in_the_order_of_arrival(self, handles):
-        handler = handles(the_effect, ordered=True)
-        names = [f"m{number}" for number in range(150)]
-
-        arrive(handler, *(a_message(name, key=f"key-{number % 7}") for number, name in enumerate(names)))
-
-        assert list(InboxMessage.objects.order_by("pk").values_list("biz_id", flat=True)) == names
-
     def test_messages_without_a_key_do_not_wait_for_each_other(self, handles):
         handler = handles(the_effect, ordered=True)
 
@@ -201,16 +193,6 @@ class TestStoring:
 
         assert states("x1", "x2") == [State.RECEIVED, State.RECEIVED]
         assert not InboxMessage.objects.filter(ordered=True).exists()
-
-    def test_duplicate_is_counted_and_not_stored(self, handles):
-        handler = handles(the_effect, ordered=True)
-        first = a_message("a1")
-        arrive(handler, first)
-
-        assert arrive(handler, first, redelivered=True) == [Outcome.DUPLICATE]
-
-        row = the_row()
-        assert (row.duplicates, row.redeliveries) == (1, 1)
 
     def test_duplicate_in_the_same_transaction_is_counted(self, handles):
         handler = handles(the_effect, ordered=True)
@@ -255,39 +237,6 @@ class TestFailingHead:
 
         assert states("a1", "a2", "a3", "b1", "b2") == ["retrying", "waiting", "waiting", "done", "done"]
         assert in_the_order_of_their_effects() == ["b1", "b2"]
-
-    def test_retried_head_that_succeeds_is_followed_by_the_rest_of_its_key(self, handles):
-        handler = handles(Failing("a1"), ordered=True, name="ordered")
-        named(handler, "a1", "a2")
-        drain()
-        named(handler, "a3")
-
-        mend(handler)
-        make_due()
-        drain()
-
-        assert in_the_order_of_their_effects() == ["a1", "a2", "a3"]
-
-    def test_dead_head_that_an_operator_retries_is_handled_first(self, handles):
-        handler = handles(Failing("a1"), ordered=True, name="ordered")
-        named(handler, "a1", "a2", "a3")
-        failed_out()
-        mend(handler)
-
-        assert decisions.retry("default", the_row(biz_id="a1").pk)
-        drain()
-
-        assert in_the_order_of_their_effects() == ["a1", "a2", "a3"]
-
-    def test_dead_head_that_an_operator_skips_is_left_out(self, handles):
-        named(handles(Failing("a1"), ordered=True, name="ordered"), "a1", "a2", "a3")
-        failed_out()
-
-        assert decisions.skip("default", the_row(biz_id="a1").pk, "wrong customer")
-        assert states("a1", "a2", "a3") == ["skipped", "received", "waiting"]
-        drain()
-
-        assert in_the_order_of_their_effects() == ["a2", "a3"]
 
     def test_head_that_kills_its_process_runs_out_of_attempts_and_blocks_its_key(self, handles):
         handler = handles(the_effect, ordered=True)
@@ -524,19 +473,15 @@ class TestReleaseOfStuckKeys:
 
 
 @contextmanager
-def paused(monkeypatch, module, name, *, after=True):
-    """The first call of this function stops, before or after it, until the test sets `go`."""
-    original, first = getattr(module, name), threading.Event()
+def paused(monkeypatch, module, name):
+    """The first call of this function stops after it, until the test sets `go`."""
+    original, first = getattr(module, name), threading.Lock()
     here, go = threading.Event(), threading.Event()
 
     def function(*args, **kwargs):
-        mine = not first.is_set()
-        first.set()
-        if mine and not after:
-            here.set()
-            assert go.wait(A_WHILE)
+        mine = first.acquire(blocking=False)
         result = original(*args, **kwargs)
-        if mine and after:
+        if mine:
             here.set()
             assert go.wait(A_WHILE)
         return result
@@ -549,33 +494,6 @@ def paused(monkeypatch, module, name, *, after=True):
 
 
 class TestConcurrency:
-    @override_settings(INBOX={"TRAIL": "all"})  # so that the next one is promoted by a statement of its own
-    def test_message_that_arrives_while_the_head_commits_is_promoted(self, handles, monkeypatch):
-        handler = handles(the_effect, ordered=True)
-        named(handler, "a1")
-        with paused(monkeypatch, sentinel, "promote_next") as (leaving, go), InAThread(drain):
-            assert leaving.wait(A_WHILE)
-            with InAThread(lambda: named(handler, "a2", given=options(DUPLICATE_TIMEOUT=timedelta(minutes=1)))):
-                wait_until(lambda: lock_waits("locktype = 'advisory'"))
-                go.set()
-
-        drain()
-
-        assert in_the_order_of_their_effects() == ["a1", "a2"]
-
-    def test_message_that_is_being_stored_while_the_head_commits_is_promoted(self, handles, monkeypatch):
-        handler = handles(the_effect, ordered=True)
-        named(handler, "a1")
-        with paused(monkeypatch, admitting, "_headless") as (storing, go), InAThread(lambda: named(handler, "a2")):
-            assert storing.wait(A_WHILE)
-            with InAThread(drain):
-                wait_until(lambda: lock_waits("locktype = 'advisory'"))
-                go.set()
-
-        drain()
-
-        assert in_the_order_of_their_effects() == ["a1", "a2"]
-
     def test_running_head_does_not_block_the_storing_of_its_key(self, handles):
         behaviour = Waiting("a1")
         handler = handles(behaviour, ordered=True, name="ordered")

@@ -100,21 +100,6 @@ def rounds(relay, number, time, seconds=0.3):
 class TestKnownWaysToOvertake:
     """Each of these was an error of an earlier version."""
 
-    def test_a_message_does_not_overtake_a_retried_one_that_became_ready_after_the_shards_were_read(self, peer, time, relay_of):
-        relay = relay_of(RETRY_BASE=HOUR, RETRY_CAP=HOUR)
-        peer.script = lambda message: [lambda: peer.nack(message)]
-        head = published(key=KEY)
-        relay._work(drain=False)
-        assert state_of(head) == State.RETRYING
-        peer.script = None
-        del peer.published[:]
-        OutboxMessage.objects.update(available_at=DatabaseTime())
-        successor = published(key=KEY)
-
-        rounds(relay, 5, time)
-
-        assert arrived(peer, head, successor) == ids([head, successor])
-
     def test_a_message_does_not_overtake_a_waiting_one_that_became_ready_after_the_shards_were_read(self, peer, time, relay_of):
         relay = relay_of()
         head = published(key=KEY)
@@ -126,22 +111,6 @@ class TestKnownWaysToOvertake:
         assert decision_rows.decide("default", CANCEL, [head.position])
 
         rounds(relay, 5, time)
-
-        assert arrived(peer, first, second) == ids([first, second])
-
-    def test_a_message_does_not_overtake_one_that_was_committed_below_the_floor(self, peer, time, relay_of):
-        relay = relay_of()
-        slow = OpenTransaction()
-        first = slow.publishes(KEY).result(SECONDS)
-        for _ in range(5):
-            published(key=NEIGHBOUR)
-            rounds(relay, 1, time, 1.1)
-        relay._work(drain=False)
-        slow.commits()
-        slow.ends().shutdown()
-        second = published(key=KEY, strict_order=True)
-
-        rounds(relay, 10, time)
 
         assert arrived(peer, first, second) == ids([first, second])
 
@@ -570,31 +539,24 @@ class Machine:
 def wrong_in(peer, seed, *, pausing=False, deciding=False):
     with gates([*GATES, *[BETWEEN_READ_AND_LOCK] * deciding], only_after=["look"]), pytest.MonkeyPatch.context() as patch:
         patch.setattr("outbox.store.decision_rows.OPERATORS_WAIT", timedelta(milliseconds=20))  # the schedule goes on meanwhile
-        return Machine(peer, seed, pausing=paused_topics, deciding=decision_rows).run()
+        return Machine(peer, seed, pausing=pausing, deciding=deciding).run()
 
 
-@pytest.mark.parametrize("schedule", [*range(9), "any"])
-def test_messages_of_a_key_are_published_in_order_in_any_schedule(peer, schedule):
-    """None lost, none too early, none after its rollback or cancellation, none before one that precedes it in its key."""
+SCHEDULES = {"": 9, "pausing": 5, "deciding": 9}
+"""How many, by what is done beside the relays: topics are paused and resumed; messages are cancelled and rescheduled.
+
+That happens between every two steps of a relay, also between its read of a row and its lock, and in open transactions.
+"""
+
+
+@pytest.mark.parametrize(
+    ("beside", "schedule"), [(beside, schedule) for beside, count in SCHEDULES.items() for schedule in [*range(count), "any"]]
+)
+def test_messages_of_a_key_are_published_in_order_in_any_schedule(peer, beside, schedule):
+    """None lost or stranded, none too early, none after its rollback or cancellation, none before one that precedes it."""
     seed = random.randrange(2**32) if schedule == "any" else schedule
 
-    assert not wrong_in(peer, seed), f"seed {seed}"
-
-
-@pytest.mark.parametrize("schedule", [*range(5), "any"])
-def test_messages_of_a_key_are_published_in_order_while_topics_are_paused_and_resumed(peer, schedule):
-    """And none is stranded."""
-    seed = random.randrange(2**32) if schedule == "any" else schedule
-
-    assert not wrong_in(peer, seed, pausing=True), f"seed {seed}"
-
-
-@pytest.mark.parametrize("schedule", [*range(9), "any"])
-def test_messages_of_a_key_are_published_in_order_while_others_are_cancelled_and_rescheduled(peer, schedule):
-    """Between every two steps of a relay, also between its read of a row and its lock, and in open transactions."""
-    seed = random.randrange(2**32) if schedule == "any" else schedule
-
-    assert not wrong_in(peer, seed, deciding=True), f"seed {seed}"
+    assert not wrong_in(peer, seed, **({beside: True} if beside else {})), f"seed {seed}"
 
 
 def mutated(function, what, instead):

@@ -118,18 +118,6 @@ class TestSecondTransaction:
         one.commits()
         assert done(second).position > OutboxMessage.objects.latest("pk").pk
 
-    def test_second_transaction_of_a_key_proceeds_when_the_first_is_rolled_back(self, begun):
-        one, other = begun(), begun()
-        done(one.publishes())
-        second = other.publishes()
-
-        assert waits(second)
-        one.rolls_back()
-        done(second)
-        other.commits()
-
-        assert [row.message_id for row in OutboxMessage.objects.all()] == [done(second).id]
-
     def test_rolling_back_the_only_message_to_a_savepoint_frees_the_order_of_its_key(self, begun):
         """A savepoint that is rolled back takes its rows along, so there is nothing left to be in order with."""
         one, other = begun(), begun()
