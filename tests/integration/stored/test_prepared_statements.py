@@ -21,7 +21,6 @@ from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import arrivals, lease_rows, sentinel
 from tests.support.aliases import the_default_at
-from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
     OPTIONS,
     admitted,
@@ -34,7 +33,6 @@ from tests.support.deliveries import (
     the_effect,
 )
 from tests.support.inbox_rows import delete_messages, store_message
-from tests.support.servers import PgBouncer
 from tests.support.sql import executed, fetched
 from tests.support.waiting import A_WHILE, wait_until
 
@@ -62,15 +60,6 @@ def plain_cursors():
     """While queries are captured, statements go through Django's cursors and are not prepared."""
     with CaptureQueriesContext(connection):
         yield
-
-
-def test_statements_are_prepared_with_the_first_message_and_reused(handles):
-    handler = handles(the_effect)
-    for _ in range(3):
-        assert deliver(handler) is Outcome.HANDLED
-
-    assert prepared() == OURS
-    assert runs() == [3, 3]
 
 
 def test_statements_are_prepared_again_after_a_number_of_runs(handles, monkeypatch):
@@ -302,30 +291,6 @@ def test_nothing_is_prepared_under_gevent(handles, monkeypatch):
 
     assert deliver(handles(the_effect)) is Outcome.HANDLED
     assert (effects(), prepared()) == (1, set())
-
-
-@pytest.fixture(scope="module")
-def pgbouncer(django_db_setup):
-    settings = connection.settings_dict
-    with PgBouncer(int(settings["PORT"] or 5432), user=settings["USER"], pool_size=2) as server:
-        yield server
-
-
-class TestBehindPgBouncer:
-    @pytest.fixture(autouse=True)
-    def _pooled(self, pgbouncer, transactional_db):
-        with the_default_at(PORT=pgbouncer.port):
-            yield
-
-    def test_nothing_is_prepared_behind_a_pooler_and_every_message_is_handled(self, handles):
-        handler = handles(the_effect)
-        envelopes = [an_envelope() for _ in range(40)]
-
-        became = at_once([lambda part=part: [deliver(handler, one) for one in envelopes[part::4]] for part in range(4)])
-
-        assert [one for part in became for one in part] == [Outcome.HANDLED] * 40
-        assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(envelope.biz_id for envelope in envelopes)
-        assert at_once([prepared] * 4) == [set()] * 4
 
 
 class _Interrupted(BaseException):

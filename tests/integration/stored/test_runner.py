@@ -29,7 +29,6 @@ from tests.support.deliveries import (
     fails,
     handed_over,
     make_due,
-    options,
     run_to_the_end,
     running,
     stored_due,
@@ -91,26 +90,6 @@ def test_runner_asked_to_stop_finishes_the_running_handler(handles):
         stop.set()
 
     assert (the_row().state, effects()) == (State.DONE, 1)
-
-
-def test_running_runner_picks_up_messages_that_become_due(handles):
-    handler = handles(the_effect)
-    with running(options(POLL_INTERVAL=timedelta(milliseconds=20))):
-        for name in ("first", "second"):
-            stored_due(handler, an_envelope(biz_id=name))
-            wait_until(lambda name=name: effects(name) == 1)
-
-
-def test_runner_runs_each_handler_on_its_own_database(handles):
-    def handle(message):
-        Effect.objects.using("other").create(name=message.biz_id)
-
-    stored_due(handles(the_effect, name="tests.here"), an_envelope(biz_id="here"))
-    stored_due(handles(handle, name="tests.there", using="other", topic="there"), an_envelope(biz_id="there", topic="there"))
-
-    assert drain() == 2
-
-    assert (effects("here"), Effect.objects.using("other").get().name) == (1, "there")
 
 
 @pytest.mark.parametrize("alias", ["default", "other"])

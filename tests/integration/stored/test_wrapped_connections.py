@@ -18,13 +18,12 @@ from django.db.backends.signals import connection_created
 
 from inbox import Lease, RetryLater
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.states import State
 from outbox.models import OutboxMessage
 from outbox.states import State as OutboxState
 from outbox.store.dialect import LIVE_PART
 from tests.support.aliases import the_default_at
-from tests.support.deliveries import admitted, an_envelope, deliver, effects, run_to_the_end, stored_due, the_effect
+from tests.support.deliveries import admitted, an_envelope, deliver, run_to_the_end, stored_due, the_effect
 from tests.support.relaying import drained, published, states
 from tests.support.sql import executed, fetched
 
@@ -304,17 +303,6 @@ def test_every_message_is_published_whatever_a_pool_does_with_returned_connectio
     assert len(pids) == 1
     in_each = FEW - 5
     assert runs == ([in_each] * 4 if reset else [in_each * (n + 1) for n in range(4)])
-
-
-def test_handlers_run_once_on_a_pool_that_discards_statements(handles):
-    calls = []
-    handler = handles(lambda message: calls.append(message) or the_effect(message))
-    with a_pool_of_one(reset=lambda raw: raw.execute("DISCARD ALL")):
-        for _ in range(4):
-            assert deliver(handler) is Outcome.HANDLED
-            connection.close()
-
-        assert (len(calls), effects()) == (4, 4)
 
 
 def test_connection_whose_statements_are_discarded_again_and_again_prepares_nothing_more():
