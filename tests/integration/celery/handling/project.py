@@ -7,7 +7,7 @@ released.
 import os
 from decimal import Decimal
 
-from celery import Celery, Task, shared_task
+from celery import Celery, shared_task
 from django.db import transaction
 
 from inbox.celery import idempotent_task
@@ -33,17 +33,6 @@ def charge(order, amount=Decimal(0)):
 def work(self, order_id, how="work"):
     WAYS[how](self, order_id)
     return f"done {order_id}"
-
-
-class Wrapped(Task):
-    def __call__(self, *args, **kwargs):
-        return super().__call__(*args, **kwargs)
-
-
-@idempotent_task(name="shop.quietly", ignore_result=True, base=Wrapped)
-def quietly(order_id):
-    """Deduplicated on its task id."""
-    Effect.objects.create(name=order_id)
 
 
 @idempotent_task(name="shop.try_again", bind=True, biz_id="order_id", max_retries=3)

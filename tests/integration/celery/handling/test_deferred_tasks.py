@@ -14,6 +14,10 @@ from tests.integration.celery.apps import close
 from tests.integration.celery.handling.conftest import INBOX
 from tests.integration.celery.handling.tracing import deliver
 from tests.support.aliases import unresolvable
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import InAThread, effects
+from tests.support.sql import executed
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -138,3 +142,44 @@ def test_task_whose_copy_the_broker_does_not_confirm_goes_back_to_the_broker(
     late = list(peer.published)
     peer.script = lambda copy: [*(lambda old=old: peer.ack(old) for old in late), lambda: peer.nack(copy)]
     assert deliver(task_of_the_peer, "o-2", task_id="t-2")[0] == states.REJECTED
+
+
+def test_duplicate_of_a_running_task_is_sent_again_for_later(a_task, sent):
+    go = []
+
+    def wait(order_id):
+        Effect.objects.create(name=order_id)
+        go.append("begun")
+        wait_until(lambda: "go" in go)
+
+    task = a_task(wait, biz_id="order_id", max_retries=0)
+    with InAThread(lambda: deliver(task, "o-1", task_id="t-1")) as first:
+        wait_until(lambda: go)
+        state, reason = deliver(task, "o-1", task_id="t-2", retries=5, inbox_sent_at="2026-01-02T00:00:00+00:00")
+        again, _ = deliver(task, "o-1", task_id="t-1", redelivered=True)
+        go.append("go")
+
+    assert first.answer[0] == states.SUCCESS
+    assert (state, again, str(reason)) == (states.IGNORED, states.IGNORED, "another delivery of its business id is being run")
+    copies = sent()
+    headers = copies[0].headers
+    assert [copy.headers["id"] for copy in copies] == ["t-2", "t-1"]
+    assert (headers["retries"], headers["inbox_sent_at"], headers["task"]) == (5, "2026-01-02T00:00:00+00:00", "tests.task")
+    assert headers["eta"]
+    assert effects() == 1
+
+
+@pytest.mark.parametrize("redelivered", [False, True], ids=["first delivery", "redelivery"])
+def test_task_that_ends_its_own_session_runs_once_per_retry_and_once_more(a_task, redelivered):
+    runs = []
+
+    def end_own_session(order_id):
+        runs.append(order_id)
+        executed("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    task = a_task(end_own_session)
+    for retries in range(3):
+        state, _ = deliver(task, "o-1", task_id="t-1", retries=retries, redelivered=redelivered and not retries)
+        assert state == states.FAILURE
+
+    assert len(runs) == 4

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
 import pytest
-from celery import Celery, Task, states
+from celery import Task, states
 from celery.exceptions import Ignore, Reject
 from django.db import DatabaseError, connections, transaction
 
@@ -17,16 +17,15 @@ from inbox.celery import IdempotentTask, idempotent_task
 from inbox.errors import NotCallable, NotRun, TransactionBroken, TransactionEnded
 from inbox.models import InboxMessage, KeptHandler
 from inbox.states import State
-from inbox.store import arrivals, message_rows, sentinel
+from inbox.store import sentinel
 from outbox import publish
 from outbox.celery import OutboxTask
 from outbox.models import OutboxMessage
-from tests.integration.celery.apps import close
 from tests.integration.celery.handling.conftest import INBOX
 from tests.integration.celery.handling.tracing import deliver
 from tests.support import decisions
 from tests.support.apps.effects.models import Effect, Unique
-from tests.support.deliveries import A_WHILE, effects, the_row
+from tests.support.deliveries import effects, the_row
 
 pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
 committing = pytest.mark.django_db(transaction=True)
@@ -469,12 +468,6 @@ class TestWorkerDeaths:
 
         return a_task(die, biz_id="order_id")
 
-    def test_worker_death_at_a_first_delivery_is_not_counted(self, poison):
-        with pytest.raises(SystemExit):
-            deliver(poison, "o-1")
-
-        assert not InboxMessage.objects.exists()
-
     def test_task_that_kills_its_worker_is_a_dead_letter_after_max_attempts(self, poison, signals_sent):
         for attempt in (1, 2, 3):
             self.killed(poison, "o-1")
@@ -513,32 +506,6 @@ class TestWorkerDeaths:
         state, error = deliver(poison, "o-1")
 
         assert (state, "skipped: not wanted" in str(error), the_row().duplicates) == (states.FAILURE, True, 1)
-
-
-@committing
-def test_copy_of_a_concurrent_duplicate_is_confirmed_before_the_acknowledgement(rabbitmq_url, settings, monkeypatch):
-    """Publishing to a missing exchange raises nothing unless the publisher waits for the confirm."""
-    settings.INBOX = INBOX
-
-    def busy(*args, **kwargs):
-        raise message_rows.ConcurrentDuplicate
-
-    monkeypatch.setattr(arrivals, "begin_fresh", busy)
-    app = Celery("tests", broker=rabbitmq_url, backend="cache+memory://", set_as_current=False)
-    task = app.task(the_effect, base=IdempotentTask, name="tests.task", shared=False, biz_id="order_id")
-    of_an_exchange = {"exchange": "missing", "routing_key": "x", "priority": None, "redelivered": False}
-    try:
-        state, reject = deliver(task, "o-1", delivery_info=of_an_exchange)
-        assert (state, reject.requeue) == (states.REJECTED, True)
-        assert "NOT_FOUND" in str(reject.reason)
-
-        assert deliver(task, "o-1", argsrepr="(hidden)")[0] == states.IGNORED
-        with app.connection_for_read() as connection, connection.SimpleQueue("celery") as queue:
-            message = queue.get(timeout=A_WHILE)
-            message.ack()
-        assert (message.payload[0], message.headers["argsrepr"]) == (["o-1"], "(hidden)")
-    finally:
-        close(app)
 
 
 class TestMessageAge:
@@ -600,12 +567,6 @@ class TestMessageAge:
 
 
 class TestEagerMode:
-    def test_eager_task_is_deduplicated_and_returns_its_result(self, a_task):
-        task = a_task(the_effect, biz_id="order_id")
-
-        assert [task.apply(["o-1"]).get(), task.apply(["o-1"]).get()] == [{"order": "o-1"}] * 2
-        assert (effects(), the_row().duplicates) == (1, 1)
-
     @committing
     def test_eager_task_inside_a_transaction_is_part_of_it(self, local_app, a_task):
         local_app.conf.task_always_eager = True

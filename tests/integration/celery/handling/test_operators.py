@@ -119,15 +119,6 @@ def test_payload_of_a_task_cannot_be_corrected_and_the_reason_says_what_to_do(de
     assert the_row().state == State.DEAD
 
 
-def test_inbox_retry_sends_the_task_again(dead_letter, sent, capsys):
-    dead_letter()
-
-    call_command("inbox_retry", "--handler", HANDLER, verbosity=0)
-
-    assert "1 message is due now." in capsys.readouterr().out
-    assert (the_row().state, len(sent())) == (State.RETRYING, 1)
-
-
 def test_inbox_retry_without_a_celery_app_fails_and_leaves_the_row(dead_letter, local_app):
     dead_letter()
     local_app.conf.broker_url = None

@@ -24,53 +24,54 @@ def reject(order_id):
     raise Reject("closed")
 
 
+class OfKeyErrors(Task):
+    autoretry_for = (KeyError,)
+    max_retries = 50
+
+
 class TestMapping:
-    def test_retry_becomes_the_options_of_celery(self, decorated):
-        task = decorated(fail, retry=Retry(max_attempts=5, backoff=MINUTES))
-
-        assert (task.max_retries, task.autoretry_for, task.dont_autoretry_for) == (4, (Exception,), (Reject,))
-        assert (task.retry_backoff, task.retry_backoff_max, task.default_retry_delay) == (60, 600, 60)
-
-    def test_omitted_option_has_the_value_of_the_inbox_settings(self, decorated, settings):
+    @pytest.mark.parametrize(
+        ("retry", "options", "expected"),
+        [
+            (
+                Retry(max_attempts=5, backoff=MINUTES),
+                {},
+                {
+                    "max_retries": 4,
+                    "autoretry_for": (Exception,),
+                    "dont_autoretry_for": (Reject,),
+                    "retry_backoff": 60,
+                    "retry_backoff_max": 600,
+                    "default_retry_delay": 60,
+                },
+            ),
+            (Retry(), {}, {"max_retries": 8, "retry_backoff": 20, "retry_backoff_max": 300}),
+            (
+                Retry(backoff=Backoff(base=timedelta(milliseconds=300), cap=timedelta(seconds=2.5))),
+                {},
+                {"retry_backoff": 1, "retry_backoff_max": 3},
+            ),
+            (
+                Retry(backoff=Backoff(base=timedelta(seconds=7), factor=1)),
+                {},
+                {"retry_backoff": False, "default_retry_delay": 7},
+            ),
+            (
+                Retry(max_attempts=2, dead_on=[TypeError]),
+                {"autoretry_for": [KeyError], "dont_autoretry_for": [ValueError]},
+                {"max_retries": 1, "autoretry_for": [KeyError], "dont_autoretry_for": (ValueError, TypeError)},
+            ),
+            (Retry(max_attempts=2), {"base": OfKeyErrors}, {"max_retries": 1, "autoretry_for": (KeyError,)}),
+            (None, {}, {"max_retries": 3}),
+        ],
+        ids=["all", "of the settings", "whole seconds", "without growth", "errors of the task", "errors of its base", "none"],
+    )
+    def test_retry_becomes_the_options_of_celery(self, decorated, settings, retry, options, expected):
         settings.INBOX = {"MAX_ATTEMPTS": 9, "RETRY_BASE": timedelta(seconds=20), "RETRY_CAP": timedelta(minutes=5)}
 
-        task = decorated(fail, retry=Retry())
+        task = decorated(fail, **options, **({} if retry is None else {"retry": retry}))
 
-        assert (task.max_retries, task.retry_backoff, task.retry_backoff_max) == (8, 20, 300)
-
-    def test_delays_are_rounded_up_to_whole_seconds(self, decorated):
-        backoff = Backoff(base=timedelta(milliseconds=300), cap=timedelta(seconds=2.5))
-
-        task = decorated(fail, retry=Retry(backoff=backoff))
-
-        assert (task.retry_backoff, task.retry_backoff_max) == (1, 3)
-
-    def test_factor_of_one_keeps_the_delay(self, decorated):
-        task = decorated(fail, retry=Retry(backoff=Backoff(base=timedelta(seconds=7), factor=1)))
-
-        assert (task.retry_backoff, task.default_retry_delay) == (False, 7)
-
-    def test_task_says_itself_which_errors_are_retried(self, decorated):
-        retry = Retry(max_attempts=2, dead_on=[TypeError])
-
-        task = decorated(fail, retry=retry, autoretry_for=[KeyError], dont_autoretry_for=[ValueError])
-
-        assert (task.autoretry_for, task.dont_autoretry_for) == ([KeyError], (ValueError, TypeError))
-        assert task.max_retries == 1
-
-    def test_base_class_says_which_errors_are_retried(self, decorated):
-        class Base(Task):
-            autoretry_for = (KeyError,)
-            max_retries = 50
-
-        task = decorated(fail, base=Base, retry=Retry(max_attempts=2))
-
-        assert (task.autoretry_for, task.max_retries) == ((KeyError,), 1)
-
-    def test_task_without_retry_has_the_defaults_of_celery(self, decorated):
-        task = decorated(fail)
-
-        assert (task.max_retries, getattr(task, "autoretry_for", ())) == (3, ())
+        assert {name: getattr(task, name) for name in expected} == expected
 
 
 class TestRunning:

@@ -5,9 +5,10 @@ import signal
 
 import pytest
 from celery import chain, chord
-from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
+from celery.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
 from django.core.management import call_command
 
+from exactly_once.models import Minute
 from inbox.models import InboxMessage
 from inbox.states import State
 from tests.integration.celery.handling.project import begun, release
@@ -21,39 +22,20 @@ WAIT = {"timeout": 60, "interval": 0.05}
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
-def test_task_sent_eight_times_under_eight_ids_has_one_effect(tasks, worker, pool):
-    with worker(pool=pool, concurrency=4):
+def test_task_sent_eight_times_under_eight_ids_has_one_effect_and_is_counted_in_the_statistics(tasks, worker, pool):
+    def handled():
+        return list(Minute.objects.filter(subject="celery.shop.charge", counts__handled__gt=0))
+
+    with worker(pool=pool, concurrency=4) as running:
         sent = [tasks["shop.charge"].delay({"id": "o-1"}) for _ in range(8)]
         answers = [result.get(**WAIT) for result in sent]
+        [minute] = running.until(handled)
 
     assert effects() == 1
     assert answers == [answers[0]] * 8
     row = the_row()
     assert (row.handler, row.biz_id, row.state, row.duplicates, row.conflicts) == ("celery.shop.charge", "o-1", "done", 7, 0)
-
-
-def test_task_whose_pool_process_is_killed_in_the_middle_has_one_effect(tasks, worker):
-    with worker() as running:
-        result = tasks["shop.work"].delay("o-1", "wait until released")
-        [victim] = running.until(lambda: begun("o-1"))
-        os.kill(victim, signal.SIGKILL)
-        running.until(lambda: len(begun("o-1")) == 2)
-        release("o-1")
-
-        assert result.get(**WAIT) == "done o-1"
-
-    assert effects("o-1") == 1
-    assert the_row().state == State.DONE
-
-
-def test_task_whose_pool_process_dies_after_the_commit_has_one_effect(tasks, worker):
-    with worker():
-        result = tasks["shop.work"].delay("o-1", "die after the commit")
-
-        assert result.get(**WAIT) == "done o-1"
-
-    assert effects("o-1") == 1
-    assert (the_row().duplicates, the_row().redeliveries) == (1, 1)
+    assert (minute.counts["handled"], sum(minute.times["to_effect"].values())) == (1, 1)
 
 
 def test_task_whose_worker_is_killed_in_the_middle_has_one_effect(tasks, worker):
@@ -79,22 +61,6 @@ def test_task_whose_worker_is_killed_between_commit_and_acknowledgement_has_one_
 
     assert effects("o-1") == 1
     assert (the_row().duplicates, the_row().redeliveries) == (1, 1)
-
-
-def test_concurrent_duplicate_is_sent_again_until_the_first_is_done(tasks, worker):
-    """Waiting for the first delivery is not a retry: this task has `max_retries=0`."""
-    with worker() as running:
-        first = tasks["shop.work"].delay("o-1", "wait until released")
-        running.until(lambda: begun("o-1"))
-        second = tasks["shop.work"].delay("o-1", "wait until released")
-        running.until(lambda: running.said().count("is sent again with a countdown") >= 3)
-        assert len(begun("o-1")) == 1
-        release("o-1")
-
-        assert [first.get(**WAIT), second.get(**WAIT)] == ["done o-1"] * 2
-
-    assert effects("o-1") == 1
-    assert the_row().duplicates == 1
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
@@ -155,17 +121,6 @@ def test_retry_is_not_a_duplicate_of_the_failed_attempt(tasks, worker, pool):
 
     assert list(Effect.objects.order_by("name").values_list("name", "detail")) == [("o-1", "1"), ("o-2", "1")]
     assert list(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == [(State.DONE, 2, 0)] * 2
-
-
-@pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_task_with_ignore_result_has_one_effect_for_each_task_id(tasks, worker, pool):
-    with worker(pool=pool) as running:
-        tasks["shop.quietly"].apply_async(["o-1"], task_id="t-1")
-        tasks["shop.quietly"].apply_async(["o-1"], task_id="t-1")
-        tasks["shop.quietly"].apply_async(["o-2"], task_id="t-2")
-        running.until(lambda: InboxMessage.objects.filter(duplicates=1).exists() and effects("o-2"))
-
-    assert (effects("o-1"), effects("o-2")) == (1, 1)
 
 
 def test_chain_continues_after_a_duplicate_of_its_head(tasks, worker):
@@ -241,19 +196,6 @@ def test_hard_time_limit_of_a_redelivered_task_leaves_its_row_for_the_next_call(
 
     assert effects("o-1") == 1
     assert (the_row().state, the_row().duplicates) == (State.DONE, 0)
-
-
-@pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
-def test_task_that_is_revoked_while_it_runs_is_rolled_back(app, tasks, worker):
-    with worker() as running:
-        result = tasks["shop.work"].delay("o-1", "wait until released")
-        running.until(lambda: begun("o-1"))
-        app.control.revoke(result.id, terminate=True, signal="SIGKILL")
-        with pytest.raises(TaskRevokedError):
-            result.get(**WAIT)
-        assert tasks["shop.work"].delay("o-1").get(**WAIT) == "done o-1"
-
-    assert effects("o-1") == 1
 
 
 @pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)

@@ -8,7 +8,6 @@ from functools import partial
 from uuid import UUID
 
 import pytest
-from celery import chain, chord, group
 from celery.result import GroupResult
 from celery.signals import after_task_publish, before_task_publish
 from django.db import transaction
@@ -22,7 +21,6 @@ from outbox import InvalidMessage, PayloadTooLarge
 from outbox.celery import OutboxTask
 from outbox.models import OutboxMessage
 from outbox.states import State
-from outbox.store import claiming
 from outbox.testing import assert_published, run_relay
 from tests.support import ROOT
 from tests.support.admin_pages import DETAIL, LIST, VIEW, Page, shown, staff_client
@@ -156,13 +154,6 @@ class TestCall:
 
         assert rows() == []
 
-    @pytest.mark.long
-    def test_delay_on_commit_goes_to_the_broker(self, add):
-        with pytest.raises(OperationalError), transaction.atomic():
-            add.delay_on_commit(1, 2)
-
-        assert rows() == []
-
     @pytest.mark.parametrize(
         "call",
         [
@@ -208,22 +199,6 @@ class TestCall:
             add.apply_async([1, 2], publisher=producer)
 
         assert len(rows()) == 3
-
-    @pytest.mark.parametrize(
-        ("canvas", "count"),
-        [
-            (lambda add, total: chain(add.s(1, 2), add.s(3), add.s(4)), 1),
-            (lambda add, total: group(add.s(n, n) for n in range(3)), 3),
-            (lambda add, total: chord([add.s(n, n) for n in range(3)], total.s()), 3),
-            (lambda add, total: add.s(1, 2) | group(add.s(1), add.s(2)) | total.s(), 1),
-        ],
-        ids=["chain", "group", "chord", "chain with a group"],
-    )
-    def test_canvas_writes_a_row_for_each_task_that_can_start(self, canvas, count, app):
-        with transaction.atomic():
-            canvas(app.tasks["tests.add"], app.tasks["tests.total"]).apply_async()
-
-        assert [row.topic for row in rows()] == ["celery.tests.add"] * count
 
 
 class TestTaskId:
@@ -298,16 +273,6 @@ class TestTimes:
 
         assert (the_row().state, the_row().deliver_at) == (State.READY, None)
 
-    def test_delayed_call_does_not_use_the_delayed_delivery_exchanges_of_celery(self, make):
-        """Celery routes a task with an eta through exchanges that delay it when a queue is a quorum queue."""
-        app = make(NO_BROKER, task_default_queue_type="quorum", task_default_exchange_type="topic")
-        with transaction.atomic():
-            app.tasks["tests.add"].apply_async([1, 2], countdown=600)
-
-        wire = wire_of(the_row())
-        assert (wire.exchange, wire.routing_key) == ("celery", "celery")
-        assert the_row().state == State.SCHEDULED
-
     @pytest.mark.parametrize("end", [timedelta(hours=1), 3600, "2100-01-01T12:00:00+00:00"], ids=str)
     def test_expires_of_a_task_is_that_of_its_row(self, end, add):
         expires = datetime.now(tz=UTC) + end if isinstance(end, timedelta) else end
@@ -322,26 +287,6 @@ class TestTimes:
         row = the_row()
         assert abs(row.expires_at - row.deliver_at - timedelta(minutes=5)) < timedelta(seconds=30)
         assert int(wire_of(row).properties["expiration"]) == pytest.approx(300_000, abs=30_000)
-
-    @pytest.mark.parametrize(
-        "options", [{"expires": datetime(2020, 1, 1, tzinfo=UTC)}, {"countdown": 600, "expires": 60}], ids=str
-    )
-    def test_expired_task_is_not_sent(self, options, add):
-        result = called(add, 1, 2, **options)
-        an_hour_passes(the_row())
-
-        [row] = claimed()
-        assert (row.id, row.expired) == (result.id, True)
-
-
-def an_hour_passes(row):
-    passed = {name: getattr(row, name) - timedelta(hours=1) for name in ("available_at", "expires_at")}
-    OutboxMessage.objects.filter(pk=row.pk).update(state=State.READY, **passed)
-
-
-def claimed():
-    with transaction.atomic():
-        return claiming.claim_ready("default", claiming.look("default").shards, 10).rows
 
 
 class TestPriority:

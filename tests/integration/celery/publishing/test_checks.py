@@ -1,7 +1,7 @@
 """System checks for tasks that go through the outbox."""
 
 import pytest
-from celery import Celery, _state
+from celery import Celery
 from django.core.checks import run_checks
 
 from outbox.celery import OutboxTask
@@ -65,18 +65,6 @@ def test_different_brokers_raise_w004_without_their_passwords(outbox, broker, ch
     assert check == "outbox.W004"
     assert "secret" not in words
     assert outbox.partition("://")[0] in words
-
-
-def test_default_app_is_checked_when_no_task_exists(settings, monkeypatch):
-    settings.OUTBOX = {"BROKER_URL": RABBITMQ}
-    app = Celery("the default one", broker="amqp://other.example", set_as_current=False)
-    monkeypatch.setattr(_state, "default_app", app)
-    try:
-        [found] = [found for found in run_checks() if found.id == "outbox.W004"]
-    finally:
-        app.close()
-
-    assert "'the default one'" in found.msg
 
 
 def test_transport_options_that_rename_queues_raise_w005(checks_of):

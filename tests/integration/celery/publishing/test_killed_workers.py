@@ -4,50 +4,11 @@ import pytest
 
 from outbox.models import OutboxMessage
 from outbox.states import State
-from tests.integration.celery.publishing.conftest import SECONDS, Worker, called, published
-from tests.integration.celery.redelivery import takeover_settings
-from tests.support.apps.effects.models import Unique
-from tests.support.deliveries import effects
+from tests.integration.celery.publishing.conftest import SECONDS, Worker, called
 from tests.support.relaying import relaying
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
-
-
-@pytest.fixture
-def relay(broker):
-    with relaying(broker):
-        yield
-
-
-def test_task_of_a_worker_killed_in_the_middle_is_run_by_another_worker(
-    broker, tasks, results, process_environment, tmp_path, relay
-):
-    with Worker(broker, results, process_environment, tmp_path / "first.log") as first:
-        first.until(first.is_ready)
-        result = called(lambda: tasks["tests.wait_until_released"].delay("it"))
-        first.until(lambda: effects("begun it"))
-    assert effects("ended it") == 0
-
-    Unique.objects.create(name="go it")
-    with Worker(broker, results, process_environment, tmp_path / "second.log", **takeover_settings(broker)) as second:
-        second.until(lambda: effects("ended it"))
-        assert result.get(timeout=SECONDS) == "it"
-    assert published()[0].attempts == 1, "the broker has redelivered it, not the relay"
-
-
-def test_tasks_published_while_no_worker_runs_are_run_by_the_next_worker(
-    broker, tasks, results, process_environment, tmp_path, relay
-):
-    with Worker(broker, results, process_environment, tmp_path / "first.log") as first:
-        first.until(first.is_ready)
-    pending = called(lambda: [tasks["tests.write"].delay(f"n{n}") for n in range(20)])
-    published()
-
-    with Worker(broker, results, process_environment, tmp_path / "second.log"):
-        for n, result in enumerate(pending):
-            assert result.get(timeout=SECONDS) == f"n{n}"
-    assert effects() == 20
 
 
 def test_call_made_before_its_queue_exists_is_retried_until_a_worker_declares_it(

@@ -2,19 +2,13 @@
 
 import uuid
 from contextlib import contextmanager
-from types import SimpleNamespace
 
-import amqp
 import kombu
 import pytest
-from amqp.method_framing import frame_writer
-from amqp.serialization import dumps
 
 from exactly_once.transport.interface import OutgoingMessage, PublishOutcome
 from exactly_once.wire.envelope import Envelope
 from exactly_once.wire.formats import Wire
-from outbox.transports.frames import FrameWriter
-from tests.support.fakes import amqp_wire
 from tests.support.relaying import TOPIC, Queue, connected, outcomes, soon
 
 TASKS = kombu.Exchange("tasks", "direct")
@@ -93,16 +87,6 @@ class TestEveryBroker:
         assert sent.broken is None
         assert outcomes(again) == {6: confirmed, 7: confirmed}
 
-    def test_message_is_confirmed_once_its_exchange_exists(self, broker):
-        exchange = kombu.Exchange(f"later-{uuid.uuid4()}", "direct")
-        with connected(broker) as transport:
-            before = transport.send([a_task(exchange=exchange.name)], soon())
-            with work_queue(broker, exchange) as work:
-                after = transport.send([a_task(exchange=exchange.name)], soon())
-                work.take(1)
-
-        assert (outcomes(before), outcomes(after)) == ({1: PublishOutcome.RETURNED}, {1: PublishOutcome.CONFIRMED})
-
     @pytest.mark.parametrize(
         "wire",
         ["", "{", "[]", "{}", '{"exchange": 1}', "[" * 100_000],
@@ -155,26 +139,6 @@ class TestRabbitMQ:
         assert "403" in alone.verdicts[1].reason
         assert outcomes(event) == {3: PublishOutcome.RETURNED}
 
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {},
-            {"exchange": "tasks", "routing_key": "ä"},
-            {"priority": None, "properties": {}},
-            {"priority": 9, "properties": {"expiration": "60000", "timestamp": 1_600_000_000, "app_id": "shop", "unknown": 1}},
-            {"headers": {}},
-            {"headers": {"deep": {"deeper": {"deepest": [None, [None, {"x": -1.5}]]}}}},
-        ],
-        ids=str,
-    )
-    def test_frames_are_those_of_py_amqp(self, changes):
-        message = a_task(body=b"x" * 10_000, **changes)
-        wire = Wire.from_text(message.wire)
-
-        written = FrameWriter(channel=7, exchange="outbox", frame_max=4096).publish_formed(message.envelope, wire)
-
-        assert written == by_py_amqp(message.envelope, wire, frame_max=4096)
-
 
 @contextmanager
 def writing_only_to(server, url, exchanges):
@@ -190,22 +154,3 @@ def writing_only_to(server, url, exchanges):
         yield
     finally:
         permit(".*")
-
-
-def by_py_amqp(envelope, wire, frame_max):
-    written = bytearray()
-    transport = SimpleNamespace(write=lambda data: written.extend(bytes(data)))
-    write = frame_writer(SimpleNamespace(frame_max=frame_max, bytes_sent=0), transport)
-    message = amqp.Message(
-        envelope.body,
-        content_type=wire.content_type,
-        content_encoding=wire.content_encoding,
-        application_headers=wire.headers,
-        priority=wire.priority,
-        message_id=envelope.id,
-        **wire.properties,
-    )
-    write(
-        amqp_wire.METHOD_FRAME, 7, amqp_wire.PUBLISH, dumps("Bssbb", (0, wire.exchange, wire.routing_key, True, False)), message
-    )
-    return bytes(written)

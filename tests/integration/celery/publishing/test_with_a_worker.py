@@ -4,7 +4,7 @@ from contextlib import suppress
 from datetime import datetime
 
 import pytest
-from celery import chain, chord
+from celery import chord
 from django.db import transaction
 
 from inbox.models import InboxMessage
@@ -151,22 +151,7 @@ class TestBothHalves:
 
 
 class TestCanvas:
-    def test_tasks_of_a_chain_run_in_turn(self, tasks):
-        result = called(
-            lambda: chain(tasks["tests.add"].s(1, 2), tasks["tests.add"].s(3), tasks["tests.add"].s(4)).apply_async()
-        )
-
-        assert (result.get(timeout=SECONDS), result.parent.get(), result.parent.parent.get()) == (10, 6, 3)
-
     def test_body_of_a_chord_gets_all_results(self, tasks):
         result = called(lambda: chord([tasks["tests.add"].s(n, n) for n in range(5)])(tasks["tests.total"].s()))
 
         assert result.get(timeout=SECONDS) == 20
-
-    def test_rolled_back_chord_never_runs(self, tasks):
-        with suppress(ZeroDivisionError), transaction.atomic():
-            chord([tasks["tests.write"].s(f"part {n}") for n in range(3)])(tasks["tests.write"].si("whole"))
-            raise ZeroDivisionError
-
-        called(lambda: tasks["tests.add"].delay(1, 2)).get(timeout=SECONDS)
-        assert effects() == 0
