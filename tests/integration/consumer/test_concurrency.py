@@ -52,12 +52,9 @@ from tests.support.deliveries import (
     OPTIONS,
     TOPIC,
     an_envelope,
-    at_once,
-    deliver,
     drain,
     effects,
     make_due,
-    options,
     the_effect,
     the_row,
 )
@@ -231,20 +228,6 @@ class TestConcurrencyOfAHandler:
 
         assert gate.most == 2
 
-    def test_stored_messages_have_no_more_threads_than_the_concurrency_and_the_others_are_free(self, handles, gate):
-        limited, other = handles(gate, name="tests.limited", concurrency=2), handles(the_effect, name="tests.other")
-        for handler in (limited, other):
-            store(handler, names(8, handler.name))
-
-        with running_stored(size=4):
-            wait_until(lambda: len(gate.inside) == 2)
-            wait_until(lambda: effects() == 8)
-            assert len(gate.inside) == 2
-            gate.open()
-            wait_until(lambda: effects() == 16)
-
-        assert gate.most == 2
-
     def test_ordered_handler_runs_no_more_keys_at_a_time_than_its_concurrency(self, handling, rabbitmq_url, gate):
         handler, options = handling(gate, concurrency=2, ordered=True), broker_options(rabbitmq_url, CONCURRENCY=4)
         for number in range(6):
@@ -382,21 +365,6 @@ class TestAcknowledging:
         assert effects_by_name() == dict.fromkeys(names(20), 1)
         assert the_row(biz_id="slow").duplicates == 60
 
-    def test_copy_of_a_message_that_another_process_still_handles_is_deferred_without_waiting_again(self, handles):
-        handler = handles(the_effect)
-        envelope = an_envelope(biz_id="slow", id="slow")
-        short, long = timedelta(seconds=1), timedelta(seconds=20)
-
-        with transaction.atomic():
-            arrivals.begin_fresh("default", [read(handler, envelope, OPTIONS).row], OPTIONS.DUPLICATE_TIMEOUT)
-            (first,) = at_once([lambda: deliver(handler, envelope, given=options(DUPLICATE_TIMEOUT=short))])
-            begun_at = monotonic()
-            (second,) = at_once([lambda: deliver(handler, envelope, given=options(DUPLICATE_TIMEOUT=long))])
-            waited = monotonic() - begun_at
-
-        assert (first, second) == (Outcome.DEFERRED, Outcome.DEFERRED)
-        assert waited < long.total_seconds() / 2
-
     def test_copy_is_decided_about_when_the_running_message_has_ended(self, handles, monkeypatch):
         """Not only when its deferral is over, which grows up to half a minute."""
         monkeypatch.setattr(parking, "_SHORTEST_DEFERRAL", timedelta(hours=1))
@@ -493,12 +461,6 @@ class TestUnavailableDatabase:
         assert Counter(handled) == dict.fromkeys(names(10, "waits "), 1)
         assert set(InboxMessage.objects.using("other").values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
         assert 1 <= caplog.text.count("The database 'other' is available again") <= 2
-
-    def test_consumer_stops_while_a_database_is_unavailable(self, unavailable, rabbitmq_url, length, other_database_outage):
-        with consuming([unavailable], broker_options(rabbitmq_url, CONCURRENCY=1)) as consumer:
-            wait_until(lambda: consumer._reception._outages.is_ongoing("other"))
-
-        assert length(unavailable) == 10
 
     def test_attempt_interrupted_by_an_unavailable_database_is_refunded_before_the_next_try(
         self, handles, other_database_outage

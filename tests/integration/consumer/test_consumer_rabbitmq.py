@@ -90,41 +90,6 @@ class TestEndToEnd:
 
 
 class TestForeignProducers:
-    @pytest.mark.parametrize(
-        ("properties", "headers"),
-        [
-            pytest.param({"content_encoding": "no-such-encoding"}, {}, id="unknown content encoding"),
-            pytest.param({"content_encoding": "idna"}, {}, id="content encoding that cannot encode back"),
-            pytest.param({"headers": {"cloudEvents:id": ""}}, {}, id="blank CloudEvents id beside a message id"),
-            pytest.param(
-                {"headers": {"a\x00b": "c\x00d", "n": {"e": [1, None]}}},
-                {"a\ufffdb": "c\ufffdd", "n": "{'e': [1, None]}"},
-                id="NUL and nested values in headers",
-            ),
-            pytest.param(
-                {"headers": {f"h{n}": "x" * 1000 for n in range(100)}},
-                {f"h{n}": "x" * 1000 for n in range(100)},
-                id="100 kB of headers",
-            ),
-            pytest.param({"type": "x", "user_id": "guest", "app_id": "y", "reply_to": "z"}, {}, id="other AMQP properties"),
-        ],
-    )
-    def test_unusual_message_is_handled_and_delays_no_other(self, stored_beside_another, rabbitmq_url, properties, headers):
-        row = stored_beside_another(lambda: send(rabbitmq_url, TOPIC, None, body=b"{}", message_id="odd", **properties))
-
-        assert (row.state, bytes(row.body), row.headers, row.last_error) == (State.DONE, b"{}", headers, "")
-        assert effects("odd") == 1
-
-    @pytest.mark.parametrize("property_name", ["message_id", "type"])
-    def test_message_with_undecodable_property_is_a_dead_letter_and_the_consumer_goes_on(
-        self, stored_beside_another, rabbitmq_url, property_name
-    ):
-        """py-amqp raises on such a property while it reads the frame, before the consumer sees the message."""
-        row = stored_beside_another(lambda: send_with_undecodable_property(rabbitmq_url, property_name))
-
-        assert (row.state, bytes(row.body), effects()) == (State.DEAD, b"{}", 1)
-        assert "no identity" in row.last_error
-
     def test_message_with_timestamp_out_of_range_is_handled_and_delays_no_other(self, stored_beside_another, rabbitmq_url):
         """An AMQP timestamp has 64 bits of seconds. One that no datetime can hold is ignored."""
         row = stored_beside_another(lambda: send_with_timestamp(rabbitmq_url, 2**62))
@@ -132,20 +97,6 @@ class TestForeignProducers:
         assert (row.state, row.attempts, row.last_error, row.created_at) == (State.DONE, 1, "", None)
         assert bytes(row.body) == b"{}"
         assert effects("odd") == 1
-
-
-def send_with_undecodable_property(url, name):
-    """Send a message with a property that is not UTF-8, as clients that write raw bytes do."""
-    placeholder = "PLACEHOLDER"
-    with closing(kombu.Connection(url)) as connection:
-        channel = connection.channel()
-        write = connection.connection.transport._write
-        connection.connection.transport._write = lambda data: write(
-            bytes(data).replace(placeholder.encode(), b"\xff" * len(placeholder))
-        )
-        message = amqp.Message("{}", **{"content_type": "application/json", name: placeholder})
-        channel.basic_publish(message, "outbox", TOPIC)
-        channel.queue_declare("unreadable", exclusive=True)  # an answer means that the message was read before
 
 
 def is_bound(server, url):
@@ -214,20 +165,6 @@ class TestConnectionLoss:
             wait_until(lambda: consumers_of(rabbitmq_url, name))
             send(rabbitmq_url, TOPIC, {}, message_id="m")
             wait_until(lambda: effects("m") == 1)
-
-    def test_durable_message_survives_a_broker_kill_and_is_handled(self, handles, mortal_rabbitmq, rabbitmq_url, length):
-        # A quorum queue declared a moment before the kill never finds its leader again (RabbitMQ 3.10).
-        handler, options = handles(the_effect), broker_options(rabbitmq_url, QUEUE_TYPE="classic")
-        declare(handler, options)
-        with transaction.atomic():
-            publish(TOPIC, {}, biz_id="before")
-        relay(rabbitmq_url)
-        mortal_rabbitmq.kill()
-        with consuming([handler], options) as consumer:
-            wait_until(lambda: consumer._broker.ongoing)
-            mortal_rabbitmq.start()
-            wait_until(lambda: effects("before") == 1)
-            wait_until(lambda: length(handler) == 0)
 
 
 class TestConsumerProcess:

@@ -1,6 +1,5 @@
 """A database that answers and cannot store: no delivery is acknowledged, none goes back to the broker, none is lost."""
 
-import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,17 +15,15 @@ from inbox.consumer.runner import Runner
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage
 from inbox.outcome import Outcome
-from inbox.receiving.reading import read
 from inbox.states import State
-from inbox.store import arrivals
 from outbox import publish
 from tests.support.aliases import unresolvable
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
-from tests.support.deliveries import OPTIONS, an_envelope, deliver
+from tests.support.deliveries import OPTIONS, an_envelope, deliver, stored_due
 from tests.support.loads import receive_together
 from tests.support.sql import executed
-from tests.support.waiting import wait_until
+from tests.support.waiting import pass_by, wait_until
 from tests.support.workers import broker_options, consumers_of, consuming, send_all
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.long]
@@ -93,19 +90,24 @@ def renamed(what, name):
     return lambda: altered(f"ALTER TABLE inbox_inboxmessage {what.format(name, 'away')}", undo_of(what, name))
 
 
+@contextmanager
+def refused(sqlstate, when="NEW.message_id LIKE 'bad%'"):
+    """The database cannot store the rows of this condition: a trigger says what the server would say."""
+    execute(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS "
+        f"$$ BEGIN RAISE EXCEPTION 'refused' USING ERRCODE = '{sqlstate}'; END $$; "
+        "CREATE TRIGGER refuse BEFORE INSERT OR UPDATE ON inbox_inboxmessage FOR EACH ROW "
+        f"WHEN ({when}) EXECUTE FUNCTION refuse()"
+    )
+    try:
+        yield
+    finally:
+        execute("DROP TRIGGER refuse ON inbox_inboxmessage; DROP FUNCTION refuse()")
+
+
 def undo_of(what, name):
     table = "away" if what == "RENAME TO {1}" else "inbox_inboxmessage"
     return f"ALTER TABLE {table} {what.format('away', name)}"
-
-
-def refusing(sqlstate):
-    """A trigger says what the server would say."""
-    return lambda: altered(
-        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS "
-        f"$$ BEGIN RAISE EXCEPTION 'refused' USING ERRCODE = '{sqlstate}'; END $$; "
-        "CREATE TRIGGER refuse BEFORE INSERT OR UPDATE ON inbox_inboxmessage EXECUTE FUNCTION refuse()",
-        "DROP TRIGGER refuse ON inbox_inboxmessage; DROP FUNCTION refuse()",
-    )
 
 
 PROBLEMS = {
@@ -113,9 +115,9 @@ PROBLEMS = {
     "missing table": (renamed("RENAME TO {1}", "inbox_inboxmessage"), "migrate inbox --database other"),
     "missing column": (renamed("RENAME COLUMN {0} TO {1}", "traceparent"), "migrate inbox --database other"),
     "missing right": (without_rights, "Grant"),
-    "full disk": (refusing("53100"), "Free disk space"),
-    "full memory": (refusing("53200"), "Free memory"),
-    "I/O error": (refusing("58030"), "log"),
+    "full disk": (partial(refused, "53100", "true"), "Free disk space"),
+    "full memory": (partial(refused, "53200", "true"), "Free memory"),
+    "I/O error": (partial(refused, "58030", "true"), "log"),
 }
 
 
@@ -131,10 +133,6 @@ def handler(handling):
     return handling(effect_on_other, name="tests.elsewhere", topic=TOPIC, using="other")
 
 
-def store_due(handler, envelope):
-    assert arrivals.store_due("other", read(handler, envelope, OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
-
-
 def names(count):
     return [f"m{number}" for number in range(count)]
 
@@ -147,24 +145,18 @@ def wait_for_subscription(url, name):
     wait_until(lambda: consumers_of(url, name))
 
 
-def pass_by(seconds):
-    """What is tested is that nothing happens for so long."""
-    until = time.monotonic() + seconds
-    wait_until(lambda: time.monotonic() > until)
-
-
 def lines_of(caplog):
     return [record.getMessage() for record in caplog.records if record.name.startswith("inbox") or "outage" in record.name]
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize(
-    "given",
+    ("problem", "given"),
     [
-        pytest.param({}, id="single"),
-        pytest.param({"ordered": True}, id="ordered"),
-        pytest.param({"group_commit": 4}, id="group_commit"),
+        *((problem, {}) for problem in PROBLEMS),
+        *((problem, {"ordered": True}) for problem in ("read-only", "missing column", "full disk")),
+        *((problem, {"group_commit": 4}) for problem in ("read-only", "missing column", "full disk")),
     ],
+    ids=str,
 )
 def test_deliveries_survive_a_database_that_cannot_store_on_a_queue_with_a_delivery_limit(
     handles, limited, length, caplog, problem, given
@@ -245,25 +237,15 @@ def test_table_lock_does_not_count_against_the_delivery_limit(handler, limited, 
     assert effects_on_other() == dict.fromkeys(names(10), 1)
 
 
-@pytest.fixture
-def refused_values():
-    """Nothing that has this message id can be stored."""
-    execute("ALTER TABLE inbox_inboxmessage ADD CONSTRAINT refused CHECK (message_id <> 'bad')")
-    yield
-    execute("ALTER TABLE inbox_inboxmessage DROP CONSTRAINT refused")
-
-
 @pytest.mark.parametrize(
     "given",
     [{}, {"ordered": True}, {"group_commit": 4}, {"lease": Lease()}],
     ids=["single", "ordered", "group_commit", "lease"],
 )
-def test_message_whose_values_the_database_refuses_is_a_dead_letter_and_delays_no_other(
-    handling, length, rabbitmq_url, refused_values, given
-):
+def test_message_whose_values_the_database_refuses_is_a_dead_letter_and_delays_no_other(handling, length, rabbitmq_url, given):
     handler, given_options = handling(effect_on_other, topic=TOPIC, using="other", **given), broker_options(rabbitmq_url)
     send_all(rabbitmq_url, TOPIC, [(name, {"name": name}) for name in ("first", "bad", "bad", "last")])
-    with consuming([handler], given_options):
+    with refused("23514"), consuming([handler], given_options):
         wait_until(lambda: length(handler) == 0)
         wait_until(lambda: len(effects_on_other()) == 2)
 
@@ -271,21 +253,6 @@ def test_message_whose_values_the_database_refuses_is_a_dead_letter_and_delays_n
     dead = InboxMessage.objects.using("other").get(state=State.DEAD)
     assert (bytes(dead.body), dead.duplicates) == (b'{"name": "bad"}', 1)
     assert "The database refuses its values" in dead.last_error
-
-
-@contextmanager
-def one_refused(sqlstate, when="NEW.message_id LIKE 'bad%'"):
-    """The database cannot store the rows of this condition, and says so as it would."""
-    execute(
-        "CREATE FUNCTION refuse_one() RETURNS trigger LANGUAGE plpgsql AS "
-        f"$$ BEGIN RAISE EXCEPTION 'refused' USING ERRCODE = '{sqlstate}'; END $$; "
-        "CREATE TRIGGER refuse_one BEFORE INSERT OR UPDATE ON inbox_inboxmessage FOR EACH ROW "
-        f"WHEN ({when}) EXECUTE FUNCTION refuse_one()"
-    )
-    try:
-        yield
-    finally:
-        execute("DROP TRIGGER refuse_one ON inbox_inboxmessage; DROP FUNCTION refuse_one()")
 
 
 REMEDIES = {"53100": "Free disk space", "58030": "see the server's log", "42501": "Grant"}
@@ -318,7 +285,7 @@ def test_message_that_alone_cannot_be_stored_delays_no_other_and_is_handled_when
 
     handler, given_options = handling(effects, topic=TOPIC, using="other", **given), broker_options(rabbitmq_url)
     others = send_one_bad_among_others(rabbitmq_url)
-    with one_refused(sqlstate), consuming([handler], given_options):
+    with refused(sqlstate), consuming([handler], given_options):
         wait_until(lambda: effects_on_other() == dict.fromkeys(others, 1))
         wait_until(lambda: length(handler) == 1 and "while other messages can" in caplog.text)
         [logged] = [line for line in lines_of(caplog) if "refused" in line]
@@ -337,7 +304,7 @@ def test_handler_of_which_no_message_can_be_stored_holds_no_more_than_its_prefet
     stuck = handling(effect_on_other, name="tests.stuck", topic="stored.nowhere", using="other")
     other = handling(effect_on_other, name="tests.elsewhere", topic=TOPIC, using="other")
     send_all(rabbitmq_url, "stored.nowhere", [(f"bad{number}", {}) for number in range(10)])
-    with one_refused("P0001"), consuming([stuck, other], broker_options(rabbitmq_url, PREFETCH=3)) as consumer:
+    with refused("P0001"), consuming([stuck, other], broker_options(rabbitmq_url, PREFETCH=3)) as consumer:
         wait_until(lambda: consumer.outcomes[Outcome.UNSTORED] == 3)
         send_ten(rabbitmq_url)
         wait_until(lambda: len(effects_on_other()) == 10)
@@ -351,7 +318,7 @@ def test_later_messages_of_an_ordered_handler_wait_for_one_that_cannot_be_stored
     others = send_one_bad_among_others(rabbitmq_url)
     with ExitStack() as refusing:
         # Before the consumer starts: it stores the whole queue at once.
-        refusing.enter_context(one_refused("P0001"))
+        refusing.enter_context(refused("P0001"))
         with consuming([handler], given):
             wait_until(lambda: "is unavailable" in caplog.text)
             pass_by(0.5)
@@ -364,7 +331,7 @@ def test_message_that_cannot_be_stored_does_not_harm_the_others_that_are_stored_
     handler = replace(handles(effect_on_other, topic=TOPIC, using="other"), pulled=True)
     envelopes = [an_envelope({"name": name}, topic=TOPIC, biz_id=name) for name in ("a", "bad", "b")]
     # Whatever the dead letter is called, its body cannot be stored either.
-    with one_refused("23514", "position('bad'::bytea IN NEW.body) > 0"):
+    with refused("23514", "position('bad'::bytea IN NEW.body) > 0"):
         assert receive_together(handler, envelopes) == [Outcome.STORED, Outcome.UNSTORED, Outcome.STORED]
 
     rows = InboxMessage.objects.using("other").values_list("biz_id", "state", "attempts", "duplicates")
@@ -381,7 +348,7 @@ def rows_of_each_transaction():
 def test_load_with_refused_values_is_halved_and_stored_in_order(handles, ordered):
     handler = replace(handles(effect_on_other, using="other", ordered=ordered), pulled=not ordered)
     names_of_load = [*(f"m{number:02}" for number in range(11)), "m11-bad", *(f"m{number}" for number in range(12, 32))]
-    with one_refused("23514", "NEW.message_id LIKE '%bad'"):
+    with refused("23514", "NEW.message_id LIKE '%bad'"):
         became = receive_together(handler, [an_envelope(id=name, biz_id=name, key="k") for name in names_of_load])
 
     assert became == [Outcome.STORED] * 11 + [Outcome.DEAD] + [Outcome.STORED] * 20
@@ -393,7 +360,7 @@ def test_load_with_refused_values_is_halved_and_stored_in_order(handles, ordered
 def test_group_that_the_database_refuses_is_halved(handles):
     handler = handles(effect_on_other, using="other", group_commit=16)
     envelopes = [an_envelope(id=f"m{number}", biz_id=f"m{number}") for number in range(15)]
-    with one_refused("P0001"):
+    with refused("P0001"):
         became = receive_together(handler, [*envelopes, an_envelope(id="bad", biz_id="bad")])
 
     assert became == [Outcome.HANDLED] * 15 + [Outcome.UNSTORED]
@@ -450,7 +417,7 @@ class TestSessions:
             wait_until(lambda: "is unavailable" in caplog.text)
             pass_by(1.0)
             for name in names(20):
-                store_due(handler, an_envelope(topic=TOPIC, biz_id=name))
+                stored_due(handler, an_envelope(topic=TOPIC, biz_id=name))
         wait_until(lambda: len(effects_on_other()) == 20)
 
         assert "The database 'other' is available again" in caplog.text

@@ -8,7 +8,7 @@ from inbox.models import InboxMessage
 from inbox.states import State
 from outbox import publish
 from outbox.models import OutboxMessage
-from tests.support.deliveries import TOPIC, drain, effects, fails, make_due, the_effect, the_row
+from tests.support.deliveries import TOPIC, effects, fails, the_effect
 from tests.support.waiting import wait_until
 from tests.support.workers import broker_options, consuming, relay, send
 
@@ -83,23 +83,6 @@ class TestEndToEnd:
 
         states = dict(InboxMessage.objects.values_list("handler", "state"))
         assert states == {"tests.good": State.DONE, "tests.bad": State.RETRYING}
-
-    def test_failed_message_waits_in_the_database_and_not_in_the_broker(self, handling, broker, is_empty):
-        def handle(message):
-            the_effect(message)
-            if message.attempt == 1:
-                raise ValueError("not yet")
-
-        handler, options = handling(handle), broker_options(broker)
-        send(broker, TOPIC, {}, message_id="m")
-
-        with consuming([handler], options):
-            wait_until(lambda: InboxMessage.objects.filter(state=State.RETRYING).exists())
-            wait_until(lambda: is_empty(handler))
-        make_due()
-        drain(options)
-
-        assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 2, 1)
 
 
 class TestForeignProducers:
