@@ -56,15 +56,6 @@ class TestRetry:
 
         assert (the_row().attempts, OPTIONS.MAX_ATTEMPTS) == (2, 3)
 
-    def test_more_attempts_than_the_settings_have_are_made(self, handles):
-        deliver(handles(fail, retry=Retry(max_attempts=OPTIONS.MAX_ATTEMPTS + 2)))
-        for _ in range(OPTIONS.MAX_ATTEMPTS):
-            run_again()
-            assert the_row().state == State.RETRYING
-        run_again()
-
-        assert (the_row().state, the_row().attempts) == (State.DEAD, OPTIONS.MAX_ATTEMPTS + 2)
-
     @pytest.mark.parametrize("kind", [{}, {"lease": Lease()}], ids=["transaction", "lease"])
     def test_the_delays_are_those_of_the_handler(self, handles, kind):
         backoff = Backoff(base=A_MINUTE, factor=10, cap=timedelta(hours=5))

@@ -32,7 +32,6 @@ from inbox.testing import make_message, run_handler, travel
 from outbox import publish
 from outbox.testing import run_relay
 from tests.support.aliases import the_default_at
-from tests.support.apps.effects.models import Effect
 from tests.support.decisions import retry, skip
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, drain, options, run_to_the_end
 from tests.support.inbox_rows import delete_messages
@@ -166,16 +165,6 @@ class TestAllCome:
 
         assert attempts == [1, 2]
         assert effects() == [("monday", ALL)]
-
-    def test_async_join_runs_in_the_transaction_of_its_row(self, joins):
-        async def report_async(join):
-            await Effect.objects.acreate(name=join.run_id)
-
-        joins(report_async)
-        for topic in TOPICS:
-            comes(topic)
-        drain()
-        assert effects() == [("monday", "")]
 
     def test_payloads_are_removed_when_the_run_is_done_if_bodies_are_not_kept(self, joins, settings):
         settings.INBOX = {"KEEP_HISTORY": None}
