@@ -279,9 +279,12 @@ class TestUnderStricterIsolation:
 @pytest.mark.every_database
 class TestAtTheDeadline:
     def test_run_past_its_deadline_is_a_dead_letter_that_names_the_missing_messages(self, joins):
-        joins(report)
+        """The deadline counts from the first message."""
+        joins(report, topics=[*TOPICS, "another"])
         comes(TOPICS[1])
-        travel(timedelta(hours=1, minutes=59))
+        travel(timedelta(hours=1))
+        comes("another")
+        travel(timedelta(minutes=59))
         assert not drain()
         travel(timedelta(minutes=2))
         drain()
@@ -298,16 +301,7 @@ class TestAtTheDeadline:
         drain()
         assert effects() == [("monday", f"{TOPICS[1]},-{TOPICS[0]},-{TOPICS[2]}")]
 
-    def test_deadline_counts_from_the_first_message(self, joins):
-        joins(report)
-        comes(TOPICS[0])
-        travel(timedelta(hours=1))
-        comes(TOPICS[1])
-        travel(timedelta(hours=1, seconds=1))
-        drain()
-        assert the_run().row.state == "dead"
-
-    def test_message_after_the_deadline_is_stored_and_starts_nothing(self, joins, caplog):
+    def test_message_after_the_deadline_is_stored_and_starts_nothing_until_its_run_is_retried(self, joins, caplog):
         joins(report)
         for topic in TOPICS[:2]:
             comes(topic)
@@ -320,6 +314,9 @@ class TestAtTheDeadline:
         assert the_run().row.state == "dead"
         assert deciding.missing(the_run()) == ()
         assert "came too late for the run monday" in caplog.text
+        assert retry("default", the_run().row_id)
+        drain()
+        assert effects() == [("monday", ALL)]
 
     def test_run_waits_an_hour_at_most_for_a_stored_message_and_then_names_it(self, joins):
         joins(report)
@@ -355,17 +352,6 @@ class TestAtTheDeadline:
         assert effects() == [("monday", f"{TOPICS[0]},-{TOPICS[1]}")]
         assert f"of topic {TOPICS[1]} came too late for the run monday" in caplog.text
 
-    def test_run_whose_last_message_arrived_after_the_deadline_runs_when_it_is_retried(self, joins):
-        joins(report)
-        for topic in TOPICS[:2]:
-            comes(topic)
-        travel(timedelta(hours=3))
-        drain()
-        comes(TOPICS[2])
-        assert retry("default", the_run().row_id)
-        drain()
-        assert effects() == [("monday", ALL)]
-
     def test_retry_before_the_deadline_starts_nothing_and_the_last_message_does(self, joins):
         joins(report)
         comes(TOPICS[0])
@@ -400,41 +386,35 @@ class TestDecisions:
         assert the_run().row.state == "dead"
         return the_run()
 
-    def test_payload_of_the_row_of_a_run_cannot_be_corrected(self, dead):
+    def test_row_of_a_run_is_neither_corrected_nor_imported(self, dead):
         with pytest.raises(NotEditable, match="the row of a join's run"):
             editable(dead.row)
-
-    def test_exported_row_of_a_run_is_not_imported(self, dead):
         (line,) = letters.lines(InboxMessage.objects.filter(pk=dead.row_id))
         _letters, values = read_dead_letter(line.encode(), [letters])
         delete_messages()
         with pytest.raises(Refused, match="the row of a join's run"):
             letters.store("default", values, "imported")
 
-    def test_partly_completed_run_stays_dead(self, dead):
+    def test_partly_completed_run_stays_dead_and_takes_no_message_that_it_does_not_wait_for(self, dead):
+        with pytest.raises(deciding.NotDecidable, match=r"does not wait for orders.exported"):
+            deciding.complete("default", dead.pk, {TOPICS[0]: {}, TOPICS[1]: {}}, by="by anna")
+        assert Part.objects.count() == 1
         assert deciding.complete("default", dead.pk, {TOPICS[1]: {}}, by="by anna")
         drain()
         assert deciding.missing(the_run()) == (TOPICS[2],)
         assert the_run().row.state == "dead"
 
-    def test_message_of_a_topic_that_a_run_does_not_wait_for_is_refused(self, dead):
-        with pytest.raises(deciding.NotDecidable, match=r"does not wait for orders.exported"):
-            deciding.complete("default", dead.pk, {TOPICS[0]: {}, TOPICS[1]: {}}, by="by anna")
-        assert Part.objects.count() == 1
-
-    def test_extended_run_waits_until_the_new_deadline(self, dead):
+    def test_extended_run_waits_until_the_new_deadline_and_is_dead_again_then(self, dead):
+        deciding.extend("default", dead.pk, timedelta(hours=1), by="by anna")
+        travel(timedelta(hours=1, seconds=1))
+        drain()
+        assert the_run().row.state == "dead"
         assert deciding.extend("default", dead.pk, timedelta(hours=1), by="by anna")
         assert not drain()
         for topic in TOPICS[1:]:
             comes(topic)
         drain()
         assert effects() == [("monday", ALL)]
-
-    def test_extended_run_is_dead_again_at_the_new_deadline(self, dead):
-        deciding.extend("default", dead.pk, timedelta(hours=1), by="by anna")
-        travel(timedelta(hours=1, seconds=1))
-        drain()
-        assert the_run().row.state == "dead"
 
     def test_run_that_is_complete_starts_when_its_deadline_is_extended(self, dead):
         for topic in TOPICS[1:]:
@@ -443,23 +423,19 @@ class TestDecisions:
         drain()
         assert effects() == [("monday", ALL)]
 
-    def test_started_run_is_called_without_the_missing_messages_once(self, dead):
+    def test_started_run_is_called_without_the_missing_messages_once_and_allows_no_decision_then(self, dead):
         assert deciding.start("default", dead.pk, by="by anna")
         assert deciding.start("default", dead.pk, by="by bert")
-        drain()
-        for topic in TOPICS[1:]:
-            comes(topic)
-        run_to_the_end()
-        assert effects() == [("monday", f"{TOPICS[0]},-{TOPICS[1]},-{TOPICS[2]}")]
-
-    def test_run_that_is_done_allows_no_decision(self, dead):
-        deciding.start("default", dead.pk, by="by anna")
         drain()
         assert not deciding.start("default", dead.pk, by="by anna")
         assert not deciding.extend("default", dead.pk, timedelta(hours=1), by="by anna")
         assert not deciding.complete("default", dead.pk, {TOPICS[1]: {}}, by="by anna")
         assert Part.objects.count() == 1
         assert not AuditEntry.objects.exists()
+        for topic in TOPICS[1:]:
+            comes(topic)
+        run_to_the_end()
+        assert effects() == [("monday", f"{TOPICS[0]},-{TOPICS[1]},-{TOPICS[2]}")]
 
 
 @pytest.mark.django_db(transaction=True)
@@ -471,10 +447,7 @@ class TestWithTheHelpersForTests:
                 publish(topic, {"run_id": "monday"})
         run_relay()
         assert effects() == [("monday", ALL)]
-
-    def test_nothing_can_be_published_to_the_topic_of_the_runs(self, joins):
-        joins(report)
-        assert registry.for_topic(TOPIC) == []
+        assert registry.for_topic(TOPIC) == [], "nothing can be published to the topic of the runs"
 
     def test_delivered_messages_reach_the_join(self, joins):
         joins(report)

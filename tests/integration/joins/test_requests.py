@@ -67,19 +67,15 @@ class TestRequest:
         with transaction.atomic(), caused_by(Cause(message_id="cause-1", correlation_id="chain-0")):
             asked = request(ASKED, {}, biz_id="payment-1", headers={"tenant": "acme"})
             publish("other", {})
-        first, second = published()
+        with transaction.atomic():
+            outside = request(ASKED, {})
+        first, second, third = published()
 
         assert first.correlation_id == str(asked.id)
         assert (first.biz_id, first.causation_id) == ("payment-1", "cause-1")
         assert first.headers == {"tenant": "acme", OUTER_CORRELATION: "chain-0"}
         assert (second.correlation_id, second.headers) == ("chain-0", {})
-
-    def test_request_outside_of_a_handler_has_no_outer_chain(self):
-        with transaction.atomic():
-            asked = request(ASKED, {})
-        (message,) = published()
-        assert message.correlation_id == str(asked.id)
-        assert message.headers == {}
+        assert (third.correlation_id, third.headers) == (str(outside.id), {}), "outside of a handler there is no outer chain"
 
 
 @pytest.mark.every_database

@@ -502,27 +502,14 @@ class TestSteps:
 
         assert (taken, paid) == (["try", "try"], ["paid"])
 
-    def test_failed_unrepeatable_step_makes_a_dead_letter(self, leased, given):
-        taken = []
-
-        def charge():
-            taken.append("try")
-            raise OSError("no answer")
-
-        deliver(leased(lambda message: message.step("charge", charge, repeatable=False)), given=given)
-
-        row = the_row()
-        assert (row.state, row.attempts) == (State.DEAD, 1)
-        assert "'charge'" in row.last_error
-        assert "no answer" in row.last_error
-        assert "Check whether it has happened" in row.last_error
-
     @pytest.mark.parametrize(
         ("error", "becomes"),
         [(OSError("no answer"), State.DEAD), (RetryLater(timedelta(hours=1)), State.RETRYING), (Reject("closed"), State.DEAD)],
         ids=["error", "RetryLater", "Reject"],
     )
-    def test_failed_unrepeatable_step_is_taken_again_when_an_operator_retries(self, leased, given, error, becomes):
+    def test_failed_unrepeatable_step_makes_a_dead_letter_and_is_taken_again_when_an_operator_retries(
+        self, leased, given, error, becomes
+    ):
         taken = []
 
         def charge():
@@ -531,8 +518,12 @@ class TestSteps:
                 raise error
 
         deliver(leased(lambda message: message.step("charge", charge, repeatable=False)), given=given)
-        assert the_row().state == becomes
-        decisions.retry("default", the_row().pk)
+        row = the_row()
+        assert row.state == becomes
+        if isinstance(error, OSError):
+            assert row.attempts == 1
+            assert all(words in row.last_error for words in ("'charge'", "no answer", "Check whether it has happened"))
+        decisions.retry("default", row.pk)
         drain(given)
 
         assert (the_row().state, len(taken)) == (State.DONE, 2)
@@ -830,7 +821,9 @@ class TestLostRedisData:
         assert deliver(handler, an_envelope(created_at=utcnow() - timedelta(days=3)), given=given) is Outcome.HANDLED
         assert LeaseMemory.objects.get().remembers_since is None
 
-    def test_message_created_before_a_data_loss_is_quarantined(self, leased, given, redis_server, caplog, signals_sent):
+    def test_message_created_before_a_data_loss_is_quarantined_and_an_operator_may_override_that(
+        self, leased, given, redis_server, caplog, signals_sent
+    ):
         handler, envelope = leased(the_effect), an_envelope()
         deliver(handler, envelope, given=given)
         redis_server.flush()
@@ -843,20 +836,20 @@ class TestLostRedisData:
         assert caplog.text.count("Redis has lost data. Messages") == 1
         assert names_of(signals_sent) == ["message_handled", "message_dead"]
         assert deliver(handler, envelope, given=given) is Outcome.DUPLICATE
+        assert not decisions.retry("default", row.pk)
+        assert decisions.override_maximum_age("default", row.pk)
+        drain(given)
+        assert (the_row().state, effects()) == (State.DONE, 2)
 
-    def test_message_created_after_a_data_loss_is_handled(self, leased, given, redis_server):
+    def test_message_created_after_a_data_loss_or_without_a_time_is_handled_unless_it_is_redelivered(
+        self, leased, given, redis_server
+    ):
         handler = leased(the_effect)
         deliver(handler, given=given)
         redis_server.flush()
         deliver(handler, an_envelope(created_at=utcnow() - timedelta(hours=1)), given=given)
 
         assert deliver(handler, an_envelope(created_at=utcnow() + timedelta(seconds=1)), given=given) is Outcome.HANDLED
-
-    def test_message_without_a_time_is_quarantined_after_a_data_loss_only_if_redelivered(self, leased, given, redis_server):
-        handler = leased(the_effect)
-        deliver(handler, given=given)
-        redis_server.flush()
-
         assert deliver(handler, an_envelope(created_at=None), given=given) is Outcome.HANDLED
         assert deliver(handler, an_envelope(created_at=None), given=given, redelivered=True) is Outcome.DEAD
 
@@ -875,18 +868,6 @@ class TestLostRedisData:
         row = the_row(biz_id="7")
         assert (row.quarantined, effects("7")) == (True, 1)
         assert "has lost data" in row.last_error
-
-    def test_operator_may_override_the_quarantine_after_a_data_loss(self, leased, given, redis_server):
-        handler, envelope = leased(the_effect), an_envelope()
-        deliver(handler, envelope, given=given)
-        redis_server.flush()
-        deliver(handler, envelope, given=given)
-
-        assert not decisions.retry("default", the_row().pk)
-        assert decisions.override_maximum_age("default", the_row().pk)
-        drain(given)
-
-        assert (the_row().state, effects()) == (State.DONE, 2)
 
     def test_failed_message_keeps_its_steps_over_a_data_loss(self, leased, given, redis_server):
         taken = []
