@@ -67,15 +67,16 @@ def test_worker_records_how_long_the_receipts_of_its_tasks_are_kept(a_task, sett
 
 
 class TestBizId:
-    def test_default_biz_id_is_the_task_id(self, a_task):
-        task = a_task(the_effect)
+    def test_default_biz_id_is_the_task_id_and_those_of_two_tasks_are_independent(self, a_task):
+        one, other = a_task(the_effect, name="tests.one"), a_task(the_effect, name="tests.two")
 
-        deliver(task, 1, task_id="t-1")
-        deliver(task, 1, task_id="t-1")
-        deliver(task, 1, task_id="t-2")
+        for task, task_id in ((one, "t-1"), (one, "t-1"), (one, "t-2"), (other, "t-1")):
+            deliver(task, 1, task_id=task_id)
 
-        assert list(InboxMessage.objects.order_by("pk").values_list("biz_id", "duplicates")) == [("t-1", 1), ("t-2", 0)]
-        assert effects() == 2
+        rows = InboxMessage.objects.order_by("pk").values_list("handler", "topic", "biz_id", "duplicates")
+        names = ["celery.tests.one"] * 2, ["celery.tests.two"] * 2
+        assert list(rows) == [(*names[0], "t-1", 1), (*names[0], "t-2", 0), (*names[1], "t-1", 0)]
+        assert effects() == 3
 
     @pytest.mark.parametrize(
         ("biz_id", "args", "kwargs", "known_as"),
@@ -127,16 +128,6 @@ class TestBizId:
 
         assert (state, type(error)) == (states.FAILURE, expected)
         assert (effects(), InboxMessage.objects.count()) == (0, 0)
-
-    def test_biz_ids_of_two_tasks_are_independent(self, a_task):
-        deliver(a_task(the_effect, name="tests.one"), 1, task_id="t-1")
-        deliver(a_task(the_effect, name="tests.two"), 1, task_id="t-1")
-
-        assert effects() == 2
-        assert set(InboxMessage.objects.values_list("handler", "topic")) == {
-            ("celery.tests.one", "celery.tests.one"),
-            ("celery.tests.two", "celery.tests.two"),
-        }
 
     def test_ids_of_any_length_are_deduplicated(self, a_task):
         def take(order_id):
@@ -525,7 +516,10 @@ class TestMessageAge:
         assert first.headers["inbox_sent_at"] == second.headers["inbox_sent_at"]
         assert datetime.fromisoformat(first.headers["inbox_sent_at"]).tzinfo
 
-    def test_delivery_older_than_the_deduplication_window_is_quarantined(self, a_task, signals_sent):
+    def test_delivery_older_than_the_deduplication_window_is_quarantined_and_runs_after_an_operators_override(
+        self, a_task, signals_sent, local_app, current
+    ):
+        current(local_app)
         task = a_task(the_effect, biz_id="order_id")
 
         state, error = deliver(task, "o-1", inbox_sent_at=self.sent_at(days=366))
@@ -535,6 +529,10 @@ class TestMessageAge:
         assert (row.state, row.quarantined, row.attempts) == (State.DEAD, True, 0)
         assert "past the deduplication window" in row.last_error
         assert [name for name, _ in signals_sent] == ["message_dead"]
+        assert not decisions.retry("default", row.pk)
+        assert decisions.override_maximum_age("default", row.pk)
+        assert deliver(task, "o-1", inbox_sent_at=self.sent_at(days=366))[0] == states.SUCCESS
+        assert (the_row().state, effects()) == (State.DONE, 1)
 
     def test_old_delivery_whose_row_still_exists_is_a_duplicate(self, a_task):
         task = a_task(the_effect, biz_id="order_id")
@@ -542,16 +540,6 @@ class TestMessageAge:
 
         assert deliver(task, "o-1", inbox_sent_at=self.sent_at(days=366)) == (states.SUCCESS, {"order": "o-1"})
         assert the_row().duplicates == 1
-
-    def test_quarantined_delivery_runs_after_an_operators_override(self, a_task, local_app, current):
-        current(local_app)
-        task = a_task(the_effect, biz_id="order_id")
-        deliver(task, "o-1", inbox_sent_at=self.sent_at(days=366))
-        assert not decisions.retry("default", the_row().pk)
-        assert decisions.override_maximum_age("default", the_row().pk)
-
-        assert deliver(task, "o-1", inbox_sent_at=self.sent_at(days=366))[0] == states.SUCCESS
-        assert (the_row().state, effects()) == (State.DONE, 1)
 
     @pytest.mark.parametrize("eta", [{"days": 1}, {"days": 29}])
     def test_age_of_a_task_with_an_eta_counts_from_its_eta(self, a_task, eta):
