@@ -403,6 +403,9 @@ class TestDecisions:
         drain()
         assert deciding.missing(the_run()) == (TOPICS[2],)
         assert the_run().row.state == "dead"
+        retry("default", dead.row_id)
+        drain()
+        assert (the_run().row.state, effects()) == ("dead", [])
 
     def test_extended_run_waits_until_the_new_deadline_and_is_dead_again_then(self, dead):
         deciding.extend("default", dead.pk, timedelta(hours=1), by="by anna")
