@@ -170,6 +170,28 @@ class TestShedding:
         assert [numbers(shedding.take(0.0)) for _ in range(2)] == [[7], [CHECKED_AT_ONCE]]
 
 
+class TestEndedChannels:
+    def test_deliveries_of_an_ended_channel_are_dropped(self):
+        lane, ended = a_lane(), Acks(None, multiple=True)
+        put(lane, 0, 1, acks=ended)
+        put(lane, 2, 3)
+
+        ended.is_open = False
+
+        assert lane.drop_ended() == 2
+        assert [numbers(lane.take(0.0)) for _ in range(3)] == [[2], [3], []]
+
+    def test_unfinished_load_of_an_ended_channel_is_not_taken_again(self):
+        lane, ended = a_lane(), Acks(None, multiple=True)
+        put(lane, 0, acks=ended)
+        load = lane.take(0.0)
+
+        ended.is_open = False
+        lane.put_back(load, 10.0, backoff=0.0)
+
+        assert len(lane) == 0
+
+
 class TestUndecidedDeliveries:
     def test_an_undecided_load_is_retried_by_one_worker_until_a_delivery_is_done(self):
         lane = a_lane(5)

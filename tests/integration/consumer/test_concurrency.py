@@ -52,9 +52,12 @@ from tests.support.deliveries import (
     OPTIONS,
     TOPIC,
     an_envelope,
+    at_once,
+    deliver,
     drain,
     effects,
     make_due,
+    options,
     the_effect,
     the_row,
 )
@@ -364,6 +367,21 @@ class TestAcknowledging:
 
         assert effects_by_name() == dict.fromkeys(names(20), 1)
         assert the_row(biz_id="slow").duplicates == 60
+
+    def test_copy_of_a_message_that_another_process_still_handles_is_deferred_without_waiting_again(self, handles):
+        handler = handles(the_effect)
+        envelope = an_envelope(biz_id="slow", id="slow")
+        short, long = timedelta(seconds=1), timedelta(seconds=20)
+
+        with transaction.atomic():
+            arrivals.begin_fresh("default", [read(handler, envelope, OPTIONS).row], OPTIONS.DUPLICATE_TIMEOUT)
+            (first,) = at_once([lambda: deliver(handler, envelope, given=options(DUPLICATE_TIMEOUT=short))])
+            begun_at = monotonic()
+            (second,) = at_once([lambda: deliver(handler, envelope, given=options(DUPLICATE_TIMEOUT=long))])
+            waited = monotonic() - begun_at
+
+        assert (first, second) == (Outcome.DEFERRED, Outcome.DEFERRED)
+        assert waited < long.total_seconds() / 2
 
     def test_copy_is_decided_about_when_the_running_message_has_ended(self, handles, monkeypatch):
         """Not only when its deferral is over, which grows up to half a minute."""
