@@ -60,57 +60,30 @@ def mixed(*, key=lambda n: ""):
 
 
 class TestFullQueue:
-    def test_full_queue_pauses_its_own_topic_while_another_is_published(self, rabbitmq_url, full, caplog):
+    def test_full_queue_pauses_its_own_topic_while_another_is_published_and_until_it_has_room(self, rabbitmq_url, full, caplog):
         mixed()
         with Queue(rabbitmq_url, GOOD) as others, relaying(rabbitmq_url, **AFTER_A_REFUSAL):
-            arrived = others.take(OTHERS)
+            assert len(others.take(OTHERS)) == OTHERS
             wait_until(lambda: in_state(BAD, State.PUBLISHED) == ROOM)
-
-            assert len(arrived) == OTHERS
-            wait_until(lambda: said(caplog, PAUSED))
-            tried = of(BAD).filter(attempts__gt=0).count()
-            assert tried < REFUSED / 2, "most of them were paused without having been sent"
-            wait_until(lambda: of(BAD).filter(attempts=0, state=State.PAUSED, last_error="").exists())
-
-    def test_paused_topic_counts_attempts_only_for_messages_that_were_sent(self, rabbitmq_url, full, caplog):
-        mixed()
-        with relaying(rabbitmq_url, **AFTER_A_REFUSAL):
             wait_until(lambda: said(caplog, PAUSED))
             tries = len(nacks(caplog))
             wait_until(lambda: len(nacks(caplog)) > tries + 20)
-        attempts = dict(of(BAD).exclude(state=State.PUBLISHED).values_list("message_id", "attempts"))
+            tried = of(BAD).filter(attempts__gt=0).count()
+            assert tried < REFUSED / 2, "most of them were paused without having been sent"
+            wait_until(lambda: of(BAD).filter(attempts=0, state=State.PAUSED, last_error="").exists())
+        attempts = of(BAD).filter(attempts__gt=0).exclude(state=State.PUBLISHED).values_list("message_id", "attempts")
+        assert {str(name): count for name, count in attempts} == dict(Counter(nacks(caplog)))
+        assert (len(said(caplog, PAUSED)), said(caplog, RESUMED)) == (1, [])
 
-        tried = Counter(nacks(caplog))
-        assert {str(name): count for name, count in attempts.items() if count} == dict(tried)
-
-    def test_all_messages_are_published_once_the_queue_has_room(self, rabbitmq_url, full, caplog):
-        mixed()
-        with Queue(rabbitmq_url, GOOD) as others, relaying(rabbitmq_url, **AFTER_A_REFUSAL):
-            others.take(OTHERS)
-            wait_until(lambda: said(caplog, PAUSED))
-            # From here on every message reaches this queue as well; those that the full one refuses, more than once.
-            with Queue(rabbitmq_url, BAD, name="roomy") as roomy:
-                arrived = full.take_all()
-                full._bound.delete()
-                wait_until(lambda: set(states()) == {State.PUBLISHED})
-                arrived += roomy.take_all()
+        # From here on every message reaches this queue as well; those that the full one refuses, more than once.
+        with Queue(rabbitmq_url, BAD, name="roomy") as roomy, relaying(rabbitmq_url, **AFTER_A_REFUSAL):
+            arrived = full.take_all()
+            full._bound.delete()
+            wait_until(lambda: set(states()) == {State.PUBLISHED})
+            arrived += roomy.take_all()
 
         assert len(set(ids(arrived))) == REFUSED
         assert of(BAD).filter(attempts=1).count() > REFUSED / 3, "those were published at their first attempt"
-
-    def test_pause_is_logged_once_when_it_begins_and_once_when_it_ends(self, rabbitmq_url, full, caplog):
-        published_many(200, BAD)
-        with relaying(rabbitmq_url, **AFTER_A_REFUSAL):
-            wait_until(lambda: said(caplog, PAUSED))
-            tries = len(nacks(caplog))
-            wait_until(lambda: len(nacks(caplog)) > tries + 10)
-            assert len(said(caplog, PAUSED)) == 1
-            assert not said(caplog, RESUMED)
-
-            with Queue(rabbitmq_url, BAD, name="second way out"):
-                full._bound.delete()
-                wait_until(lambda: set(states()) == {State.PUBLISHED})
-
         assert [len(said(caplog, words)) for words in (PAUSED, RESUMED)] == [1, 1]
 
     def test_full_queue_keeps_the_order_of_every_key(self, rabbitmq_url, full):

@@ -39,7 +39,6 @@ from tests.support.relaying import (
     TOPIC,
     a_backlog,
     connected,
-    drained,
     ids,
     in_hand,
     in_threads,
@@ -125,24 +124,16 @@ def claimed_elsewhere():
     return claimed
 
 
-def test_two_concurrent_relays_publish_every_message_once(peer):
+def test_two_concurrent_relays_publish_every_message_once_and_keep_the_order_of_every_key(peer):
     messages = a_backlog(A_LOT)
 
-    with relaying(peer.url, relays=2, BATCH_SIZE=20) as relays:
+    with relaying(peer.url, relays=2, BATCH_SIZE=7) as relays:
         wait_until(lambda: peer.connections == 2)
         wait_until(lambda: not waiting())
 
     assert Counter(ids(peer.published)) == Counter(ids(messages))
     assert sum(relay.published for relay in relays) == A_LOT
     assert peer.connections == 2
-
-
-def test_two_concurrent_relays_keep_the_order_of_every_key(peer):
-    messages = a_backlog(A_LOT)
-
-    with relaying(peer.url, relays=2, BATCH_SIZE=7):
-        wait_until(lambda: not waiting())
-
     position = {str(message.id): message.position for message in messages}
     by_key = {}
     for arrived in list(peer.published):
@@ -360,35 +351,6 @@ class TestIndexes:
         published_many(50, key=lambda n: f"k{n % 20}")
         analyse()
 
-    def test_ready_messages_are_read_by_index_from_the_floor_upwards(self, published_before):
-        with transaction.atomic():
-            looking, reading, locking = explained(lambda: in_hand(500))
-
-        assert "Tid Scan" in locking
-        assert "Seq Scan on outbox_outboxmessage" not in locking
-        for plan, secondary in ((looking, "outbox_made_ready"), (reading, "outbox_ready_secondary")):
-            assert "outbox_stream" in plan
-            assert secondary in plan
-            assert "Seq Scan on outbox_outboxmessage" not in plan
-            assert "Sort Key: m." not in plan, "the index gives the order"
-        assert "outbox_retrying" in looking
-        assert re.search(r"Index Cond: \(\(shard = [^\n]* AND \(id > ", looking), "a floor is where the index scan begins"
-        assert re.search(r"Index Cond: \(\(m?\.?shard = [^\n]* AND \(m?\.?id > ", reading), reading
-
-    def test_pass_reads_no_row_but_its_own_in_a_table_without_statistics(self):
-        """A backlog that came since the last ANALYZE looks small to PostgreSQL, which would read all of it."""
-        filled(State.READY, 20_000)
-
-        def whole_pass():
-            with transaction.atomic():
-                rows = in_hand(limits=Bounds(HOUR, is_repeatable=True))
-                settling.settle("default", Settlement(published=[row.position for row in rows]))
-
-        plans = explained(whole_pass)
-
-        assert len(plans) == 4
-        assert "Seq Scan on outbox_outboxmessage" not in "".join(plans)
-
     def test_promote_and_release_use_no_join_with_stale_statistics(self, published_before):
         """PostgreSQL would execute a subquery with a LIMIT again for every row of a join it believes to have one row."""
         published_many(5_000, key=lambda n: f"k{n % 20}")
@@ -425,17 +387,6 @@ class TestIndexes:
         assert sum("outbox_paused" in plan for plan in plans) >= 4, plans
         for plan in plans:
             assert "Seq Scan on outbox_outboxmessage" not in plan, plan
-
-    def test_promoting_due_messages_does_not_read_those_due_later(self, published_before):
-        """A relay asks many times a second, and must not read a million messages scheduled for tomorrow each time."""
-        OutboxMessage.objects.filter(state=State.PUBLISHED).update(
-            state=State.SCHEDULED, available_at=DatabaseTime(HOUR), settled_at=None, day=LIVE
-        )
-        analyse()
-
-        [plan] = explained(lambda: settling.make_scheduled_ready("default", 1_000))
-
-        assert re.search(r"Index Scan using outbox_due [^\n]*\n\s+Index Cond: \(?.*available_at <= ", plan), plan
 
     def test_indexes_are_used_when_the_statistics_are_of_an_empty_table(self):
         analyse()
@@ -614,66 +565,51 @@ class TestPinnedVacuumHorizon:
             floors.saw(max(max(row.position, row.ready_position) for row in rows))
         return costs
 
-    @staticmethod
-    def backlog(number):
-        if number == 0:
-            filled("ready", 20_500)
-
-    @staticmethod
-    def prioritised_backlog(number):
-        if number == 0:
-            filled("ready", 20_500, is_secondary=True)
-
-    @staticmethod
-    def prioritised(number):
-        published_many(300, priority=lambda n: 1 + n % 9)
-
-    @staticmethod
-    def delayed(number):
-        filled("scheduled", 500)
-        scheduled = OutboxMessage.objects.filter(state=State.SCHEDULED).values_list("pk", flat=True)
-        scheduling.fire("default", dict.fromkeys(scheduled, ""))
-
-    @staticmethod
-    def retried(number):
-        if number == 0:
-            filled("retrying", 20_000, due="now() - interval '1 hour' + make_interval(secs => n / 500)")
-
     @pytest.mark.parametrize("kind", ["backlog", "prioritised_backlog", "prioritised", "delayed", "retried"])
     def test_pages_read_per_pass_do_not_grow_with_the_number_of_messages(self, pinned, kind):
-        costs = self.pages_by_pass(40, with_floors=True, write=getattr(self, kind))
+        costs = self.pages_by_pass(40, with_floors=True, write=KINDS[kind])
 
         assert median(costs[-10:]) < 1.5 * median(costs[5:15]), costs
 
-    def pages_by_sweep(self, since):
-        """The pages read by each sweep of the timer. Before each, 500 more messages that were due a minute ago become ready."""
-        costs = []
-        for _ in range(20):
-            filled("scheduled", 500, due="now() - interval '1 minute'")
-            scheduled = OutboxMessage.objects.filter(state=State.SCHEDULED, available_at__lt=DatabaseTime())
-            scheduling.fire("default", dict.fromkeys(scheduled.values_list("pk", flat=True), ""))
-            sweep = partial(scheduling.upcoming, "default", {}, -timedelta(seconds=0.2), 500, since=since)
-            with transaction.atomic():
-                costs.append(sum(map(pages_of, measured(sweep))))
-        return costs
-
-    def test_pages_read_per_sweep_of_recent_messages_do_not_grow_with_those_made_ready(self, pinned):
-        filled("scheduled", 1, due="now() + interval '1 hour'")
-        costs = self.pages_by_sweep(timedelta(seconds=5))
-
-        assert median(costs[-5:]) < 1.5 * median(costs[5:10]), costs
-
-    def test_pages_read_per_sweep_of_all_messages_grow_with_those_made_ready(self, pinned):
-        filled("scheduled", 1, due="now() + interval '1 hour'")
-        costs = self.pages_by_sweep(None)
-
-        assert median(costs[-5:]) > 1.5 * median(costs[5:10]), costs
-
     @pytest.mark.parametrize("kind", ["backlog", "prioritised", "delayed", "retried"])
     def test_pages_read_per_pass_grow_without_floors_with_the_number_of_messages(self, pinned, kind):
-        costs = self.pages_by_pass(40, with_floors=False, write=getattr(self, kind))
+        costs = self.pages_by_pass(40, with_floors=False, write=KINDS[kind])
 
         assert median(costs[-10:]) > 2 * median(costs[5:15]), costs
+
+    def test_pages_read_per_sweep_of_recent_messages_do_not_grow_with_those_made_ready_and_of_all_do(self, pinned):
+        """Before each sweep of the timer, 500 more messages that were due a minute ago become ready."""
+        filled("scheduled", 1, due="now() + interval '1 hour'")
+        recent, every = [], []
+        for _ in range(20):
+            filled("scheduled", 500, due="now() - interval '1 minute'")
+            fire_what_is_scheduled(available_at__lt=DatabaseTime())
+            for costs, since in ((recent, timedelta(seconds=5)), (every, None)):
+                sweep = partial(scheduling.upcoming, "default", {}, -timedelta(seconds=0.2), 500, since=since)
+                with transaction.atomic():
+                    costs.append(sum(map(pages_of, measured(sweep))))
+
+        assert median(recent[-5:]) < 1.5 * median(recent[5:10]), recent
+        assert median(every[-5:]) > 1.5 * median(every[5:10]), every
+
+
+def fire_what_is_scheduled(**which):
+    scheduled = OutboxMessage.objects.filter(state=State.SCHEDULED, **which).values_list("pk", flat=True)
+    scheduling.fire("default", dict.fromkeys(scheduled, ""))
+
+
+def at_first(write):
+    return lambda number: write() if number == 0 else None
+
+
+KINDS = {
+    "backlog": at_first(partial(filled, "ready", 20_500)),
+    "prioritised_backlog": at_first(partial(filled, "ready", 20_500, is_secondary=True)),
+    "prioritised": lambda number: published_many(300, priority=lambda n: 1 + n % 9),
+    "delayed": lambda number: (filled("scheduled", 500), fire_what_is_scheduled()),
+    "retried": at_first(partial(filled, "retrying", 20_000, due="now() - interval '1 hour' + make_interval(secs => n / 500)")),
+}
+"""What is written before each pass, by its number."""
 
 
 def test_autovacuum_is_triggered_by_a_number_of_dead_rows_not_a_share():
@@ -712,21 +648,6 @@ def for_each_statement(action, explain):
     with connection.execute_wrapper(wrapper):
         action()
     return plans
-
-
-class TestBehindDeadHeads:
-    """Messages that may not be sent must not hide those that may."""
-
-    def test_message_without_a_key_is_published_while_dead_heads_hold_400_keys(self, peer):
-        published_many(400, key=lambda n: f"key-{n}")
-        OutboxMessage.objects.update(state=State.DEAD)
-        published_many(400, key=lambda n: f"key-{n}")
-        free = published()
-
-        drained(peer.url)
-
-        assert ids(peer.published) == ids([free])
-        assert Counter(states()) == {State.DEAD: 400, State.WAITING: 400, State.PUBLISHED: 1}
 
 
 @st.composite
@@ -879,16 +800,23 @@ class TestFloors:
 class TestWriters:
     """Floors wait for them, so a writer must be seen from when it has a position until its rows are visible."""
 
-    def seen_while(self, write):
-        """How many writers are seen while another transaction that has called `write` is open."""
+    @pytest.mark.parametrize(
+        ("write", "seen"),
+        [
+            (partial(publish, TOPIC, {}), 1),
+            (partial(publish_many, [Draft(TOPIC, {})] * 3), 1),
+            (partial(publish_many, [Draft(TOPIC, {})] * 30), 1),
+            (OutboxMessage.objects.count, 0),
+            (partial(Effect.objects.create, name="elsewhere"), 0),
+        ],
+        ids=["publish", "a few", "many", "read", "another table"],
+    )
+    def test_writers_are_the_other_open_transactions_that_have_published(self, write, seen):
         with open_transaction(write):
-            return len(claiming.writers("default"))
-
-    def test_writers_include_a_transaction_that_published_and_has_not_committed(self):
-        assert self.seen_while(lambda: publish(TOPIC, {})) == 1
-        assert self.seen_while(lambda: publish_many([Draft(TOPIC, {})] * 3)) == 1
-        assert self.seen_while(lambda: publish_many([Draft(TOPIC, {})] * 30)) == 1
-        assert claiming.writers("default") == frozenset()
+            assert len(claiming.writers("default")) == seen
+        with transaction.atomic():
+            publish(TOPIC, {})
+            assert claiming.writers("default") == frozenset(), "the asking transaction is none of them"
 
     def test_writers_include_a_transaction_with_positions_drawn_before_its_copy(self, monkeypatch):
         drawn, go_on = threading.Event(), threading.Event()
@@ -905,12 +833,3 @@ class TestWriters:
                 assert len(claiming.writers("default")) == 1
             finally:
                 go_on.set()
-
-    def test_writers_exclude_transactions_that_read_or_write_another_table(self):
-        assert self.seen_while(OutboxMessage.objects.count) == 0
-        assert self.seen_while(lambda: Effect.objects.create(name="elsewhere")) == 0
-
-    def test_writers_exclude_the_asking_transaction(self):
-        with transaction.atomic():
-            publish(TOPIC, {})
-            assert claiming.writers("default") == frozenset()

@@ -1,6 +1,5 @@
 """History is stored apart from live messages: partitions, concurrent sessions, unique messages and housekeeping."""
 
-import random
 import time
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -220,12 +219,12 @@ class TestWhereAMessageIs:
         named = [sql for sql in seen if f"FROM {TABLE} " in sql.replace('"', "") or f"INTO {TABLE} " in sql]
         assert [sql for sql in named if not sql.startswith(f"WITH {TABLE} AS (DELETE FROM {LIVE_PART} ")] == []
 
-    def test_history_is_read_without_the_partition_of_live_messages(self):
-        assert LIVE_PART not in str(executed(f"EXPLAIN SELECT count(*) FROM {TABLE} WHERE day >= {FIRST_DAY}"))
-
-    def test_live_states_are_read_without_history(self):
-        for condition in ("state = 'ready'", "state IN ('retrying', 'dead')"):
-            assert HISTORY not in str(executed(f"EXPLAIN SELECT count(*) FROM {TABLE} WHERE {condition}"))
+    @pytest.mark.parametrize(
+        ("condition", "left_out"),
+        [(f"day >= {FIRST_DAY}", LIVE_PART), ("state = 'ready'", HISTORY), ("state IN ('retrying', 'dead')", HISTORY)],
+    )
+    def test_history_is_read_without_live_messages_and_live_states_without_history(self, condition, left_out):
+        assert left_out not in str(executed(f"EXPLAIN SELECT count(*) FROM {TABLE} WHERE {condition}"))
 
 
 def settle_as(state, message):
@@ -314,15 +313,6 @@ def a_settle_of(message):
 
 
 class TestUnique:
-    @every_database
-    def test_published_message_is_found_in_history(self):
-        first = settled(published(biz_id="order-1", unique=True))
-
-        again = published(biz_id="order-1", unique=True)
-
-        assert (again.id, again.created, again.state) == (first.id, False, State.PUBLISHED)
-        assert OutboxMessage.objects.count() == 1
-
     @override_settings(ROOT_URLCONF="tests.support.http_urls", OUTBOX={"HTTP": HTTP})
     def test_repeated_request_for_a_delayed_message_in_history_reads_few_rows(self):
         """It was published long before it was settled, so the positions around it in history are much higher."""
@@ -343,13 +333,6 @@ class TestUnique:
 
         assert (again.status_code, again.json()["id"], again.json()["state"]) == (200, first["id"], "published")
         assert rows_read(TABLE) - before < 100
-
-    @every_database
-    def test_expired_message_in_history_does_not_prevent_a_new_unique_message(self):
-        first = in_state(State.EXPIRED, biz_id="order-1", unique=True)
-
-        assert published(biz_id="order-1", unique=True).created
-        assert state_of(first) == State.EXPIRED
 
     @pytest.mark.parametrize("end", ["commit", "rollback"])
     def test_publish_waits_for_a_concurrent_settle_and_finds_its_message(self, end):
@@ -388,6 +371,30 @@ class TestUnique:
 
         assert OutboxMessage.objects.count() == 1
 
+    @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+    def test_unique_message_cancelled_since_the_snapshot_is_replaced_once(self, level):
+        first = published(biz_id="order-1", unique=True, delay=DAY)
+        with a_snapshot(level):
+            with in_threads(lambda: cancel(first.id)):
+                pass
+            assert state_of(first) == State.SCHEDULED
+            second, found = (publish(TOPIC, {}, biz_id="order-1", unique=True) for _ in range(2))
+
+        assert second.created
+        assert (found.id, found.created, found.state) == (second.id, False, State.READY)
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+    def test_restore_leaves_the_message_that_was_replaced_since_the_snapshot(self, level):
+        messages = [in_state(State.CANCELLED, biz_id=f"order-{n}", unique=True) for n in range(8)]
+        with a_snapshot(level):
+            with in_threads(lambda: published(biz_id="order-3", unique=True)):
+                pass
+            decided = decision_rows.decide("default", RESTORE, [message.position for message in messages])
+
+        assert (len(decided.became), len(decided.left)) == (7, 1)
+        assert [message.biz_id for message in messages if state_of(message) == State.CANCELLED] == ["order-3"]
+
     @pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
     def test_unique_message_with_a_new_biz_id_is_published_at_every_isolation_level(self, level):
         settled(published(biz_id="order-1", unique=True))
@@ -411,38 +418,6 @@ class TestUnique:
 
         assert (decision.state, "unique=True" in decision.why) == (State.CANCELLED, True)
         assert state_of(message) == State.CANCELLED
-
-    @pytest.mark.long
-    def test_biz_ids_published_settled_cancelled_and_restored_concurrently_stay_unique(self):
-        """Each message is published or cancelled at random, so a cancelled one often meets a published one of its biz-id."""
-        names = [f"order-{n}" for n in range(10)]
-        in_state(State.CANCELLED, biz_id=names[0], unique=True)
-        stop = StopRequest()
-
-        def publishing():
-            for n in range(120):
-                published(biz_id=names[n % 10], unique=True)
-
-        def settling_them():
-            while not stop:
-                for position in OutboxMessage.objects.filter(state=State.READY).values_list("pk", flat=True):
-                    with transaction.atomic():
-                        if random.random() < 0.3:
-                            settling.settle("default", Settlement(published=[position]))
-                        else:
-                            decision_rows.decide("default", CANCEL, [position])
-
-        def restoring_them():
-            while not (stop and TrailEntry.objects.filter(was=State.CANCELLED, became=State.READY).exists()):
-                given_up = OutboxMessage.objects.filter(state=State.CANCELLED).values_list("pk", flat=True)
-                decision_rows.decide("default", RESTORE, list(given_up))
-
-        with in_threads(settling_them, restoring_them, stop=stop), in_threads(publishing, publishing):
-            pass
-
-        for name in names:
-            ours = OutboxMessage.objects.filter(biz_id=name).exclude(state__in=[State.CANCELLED, State.EXPIRED])
-            assert ours.count() <= 1, name
 
     def test_message_of_another_protocol_with_a_message_id_in_history_is_not_inserted(self):
         first = settled(published())
@@ -654,9 +629,6 @@ class TestHousekeeping:
 
         assert read < 100
 
-    def test_owner_of_the_tables_causes_no_warning(self):
-        assert not {"outbox.W007", "inbox.W008"} & {warning.id for warning in run_checks(databases=["default"])}
-
     def test_unexpected_failure_of_the_housekeeping_is_reported_once_and_tried_again(self, monkeypatch, caplog):
         def fail(*args):
             raise ZeroDivisionError
@@ -670,21 +642,6 @@ class TestHousekeeping:
 
         assert sum(record.levelname == "ERROR" for record in caplog.records) == 1
         assert DAYS.existing("default")
-
-    def test_dropping_a_day_leaves_no_dead_rows(self, today):
-        def dead_rows():
-            executed("SELECT pg_stat_force_next_flush()")
-            others = "relname LIKE %s AND relname <> %s"
-            ((count,),) = executed(f"SELECT sum(n_dead_tup) FROM pg_stat_user_tables WHERE {others}", [f"{TABLE}%", LIVE_PART])
-            return count
-
-        before = dead_rows()  # those of earlier tests
-        DAYS.make("default", today)
-        a_history(2000)
-
-        assert history.HISTORY.drop_day("default", today)
-
-        assert dead_rows() <= before
 
 
 @pytest.mark.django_db

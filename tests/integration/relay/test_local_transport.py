@@ -214,19 +214,6 @@ class TestFailing:
 
 class TestProcesses:
     @pytest.mark.every_database
-    def test_inbox_consume_runs_what_a_relay_handed_over(self, relay_process):
-        with relay_process("--drain") as relay, relay_process(name="inbox_consume") as runner:
-            runner.until(lambda: "runner: running stored messages" in runner.said())
-            job("work")
-            while state() is None:
-                relay.ends()
-                relay.start()
-            runner.until(lambda: state() == State.DONE)
-            assert runner.end() == 0
-
-        assert effects("job") == 1
-
-    @pytest.mark.every_database
     def test_a_message_that_kills_its_process_runs_out_of_attempts(self, relay_process):
         job("kill the process")
         with relay_process(MAX_ATTEMPTS=2, REDELIVERY_AFTER=SHORT) as process:

@@ -81,19 +81,19 @@ def callback():
     registry.remove("tests.callback")
 
 
-def test_lost_settlements_are_repeated_and_every_effect_happens_once(lost, broker, handles):
+def test_lost_settlements_are_repeated_with_their_callbacks_and_every_effect_happens_once(lost, broker, handles, callback):
     handler = handles(the_effect)
     messages = [published(key="k", biz_id=f"order-{n}") for n in range(SOME)]
 
     one_pass(broker)
-    assert states() == [State.PUBLISHED] * SOME
+    assert (states(), PendingCallback.objects.count()) == ([State.PUBLISHED] * SOME, SOME)
     lost()
 
-    assert states() == [State.READY] * SOME, "the outcomes were lost, and no message"
+    assert (states(), PendingCallback.objects.count()) == ([State.READY] * SOME, 0), "the outcomes were lost, and no message"
     one_pass(broker)
     for envelope in broker.taken:
         deliver(handler, envelope)
-    assert states() == [State.PUBLISHED] * SOME
+    assert (states(), PendingCallback.objects.count()) == ([State.PUBLISHED] * SOME, SOME)
     assert [envelope.id for envelope in broker.taken] == [str(message.id) for message in messages] * 2, "in order"
     assert effects() == SOME
 
@@ -109,16 +109,6 @@ def test_a_commit_that_follows_makes_settlements_durable(lost, broker):
     assert OutboxMessage.objects.get(state=State.READY).message_id == later.id
 
 
-def test_a_unique_message_stays_the_only_one_after_its_settlement_was_lost(lost, broker):
-    first = published(biz_id="order-1", unique=True)
-    one_pass(broker)
-    lost()
-
-    again = published(biz_id="order-1", unique=True)
-
-    assert (again.id, again.created, again.state) == (first.id, False, State.READY)
-
-
 def test_publish_that_found_a_published_message_makes_its_settlement_durable(lost, broker):
     first = published(biz_id="order-1", unique=True)
     one_pass(broker)
@@ -128,17 +118,6 @@ def test_publish_that_found_a_published_message_makes_its_settlement_durable(los
     lost()
 
     assert states() == [State.PUBLISHED]
-
-
-def test_pending_callbacks_are_lost_and_repeated_together_with_the_settlement(lost, broker, callback):
-    published()
-    one_pass(broker)
-    assert PendingCallback.objects.count() == 1
-    lost()
-
-    assert (states(), PendingCallback.objects.count()) == ([State.READY], 0)
-    one_pass(broker)
-    assert (states(), PendingCallback.objects.count()) == ([State.PUBLISHED], 1)
 
 
 def test_a_scheduled_message_is_made_ready_again(lost, broker):

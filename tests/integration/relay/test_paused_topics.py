@@ -12,13 +12,14 @@ from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.transport.interface import PublishOutcome, Verdict
-from outbox import TopicState, cancel, pause, publish_now, reschedule, resume
+from outbox import TopicState, pause, publish_now, reschedule, resume
 from outbox.errors import InvalidMessage
 from outbox.models import OutboxMessage, PausedTopic, TrailEntry
 from outbox.states import State
 from outbox.store import claiming, paused_topics, settling
 from outbox.store.dialect import LIVE_PART
 from tests.support.relaying import (
+    all_published,
     connected,
     drained,
     ids,
@@ -165,12 +166,6 @@ class TestPausedMessage:
         assert state_of(message) == State.PAUSED
         return message
 
-    def test_paused_message_can_be_cancelled(self, peer, message):
-        assert cancel(message.id)
-        resume(BAD)
-        drained(peer.url)
-        assert (state_of(message), peer.published) == (State.CANCELLED, [])
-
     def test_paused_message_can_be_rescheduled_and_is_paused_again_when_it_is_due(self, peer, message):
         assert reschedule(message.id, delay=HOUR)
         assert state_of(message) == State.SCHEDULED
@@ -186,13 +181,6 @@ class TestPausedMessage:
         drained(peer.url)
         assert state_of(message) == State.PUBLISHED
 
-    def test_paused_message_expires_when_its_topic_is_resumed_too_late(self, peer, message):
-        set_columns(message, expires_at=DatabaseTime(-HOUR))
-        resume(BAD)
-        drained(peer.url)
-
-        assert (state_of(message), peer.published) == (State.EXPIRED, [])
-
     def test_later_messages_of_the_key_of_a_paused_message_wait_whatever_their_topic(self, peer):
         first, second, free = published(BAD, key="k"), published(GOOD, key="k"), published(GOOD, key="other")
         pause(BAD)
@@ -205,14 +193,17 @@ class TestPausedMessage:
 
         assert [name for name in ids(peer.published) if name != str(free.id)] == ids([first, second, third])
 
-    def test_only_trail_all_records_that_a_message_was_paused_and_resumed(self, peer, settings):
+    def test_drain_sends_all_messages_of_a_topic_that_is_resumed_and_only_trail_all_records_the_pause(self, peer, settings):
         for trail, recorded in (("decisions", 0), ("all", 2)):
             settings.OUTBOX = {**settings.OUTBOX, "TRAIL": trail}
-            message = published(BAD)
+            message, *others = many(300)
             pause(BAD)
             drained(peer.url)
+            assert count(BAD, State.PAUSED) == 300
             resume(BAD)
             drained(peer.url)
+            assert all_published([message, *others])
+            assert not PausedTopic.objects.exists()
             entries = TrailEntry.objects.filter(message_id=message.id).values_list("was", "became")
             assert sum(State.PAUSED in entry for entry in entries) == recorded
 
@@ -324,20 +315,15 @@ class TestResuming:
 
         assert batches == [10, 20, 40, 80, 160, 320, 500, 170]
 
-    def test_next_batch_waits_until_half_of_the_last_one_has_left(self):
+    def test_next_batch_waits_until_half_of_the_last_one_has_left_or_for_some_seconds(self):
         self.resuming(100)
-        assert paused_topics.resume_some("default", BAD, 500) == 10
-        assert paused_topics.resume_some("default", BAD, 500) == 0
+        assert [paused_topics.resume_some("default", BAD, 500) for _ in range(2)] == [10, 0]
 
         left = of(BAD, State.READY).values_list("pk", flat=True)
         of(BAD).filter(pk__in=list(left[:5])).update(state=State.PUBLISHED, day=day_of("default"))
         assert paused_topics.resume_some("default", BAD, 500) == 20
-
-    def test_batch_that_does_not_leave_stops_the_others_for_seconds_only(self):
-        self.resuming(100)
-        assert paused_topics.resume_some("default", BAD, 500) == 10
         PausedTopic.objects.update(probe_at=DatabaseTime(-HOUR))
-        assert paused_topics.resume_some("default", BAD, 500) == 20
+        assert paused_topics.resume_some("default", BAD, 500) == 40
 
     def test_messages_whose_row_was_deleted_by_hand_are_resumed(self, peer, caplog):
         many(10)
@@ -350,17 +336,6 @@ class TestResuming:
 
         assert "which may have been deleted by hand" in caplog.text
         assert count(GOOD, State.PAUSED) == 1
-
-    def test_drain_sends_all_messages_of_a_topic_that_is_resumed(self, peer):
-        many(300)
-        pause(BAD)
-        drained(peer.url)
-        assert count(BAD, State.PAUSED) == 300
-        resume(BAD)
-        drained(peer.url)
-
-        assert count(BAD, State.PUBLISHED) == 300
-        assert not PausedTopic.objects.exists()
 
 
 class TestCost:
@@ -407,14 +382,6 @@ class TestConcurrency:
             others = many(50, topic=GOOD)
             wait_until(lambda: {state_of(one) for one in others[::10]} == {State.PUBLISHED})
 
-    def test_topic_that_is_paused_in_an_open_transaction_for_the_first_time_holds_up_no_relay(self, peer, room):
-        many(50)
-        with open_transaction(lambda: pause(BAD, by="ada")), relaying(peer.url, RETRY_BASE=HOUR, RETRY_CAP=HOUR):
-            wait_until(lambda: count(BAD, State.RETRYING) == 50)
-            other = published(GOOD)
-            wait_until(lambda: state_of(other) == State.PUBLISHED)
-        assert the_pause().paused_by == "ada"
-
     def test_row_is_not_deleted_while_a_pass_makes_messages_paused(self):
         """The pass has read the paused topics before the topic was resumed."""
         message = published(BAD)
@@ -434,6 +401,14 @@ class TestConcurrency:
         with transaction.atomic():
             in_a_pass()
         assert state_of(message) == State.READY, "it was not left behind"
+
+    def test_topic_that_is_paused_in_an_open_transaction_for_the_first_time_holds_up_no_relay(self, peer, room):
+        many(50)
+        with open_transaction(lambda: pause(BAD, by="ada")), relaying(peer.url, RETRY_BASE=HOUR, RETRY_CAP=HOUR):
+            wait_until(lambda: count(BAD, State.RETRYING) == 50)
+            other = published(GOOD)
+            wait_until(lambda: state_of(other) == State.PUBLISHED)
+        assert the_pause().paused_by == "ada"
 
     def test_relay_that_deletes_the_row_sees_what_a_pass_has_just_paused(self):
         message = published(BAD)

@@ -84,12 +84,6 @@ def left_behind(pgbouncer):
     return found
 
 
-def test_connections_of_these_tests_go_through_pgbouncer(pgbouncer):
-    published()
-
-    assert any(server["database"] == connection.settings_dict["NAME"] for server in pgbouncer.show("servers"))
-
-
 def test_concurrent_duplicates_have_one_effect(handles):
     handler = handles(the_effect)
     envelope = an_envelope()

@@ -88,7 +88,7 @@ class TestSelection:
         pass
 
     @pytest.mark.every_database
-    def test_dry_run_counts_by_topic_and_state_and_sends_nothing(self):
+    def test_dry_run_counts_by_topic_and_state_and_reports_an_instant_before_the_history_and_sends_nothing(self):
         sent(2)
         sent(1, "shop.paid")
         set_columns(published(), state=State.CANCELLED, settled_at=DatabaseTime())
@@ -104,6 +104,8 @@ class TestSelection:
             in shown
         )
         assert "In another state and not sent: 1;" in shown
+        shown = replayed(since=(utcnow() - timedelta(days=30)).isoformat(), dry_run=True)
+        assert "OUTBOX['KEEP_HISTORY'] is 7 days, 0:00:00: messages that were published earlier" in shown
         assert not Operation.objects.exists()
 
     @pytest.mark.long
@@ -126,13 +128,6 @@ class TestSelection:
         assert handed_over(topic="shop.paid") == set(ids([paid]))
         assert handed_over(topic=TOPIC, biz_id=new.biz_id) == set(ids([new]))
         assert handed_over(all=True) == set(ids([old, new, paid]))
-
-    def test_an_instant_before_the_history_is_reported(self):
-        sent(1)
-
-        shown = replayed(since=(utcnow() - timedelta(days=30)).isoformat(), dry_run=True)
-
-        assert "OUTBOX['KEEP_HISTORY'] is 7 days, 0:00:00: messages that were published earlier" in shown
 
     @pytest.mark.parametrize(
         ("options", "said"),
@@ -430,25 +425,21 @@ class TestRedis:
         with override_settings(OUTBOX={"BROKER_URL": redis_url}):
             yield
 
-    def test_only_the_queue_of_the_given_group_gets_them(self, redis_url):
-        with Queue(redis_url, name=f"billing.pay@{TOPIC}") as billing, Queue(redis_url, name="other") as other:
+    @pytest.mark.parametrize("exchange", ["outbox", "audit"])
+    def test_queue_gets_messages_of_a_topic_with_an_exchange_of_its_own(self, redis_url, exchange):
+        """It is bound to that exchange, or by a handler to the one of all topics."""
+        given = {"BROKER_URL": redis_url, "TOPICS": {TOPIC: {"exchange": "audit"}}}
+        with (
+            Queue(redis_url, name=f"billing.pay@{TOPIC}", exchange=exchange) as billing,
+            Queue(redis_url, name="other", exchange=exchange) as other,
+            override_settings(OUTBOX=given),
+        ):
             messages = sent(2)
 
             replayed(topic=TOPIC, to_group="billing.pay")
 
             assert ids(billing.take(2)) == ids(messages)
             assert other.take_all() == []
-
-    @pytest.mark.parametrize("exchange", ["outbox", "audit"])
-    def test_queue_gets_messages_of_a_topic_with_an_exchange_of_its_own(self, redis_url, exchange):
-        """It is bound to that exchange, or by a handler to the one of all topics."""
-        given = {"BROKER_URL": redis_url, "TOPICS": {TOPIC: {"exchange": "audit"}}}
-        with Queue(redis_url, name=f"billing.pay@{TOPIC}", exchange=exchange) as billing, override_settings(OUTBOX=given):
-            messages = sent(2)
-
-            replayed(topic=TOPIC, to_group="billing.pay")
-
-            assert ids(billing.take(2)) == ids(messages)
 
     def test_a_queue_that_is_not_bound_is_reported(self, redis_url):
         sent(1)

@@ -7,7 +7,7 @@ from django.db import Error
 
 from exactly_once.sql.now import DatabaseTime
 from outbox import pause, resume
-from outbox.models import OutboxMessage, PausedTopic
+from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store import settling, unwritable_rows
 from outbox.store.unwritable_rows import UnwritableRows
@@ -107,15 +107,6 @@ class TestOneRow:
             wait_until(lambda: all_published([head, second, third]))
 
         assert [one for one in ids(peer.published) if one not in ids([other, later])] == ids([head, second, third])
-
-    def test_topic_stays_paused_until_the_last_of_its_messages_can_be_made_ready(self, peer):
-        [bad], others = among_others(resumed)
-        with refused(where=NOT_READY), relaying(peer.url):
-            wait_until(lambda: all_published(others))
-            assert PausedTopic.objects.filter(topic=TOPIC).exists()
-            cleared()
-            wait_until(lambda: not PausedTopic.objects.exists())
-        assert state_of(bad) == State.PUBLISHED
 
     def test_message_that_cannot_be_paused_does_not_stop_other_messages(self, peer):
         bad, *others = published("shop.paused", biz_id=POISON), *(published("shop.paused") for _ in range(20))

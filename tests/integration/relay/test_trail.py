@@ -1,11 +1,9 @@
 """The trail: an entry for every recorded transition, with the old state, the new state, the process and the reason."""
 
-import io
 from datetime import timedelta
 from functools import partial
 
 import pytest
-from django.core.management import call_command
 from django.db import connection, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
@@ -15,8 +13,8 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.identity import process_name
 from outbox import cancel, publish_now, reschedule
 from outbox.models import TrailEntry
-from outbox.states import CANCEL, RESTORE, State
-from outbox.store import decision_rows, settling
+from outbox.states import State
+from outbox.store import settling
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import connected, in_state, one_pass, published, published_many, row_of, set_columns, state_of
 
@@ -34,14 +32,6 @@ def trail_of(message):
 
 
 class TestDecisions:
-    @pytest.mark.parametrize("state", CANCEL.sources)
-    def test_cancel_records_the_previous_state(self, state):
-        message = in_state(state)
-
-        cancel(message.id)
-
-        assert trail_of(message) == [(state, State.CANCELLED, "cancel()")]
-
     def test_each_decision_of_one_transaction_is_recorded(self):
         message = published(delay=HOUR)
 
@@ -55,32 +45,6 @@ class TestDecisions:
             (State.SCHEDULED, State.READY, "publish_now() by a clerk; due now"),
             (State.READY, State.CANCELLED, "cancel()"),
         ]
-
-    def test_rolled_back_decision_leaves_no_entry(self):
-        message = published(delay=HOUR)
-
-        with transaction.atomic():
-            cancel(message.id)
-            transaction.set_rollback(True)
-
-        assert trail_of(message) == []
-
-    def test_decision_that_is_too_late_leaves_no_entry(self):
-        message = in_state(State.PUBLISHED)
-
-        assert not cancel(message.id)
-        assert not reschedule(message.id, delay=HOUR)
-        assert not decision_rows.decide("default", RESTORE, [row_of(message).pk])
-
-        assert trail_of(message) == []
-
-    @pytest.mark.parametrize("state", [State.DEAD, State.RETRYING])
-    def test_restore_records_the_command(self, state):
-        message = in_state(state)
-
-        call_command("outbox_restore", str(message.id), stdout=io.StringIO())
-
-        assert trail_of(message) == [(state, State.READY, "outbox_restore")]
 
 
 def settled(**outcome):
@@ -101,23 +65,6 @@ class TestRelay:
         assert trail_of(retried) == [(State.READY, State.RETRYING, "no such queue")]
         assert trail_of(dead) == [(State.READY, State.DEAD, "no such queue")]
         assert trail_of(expired) == [(State.READY, State.EXPIRED, "")]
-
-    def test_only_rows_that_were_changed_leave_an_entry(self):
-        changed, meanwhile = published(), in_state(State.RETRYING)
-
-        assert settled(failed=[failure(changed, meanwhile, retry_after=HOUR)]) == 1
-
-        assert trail_of(changed) == [(State.READY, State.RETRYING, "no such queue")]
-        assert trail_of(meanwhile) == []
-
-    def test_rolled_back_settlement_leaves_no_entry(self):
-        message = published()
-
-        with transaction.atomic():
-            settled(failed=[failure(message)])
-            transaction.set_rollback(True)
-
-        assert trail_of(message) == []
 
     def test_publishing_waiting_and_promotion_leave_no_entry_by_default(self):
         """By default publishing costs no more statements than without a trail."""

@@ -107,22 +107,6 @@ class TestWaitingMessages:
         assert arrived(peer) == ["head", "a", "c"]
         assert [state_of(m) for m in (first, second, third)] == [State.PUBLISHED, State.CANCELLED, State.PUBLISHED]
 
-    def test_waiting_message_cannot_be_restored_ahead_of_its_head(self, peer, transport):
-        _, (second,) = behind_a_failed_head(peer, transport, "a")
-
-        assert not decision_rows.decide("default", RESTORE, [second.position])
-        assert state_of(second) == State.WAITING
-
-    def test_message_that_expired_while_waiting_is_not_sent(self, peer, transport):
-        head, (expired, _) = behind_a_failed_head(peer, transport, "expired", "unexpired")
-        set_columns(expired, expires_at=DatabaseTime())
-        move(head, State.READY)
-
-        drained(peer.url)
-
-        assert arrived(peer) == ["head", "unexpired"]
-        assert state_of(expired) == State.EXPIRED
-
 
 @pytest.mark.every_database
 class TestEndOfWaiting:
@@ -143,15 +127,6 @@ class TestEndOfWaiting:
 
         assert release() == 0
         assert state_of(others[0]) == State.WAITING
-
-    def test_restore_of_a_dead_head_releases_the_waiting_messages(self, peer, transport):
-        head, _ = behind_a_failed_head(peer, transport, "a", "b")
-        set_columns(head, state=State.DEAD)
-        assert decision_rows.decide("default", RESTORE, [head.position])
-
-        drained(peer.url)
-
-        assert arrived(peer) == ["head", "a", "b"]
 
     def test_successful_retry_of_the_head_releases_the_waiting_messages(self, peer):
         many(20)
@@ -224,24 +199,6 @@ class TestReleasing:
         assert len(late) >= 100 // 7
         assert set(states()) == {State.PUBLISHED}
 
-    def test_partial_release_of_a_key_keeps_later_messages_behind_earlier_ones(self, peer, transport):
-        many(5)
-        OutboxMessage.objects.update(state=State.WAITING)
-        assert release(each=2) == 2
-        [late] = some("late")
-
-        one_pass(transport)
-
-        assert arrived(peer) == ["0", "1"]
-        assert state_of(late) == State.WAITING
-
-    def test_release_takes_a_limited_number_of_keys_and_the_others_later(self):
-        for n in range(7):
-            published(key=f"key-{n}")
-        OutboxMessage.objects.update(state=State.WAITING)
-
-        assert [release(keys=3) for _ in range(4)] == [3, 3, 1, 0]
-
     def test_release_finds_a_free_key_behind_300_held_ones(self):
         published_many(300, key=lambda n: f"held-{n:03}")
         OutboxMessage.objects.update(state=State.DEAD, settled_at=DatabaseTime())
@@ -281,15 +238,6 @@ class TestDrain:
         drained(peer.url)
 
         assert set(states()) == {State.PUBLISHED}
-
-    def test_drain_ends_although_a_dead_head_holds_waiting_messages(self, peer, transport):
-        head, _ = behind_a_failed_head(peer, transport, "a", "b")
-        set_columns(head, state=State.DEAD)
-
-        drained(peer.url)
-
-        assert arrived(peer) == []
-        assert states() == [State.DEAD, State.WAITING, State.WAITING]
 
 
 @pytest.mark.every_database

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import psycopg
@@ -77,14 +77,11 @@ class TestRinging:
 
         assert heard() == [""]
 
-    @pytest.mark.parametrize("around", [nullcontext, transaction.atomic], ids=["transaction", "savepoint"])
-    def test_rolled_back_transaction_or_savepoint_does_not_ring(self, heard, around):
-        with around():
+    def test_rolled_back_transaction_or_savepoint_does_not_ring_and_a_later_publish_does(self, heard):
+        ring_and_roll_back()
+        with transaction.atomic():
             ring_and_roll_back()
-
         assert heard() == []
-
-    def test_publish_after_a_rolled_back_savepoint_rings(self, heard):
         with transaction.atomic():
             ring_and_roll_back()
             ring_after_commit("default")
@@ -203,14 +200,6 @@ class TestRinging:
 
         assert heard() == []
 
-    def test_ring_is_lost_when_an_earlier_commit_hook_raises(self, heard):
-        """Django runs no more hooks then, and relays find the message by polling."""
-        with suppress(ZeroDivisionError), transaction.atomic():
-            transaction.on_commit(lambda: 1 / 0)
-            ring_after_commit("default")
-
-        assert heard() == []
-
 
 class TestInsideTestCase(TestCase):
     def test_commit_hook_of_the_ring_is_not_captured_by_a_testcase(self):
@@ -286,10 +275,6 @@ class TestInThisProcess:
         assert not doorbell._in_this_process
 
 
-def cannot_connect(listener):
-    raise OSError("unreachable")
-
-
 @contextmanager
 def a_listener(*bells, alias="default", **options):
     """A listener that listens, after the ring with which it begins."""
@@ -318,19 +303,12 @@ def quick_reconnects(monkeypatch, caplog):
 
 @pytest.mark.usefixtures("quick_reconnects")
 class TestListening:
-    def test_listener_hears_another_session_and_rings_every_bell(self, outside, never):
-        one, other = Bell(), Bell()
-        with a_listener(one, other):
-            notify(outside)
-
-            assert one.wait(SECONDS, never)
-            assert other.wait(SECONDS, never)
-
-    def test_listener_hears_fifty_notifications_in_turn(self, outside, bell, never):
-        with a_listener(bell):
+    def test_listener_hears_fifty_notifications_in_turn_and_rings_every_bell(self, outside, never):
+        bells = Bell(), Bell()
+        with a_listener(*bells):
             for _ in range(50):
                 notify(outside)
-                assert bell.wait(SECONDS, never)
+                assert all(bell.wait(SECONDS, never) for bell in bells)
 
     def test_listener_has_one_named_connection_and_leaves_none_behind_without_a_notification(self, outside, bell, monkeypatch):
         monkeypatch.setattr(listening, "_PULSE_SECONDS", 10 * SECONDS)
@@ -339,15 +317,6 @@ class TestListening:
 
         wait_until(lambda: not listening_backends(outside))
         wait_until(lambda: not a_listener_runs())
-
-    def test_bell_is_connected_until_the_listener_loses_its_connection(self, outside, bell, monkeypatch):
-        assert not bell.is_connected
-        with a_listener(bell):
-            assert bell.is_connected
-            monkeypatch.setattr(Listener, "_connect", cannot_connect)
-            outside.execute("SELECT pg_terminate_backend(%s)", listening_backends(outside))
-
-            wait_until(lambda: not bell.is_connected)
 
     def test_listener_whose_backend_is_terminated_reconnects_and_rings_once(self, outside, bell, never, caplog):
         with a_listener(bell):
@@ -392,16 +361,10 @@ class TestListenerOutage:
             assert bell.is_connected
             notify(outside)
             assert bell.wait(SECONDS, never)
-
-        assert (caplog.text.count(AWAY), caplog.text.count(BACK)) == (1, 1)
-
-    def test_listener_reconnects_after_every_cut_of_its_connection(self, proxy, outside, bell, never):
-        with a_listener(bell, LISTEN_ALIAS="through"):
-            for _ in range(5):
-                proxy.cut()
-                assert bell.wait(SECONDS, never)
-                notify(outside)
-                assert bell.wait(SECONDS, never)
+            assert (caplog.text.count(AWAY), caplog.text.count(BACK)) == (1, 1)
+            proxy.refuse()
+            proxy.cut()
+            wait_until(lambda: not bell.is_connected)
 
     def test_listener_detects_a_connection_without_answers(self, proxy, outside, bell, never, monkeypatch, caplog):
         """A frozen network: neither an error nor an answer."""
