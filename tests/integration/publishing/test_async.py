@@ -253,8 +253,3 @@ class TestInsideATransaction:
             async_to_sync(elsewhere)(publish, TOPIC, {})
 
         assert not OutboxMessage.objects.exists()
-
-
-def test_apublish_outside_a_transaction_is_refused():
-    with pytest.raises(PublishedOutsideTransaction):
-        async_to_sync(apublish)(TOPIC, {})

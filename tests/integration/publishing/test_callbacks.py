@@ -163,15 +163,6 @@ class TestCallbackMessage:
 
 @every_database
 class TestCallbackEffect:
-    def test_callback_effect_is_committed_and_the_pending_callback_deleted(self, add_callback):
-        add_callback(lambda message: Effect.objects.create(name=message.biz_id))
-        published(biz_id="order-17")
-
-        relay()
-
-        assert effects() == ["order-17"]
-        assert not PendingCallback.objects.exists()
-
     def test_async_callback_effect_is_committed(self, request):
         async def create(message):
             await Effect.objects.acreate(name=message.biz_id)

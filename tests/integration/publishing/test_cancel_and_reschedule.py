@@ -13,7 +13,6 @@ from django.db import OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from exactly_once.sql.now import DatabaseTime
 from outbox import (
     Decision,
     Draft,
@@ -31,7 +30,6 @@ from outbox import (
 )
 from outbox.models import OutboxMessage
 from outbox.states import State
-from outbox.store import history
 from tests.support.relaying import (
     TOPIC,
     drained,
@@ -111,7 +109,7 @@ class TestCancel:
 
 
 class TestUnknownMessages:
-    @pytest.mark.parametrize("decide", [cancel, partial(reschedule, delay=HOUR), publish_now])
+    @pytest.mark.parametrize("decide", [cancel, partial(reschedule, delay=HOUR), publish_now, restore])
     @pytest.mark.parametrize(
         "selection",
         [{"message_id": uuid.uuid4()}, {"topic": TOPIC, "biz_id": "unknown"}, {"topic": "unknown", "biz_id": "order-1"}],
@@ -125,13 +123,6 @@ class TestUnknownMessages:
         assert not decision
         assert (decision.outcome, decision.state) == ("not_found", "")
         assert state_of(message) == State.SCHEDULED
-
-    def test_decision_about_a_deleted_message_is_not_found(self):
-        message = in_state(State.PUBLISHED)
-        set_columns(message, settled_at=DatabaseTime(-HOUR))
-        assert sum(history.HISTORY.purge("default", A_MOMENT)) == 1
-
-        assert cancel(message.id) == NOT_FOUND
 
     def test_message_of_a_rolled_back_transaction_is_not_found(self):
         with transaction.atomic():

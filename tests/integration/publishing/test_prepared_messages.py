@@ -16,7 +16,6 @@ from outbox import (
     AlreadyDecided,
     Answer,
     Decision,
-    InvalidMessage,
     NoChecker,
     Outcome,
     PreparedInsideTransaction,
@@ -118,12 +117,6 @@ class TestPrepare:
         with pytest.raises(NoChecker, match=r"'shop\.gone'.*bank\.transfer"):
             prepare("shop.gone", {})
 
-    def test_prepare_is_refused_for_an_invalid_message(self):
-        with pytest.raises(InvalidMessage, match="priority"):
-            prepare(TOPIC, {}, priority=10)
-
-        assert states() == []
-
 
 class TestDecision:
     def test_committed_message_is_published(self, peer):
@@ -145,24 +138,6 @@ class TestDecision:
         assert row_of(half).settled_at is not None
         drained(peer.url)
         assert peer.published == []
-
-    def test_committed_message_waits_for_a_delay_that_is_still_ahead(self):
-        later, passed = prepare(TOPIC, {}, delay=HOUR), prepare(TOPIC, {}, delay=HOUR)
-        set_columns(passed, deliver_at=DatabaseTime(-HOUR))
-        later.commit()
-        passed.commit()
-
-        assert (state_of(later), state_of(passed)) == (State.SCHEDULED, State.READY)
-        assert row_of(later).available_at == row_of(later).deliver_at
-
-    def test_message_that_expired_undecided_is_not_sent_after_its_commit(self, peer):
-        half = prepare(TOPIC, {}, expires_in=HOUR)
-        set_columns(half, expires_at=DatabaseTime(-HOUR))
-        half.commit()
-
-        drained(peer.url)
-        assert peer.published == []
-        assert state_of(half) == State.EXPIRED
 
     def test_repeated_decision_changes_nothing(self):
         committed, dropped = prepare(TOPIC, {}), prepare(TOPIC, {})
@@ -222,13 +197,6 @@ class TestDecision:
         assert state_of(there, "other") == State.READY
         assert state_of(here) == State.PREPARED
         assert not OutboxMessage.objects.filter(message_id=there.id).exists()
-
-    def test_committed_message_takes_its_place_in_the_order_of_its_key(self, peer):
-        first, half, last = published(key="k"), prepare(TOPIC, {}, key="k"), published(key="k")
-        half.commit()
-
-        drained(peer.url)
-        assert ids(peer.published) == ids([first, half, last])
 
     def test_undecided_message_does_not_block_its_key(self, peer):
         half, last = prepare(TOPIC, {}, key="k"), published(key="k")
@@ -444,13 +412,6 @@ class TestCheck:
         assert "has a checker" in row_of(half).last_error
         assert [row.pk for row in prepared_rows.claim_checks("default", ["bank.unregistered"], 10, HOUR)] == [row_of(half).pk]
 
-    def test_draining_relay_runs_checks(self, answers):
-        answers[:] = [Answer.COMMIT]
-        half = overdue(prepare(TOPIC, {}))
-        with FakeAmqpPeer() as peer, override_settings(OUTBOX={"BROKER_URL": peer.url}):
-            serve("default", drain=True)
-            assert ids(peer.published) == [str(half.id)]
-
     @several_connections
     def test_check_is_run_by_one_of_several_relays(self, answers):
         asked_about = []
@@ -480,11 +441,3 @@ class TestResume:
         assert (state_of(half), row_of(half).attempts) == (State.PREPARED, 0)
         assert OutboxMessage.objects.filter(pk=position, available_at__lte=DatabaseTime()).exists()
         assert trail_of(half) == [(State.STUCK, State.PREPARED)]
-
-    def test_stuck_message_can_be_decided(self):
-        committed, dropped = stuck(), stuck()
-        committed.commit()
-        dropped.rollback()
-
-        assert states() == [State.READY, State.ROLLED_BACK]
-        assert trail_of(committed) == [(State.STUCK, State.READY)]

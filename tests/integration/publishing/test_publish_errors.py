@@ -17,14 +17,6 @@ from tests.support.relaying import TOPIC, published, row_of
 pytestmark = pytest.mark.django_db
 
 
-def test_invalid_message_is_refused_without_a_row_and_the_transaction_continues():
-    with transaction.atomic():
-        with pytest.raises(InvalidMessage, match="not JSON"):
-            publish(TOPIC, float("nan"))
-
-        assert not OutboxMessage.objects.exists()
-
-
 @pytest.mark.parametrize("function", [publish, prepare])
 def test_misspelt_argument_is_refused_with_the_name_of_the_function_and_a_suggestion(function):
     with ExitStack() as stack:
@@ -167,11 +159,3 @@ def test_any_valid_arguments_are_stored_as_given(payload, headers, topic, key):
         message = publish(topic, payload, headers=headers, key=key)
 
     assert_stored(message, payload, headers, topic, key)
-
-
-@pytest.mark.every_database
-@pytest.mark.parametrize("priority", [0, 1, 9])
-def test_priority_and_biz_id_are_stored_as_given(priority):
-    row = row_of(published(priority=priority, biz_id="order-1"))
-
-    assert (row.priority, row.biz_id) == (priority, "order-1")

@@ -4,7 +4,6 @@ from datetime import timedelta
 
 import pytest
 
-from exactly_once.sql.now import DatabaseTime
 from exactly_once.transport.interface import OutgoingMessage, PublishOutcome
 from exactly_once.wire.envelope import Envelope
 from outbox.states import State
@@ -58,14 +57,6 @@ def test_expiration_property_is_omitted_without_an_expiry_that_rabbitmq_can_repr
 
     assert "expiration" not in arrives(rabbitmq_url).properties
     assert state_of(message) == State.PUBLISHED
-
-
-@pytest.mark.every_database
-def test_expiration_property_of_a_retried_message_is_the_time_left(rabbitmq_url):
-    message = published(expires_in=HOUR)
-    set_columns(message, state=State.RETRYING, attempts=3, available_at=DatabaseTime(), expires_at=DatabaseTime(HOUR / 2))
-
-    assert timedelta() <= HOUR / 2 - expiration_of(arrives(rabbitmq_url)) < A_STALL
 
 
 @pytest.mark.parametrize("kind", ["classic", "quorum"])
