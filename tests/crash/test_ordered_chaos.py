@@ -1,15 +1,12 @@
 """Ordered handlers while relays and consumers are killed: every effect once, every key in order.
 
-ORDERED_CHAOS_MESSAGES and ORDERED_CHAOS_KEYS make it longer, for example 20000 messages on 500 keys.
+ORDERED_CHAOS_KILLS makes it longer.
 """
 
-import json
 import logging
 import os
-import random
-import time
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from urllib.parse import urlsplit
 
@@ -17,7 +14,6 @@ import kombu
 import pytest
 from django.db import OperationalError, connection, transaction
 
-from inbox.consumer.topology import queue_of
 from inbox.models import InboxMessage
 from inbox.states import State
 from outbox import publish
@@ -30,19 +26,14 @@ from tests.support.deliveries import InAThread
 from tests.support.servers import PgBouncer
 from tests.support.sql import executed
 from tests.support.waiting import wait_until
-from tests.support.workers import EXCHANGE, STEP_OF_THE_WORKERS, Process, broker_options
+from tests.support.workers import EXCHANGE
 
-MESSAGES = int(os.environ.get("ORDERED_CHAOS_MESSAGES", "600"))
-KEYS = int(os.environ.get("ORDERED_CHAOS_KEYS", "50"))
-CONSUMERS = 3
-MESSAGES_BETWEEN_KILLS = 15
-"""By progress and not by the clock: on any machine there are many kills, and between them something is handled."""
 LONGEST_SECONDS = 900.0
 ONE_IN = 50
 """One message in this many fails at its first attempt."""
 
-KILLS = 26
-"""In each of four circumstances: 104 in all."""
+KILLS = int(os.environ.get("ORDERED_CHAOS_KILLS", "26"))
+"""In each circumstance."""
 MESSAGES_AT_ONCE = 10
 MOST_UNDER_WAY = 30
 TIMES_FULL = 3
@@ -58,74 +49,8 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def consumer(process_environment, rabbitmq_url, tmp_path):
-    """Start consumer number n."""
-    environment = {
-        **process_environment,
-        "DJANGO_SETTINGS_MODULE": "tests.support.apps.ordered.settings",
-        "BROKER_URL": rabbitmq_url,
-        "INBOX": json.dumps({"GROUP": "tests", "MAX_ATTEMPTS": 1000}),
-    }
-    return lambda number: Process(environment, tmp_path / f"consumer-{number}.log", "inbox_consume", "--concurrency", "2")
-
-
-def send_all(url):
-    """In one stream, so that the order of the numbers is the order of the queue."""
-    with kombu.Connection(url) as connection:
-        channel = connection.channel()
-        queue_of(STEP_OF_THE_WORKERS, broker_options(url))(channel).declare()
-        producer = kombu.Producer(channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
-        for number in range(MESSAGES):
-            producer.publish(
-                json.dumps({"fails": number % ONE_IN == 0}),
-                routing_key=STEP,
-                content_type="application/json",
-                content_encoding="utf-8",
-                delivery_mode=2,
-                message_id=f"{number:06}",
-                headers={"cloudEvents:orderingkey": f"key-{number % KEYS}"},
-            )
-        # An answer means that the broker has read all of them; the last ones of a connection closed at once may be lost.
-        producer.exchange(channel).declare()
-
-
 def handled():
     return InboxMessage.objects.filter(state=State.DONE).count()
-
-
-def test_consumers_killed_again_and_again_have_every_effect_once_and_every_key_in_order(
-    consumer, rabbitmq_server, rabbitmq_url
-):
-    send_all(rabbitmq_url)
-    chance = random.Random(20_000)
-    kills = 0
-    with ExitStack() as stack:
-        consumers = [stack.enter_context(consumer(number)) for number in range(CONSUMERS)]
-        lives = dict.fromkeys(consumers, 1)
-        begun_at = time.monotonic()
-        while (so_far := handled()) < MESSAGES:
-            enough = min(so_far + MESSAGES_BETWEEN_KILLS, MESSAGES)
-            wait_until(lambda enough=enough: handled() >= enough, within=LONGEST_SECONDS)
-            if at_work := [one for one in consumers if one.said().count("consumer: receiving from") == lives[one]]:
-                victim = chance.choice(at_work)
-                victim.kill()
-                victim.ends()
-                kills += 1
-                victim.start()
-                lives[victim] += 1
-        seconds = round(time.monotonic() - begun_at)
-        logger.info("%d messages on %d keys took %d s; %d kills.", MESSAGES, KEYS, seconds, kills)
-        for one in consumers:
-            one.until(lambda one=one: one.said().count("consumer: receiving from") == lives[one])
-        # What the last victim had in hand is given to others, as duplicates.
-        wait_until(lambda: set(rabbitmq_server.queue_lengths(rabbitmq_url).values()) == {0})
-        for one in consumers:
-            one.terminate()
-        assert [one.ends() for one in consumers] == [0] * CONSUMERS
-
-    assert kills >= MESSAGES // MESSAGES_BETWEEN_KILLS // 4
-    assert_every_effect_once_and_in_order(MESSAGES, KEYS)
 
 
 def assert_every_effect_once_and_in_order(messages, keys):
@@ -140,9 +65,6 @@ def assert_every_effect_once_and_in_order(messages, keys):
         )
     assert len(of_keys) == keys
     assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
-
-
-# ------------------------------------------------------------------------------------------------- all the way, from publish()
 
 
 @contextmanager
@@ -249,46 +171,32 @@ def kill_under_load(world, fleet, publish_some):
 
 
 @pytest.mark.parametrize(
-    ("keys", "circumstance"),
+    ("broker", "keys", "circumstance", "topics"),
     [
-        pytest.param(1, nothing_else, id="one hot key"),
-        pytest.param(10, a_queue_that_nacks, id="a queue that nacks"),
-        pytest.param(10, serializable_transactions, id="SERIALIZABLE"),
-        pytest.param(10, pgbouncer_in_transaction_mode, id="PgBouncer"),
+        pytest.param("world", 1, nothing_else, [STEP], id="one hot key"),
+        pytest.param("world", 50, nothing_else, [STEP], id="many keys"),
+        pytest.param("world", 10, a_queue_that_nacks, [STEP], id="a queue that nacks"),
+        pytest.param("world", 10, serializable_transactions, [STEP], id="SERIALIZABLE"),
+        pytest.param("world", 10, pgbouncer_in_transaction_mode, [STEP], id="PgBouncer"),
+        # Each object is created, cancelled, created again and so on.
+        pytest.param("world", 10, nothing_else, [CREATED, CANCELLED], id="two topics"),
+        pytest.param("local_world", 10, nothing_else, [CREATED, CANCELLED], id="two topics, without a broker"),
     ],
 )
-def test_relays_and_consumers_killed_again_and_again_have_every_effect_once_and_every_key_in_order(world, keys, circumstance):
-    world.environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.ordered.settings"
-    world.inbox_options.update(GROUP="tests", MAX_ATTEMPTS=1000)
-
-    def publish_some(numbers):
-        for number in numbers:
-            publish(STEP, {"fails": number % ONE_IN == 0}, key=f"key-{number % keys}", biz_id=f"{number:06}")
-
-    with circumstance(world):
-        fleet = [world.listening(), world.listening(), *(world.relay(outbox={"MAX_ATTEMPTS": 1000}) for _ in range(2))]
-        assert_every_effect_once_and_in_order(kill_under_load(world, fleet, publish_some), keys)
-
-
-@pytest.mark.parametrize("broker", ["world", "local_world"])
-def test_an_object_is_never_cancelled_before_it_is_created_although_these_are_two_topics(request, broker):
+def test_relays_and_consumers_killed_again_and_again_have_every_effect_once_and_every_key_in_order(
+    request, broker, keys, circumstance, topics
+):
     world = request.getfixturevalue(broker)
     world.environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.ordered.settings"
     world.inbox_options.update(GROUP="tests", MAX_ATTEMPTS=1000)
-    objects = 10
 
     def publish_some(numbers):
-        """Each object is created, cancelled, created again and so on."""
         for number in numbers:
-            topic = CANCELLED if number // objects % 2 else CREATED
-            publish(topic, {"fails": number % ONE_IN == 0}, key=f"key-{number % objects}", biz_id=f"{number:06}")
+            topic = topics[number // keys % len(topics)]
+            publish(topic, {"fails": number % ONE_IN == 0}, key=f"key-{number % keys}", biz_id=f"{number:06}")
 
-    listening = [world.listening(), world.listening()] if broker == "world" else []
-    fleet = [*listening, *(world.relay(outbox={"MAX_ATTEMPTS": 1000}) for _ in range(2))]
-    published = kill_under_load(world, fleet, publish_some)
-
-    assert_every_effect_once_and_in_order(published, objects)
-    assert {*InboxMessage.objects.values_list("handler", "topic")} == {
-        ("ordered.change", CREATED),
-        ("ordered.change", CANCELLED),
-    }
+    with circumstance(world):
+        listening = [world.listening(), world.listening()] if broker == "world" else []
+        fleet = [*listening, *(world.relay(outbox={"MAX_ATTEMPTS": 1000}) for _ in range(2))]
+        assert_every_effect_once_and_in_order(kill_under_load(world, fleet, publish_some), keys)
+        assert {*InboxMessage.objects.values_list("topic", flat=True)} == {*topics}
