@@ -196,14 +196,6 @@ class TestExpiredLease:
 
         assert isinstance(acquire(leases, lease.arrival), Lease) is isinstance(leases, DatabaseLeases)
 
-    def test_next_owner_gets_a_greater_fence_and_the_next_attempt(self, leases, lease_handler):
-        stalled = acquired(leases, a_delivery(lease_handler()))
-
-        successor = taken_over(leases, stalled)
-
-        assert successor.fence > stalled.fence
-        assert successor.attempt == 2
-
     def test_owner_of_an_expired_lease_can_settle_nothing_before_it_is_taken_over(self, leases, lease_handler):
         lease = acquired(leases, a_delivery(lease_handler()))
         let_expire(leases, lease)
@@ -247,10 +239,13 @@ class TestExpiredLease:
         given_out.append(taken_over(leases, given_out[-1]))
         leases.free(given_out[-1], failed(attempts=2))
         given_out.append(acquired(leases, claimed(request)))
+        leases.free(given_out[-1], failed(attempts=3))
+        assert (the_row().state, the_row().attempts) == (State.RETRYING, 3), "of a message that is stored already"
+        given_out.append(acquired(leases, claimed(request)))
         let_expire(leases, given_out[-1])
         given_out.append(acquired(leases, claimed(request)))
 
-        assert [lease.attempt for lease in given_out] == [1, 2, 3, 4]
+        assert [lease.attempt for lease in given_out] == [1, 2, 3, 4, 5]
         assert all(earlier.fence < later.fence for earlier, later in pairwise(given_out))
 
 
@@ -266,29 +261,15 @@ class TestFailure:
         assert bytes(row.body) == request.row.body
         assert acquired(leases, claimed(request)).attempt == 2
 
-    def test_failure_of_a_stored_message_updates_its_row(self, leases, lease_handler):
-        request = failed_once(leases, lease_handler())
-
-        assert leases.free(acquired(leases, claimed(request)), failed(attempts=2))
-
-        row = the_row()
-        assert (row.state, row.attempts) == (State.RETRYING, 2)
-
-    def test_failure_without_a_retry_makes_a_dead_letter(self, leases, lease_handler):
-        request = a_delivery(lease_handler())
-
-        leases.free(acquired(leases, request), failed(retry_after=None))
-
-        row = the_row()
-        assert (row.state, row.next_attempt_at) == (State.DEAD, None)
-        assert row.settled_at is not None
-
     @pytest.mark.parametrize("retry_after", [timedelta(hours=1), None], ids=["retrying", "dead"])
     def test_delivery_of_a_message_with_a_stored_failure_is_left_to_its_row(self, leases, lease_handler, retry_after):
         request = a_delivery(lease_handler())
         leases.free(acquired(leases, request), failed(retry_after=retry_after))
 
         assert acquire(leases, request) is None
+        row = the_row()
+        assert row.state == (State.RETRYING if retry_after else State.DEAD)
+        assert (row.next_attempt_at is None) == (row.settled_at is not None) == (row.state == State.DEAD)
 
     def test_freed_lease_can_only_be_freed_again(self, leases, lease_handler):
         lease = acquired(leases, a_delivery(lease_handler()))
@@ -339,8 +320,11 @@ class TestSteps:
         assert leases.remember(lease, "lock", '{"lock": 7}')
         assert leases.remember(lease, "nothing", "null")
         assert leases.remember(lease, "begun", None)
+        assert leases.remember(lease, "charge", None)
+        assert leases.remember(lease, "charge", '"paid"')
 
-        assert taken_over(leases, lease).steps == {"lock": '{"lock": 7}', "nothing": "null", "begun": None}
+        passed_on = {"lock": '{"lock": 7}', "nothing": "null", "begun": None, "charge": '"paid"'}
+        assert taken_over(leases, lease).steps == passed_on
 
     def test_steps_are_kept_after_a_failure(self, leases, lease_handler):
         request = a_delivery(lease_handler())
@@ -350,13 +334,6 @@ class TestSteps:
         leases.free(lease, failed())
 
         assert acquired(leases, claimed(request)).steps == {"lock": "7"}
-
-    def test_result_of_a_begun_step_is_stored(self, leases, lease_handler):
-        lease = acquired(leases, a_delivery(lease_handler()))
-        leases.remember(lease, "charge", None)
-        leases.remember(lease, "charge", '"paid"')
-
-        assert taken_over(leases, lease).steps == {"charge": '"paid"'}
 
     def test_forget_deletes_a_begun_step_and_keeps_a_finished_one(self, leases, lease_handler):
         request = a_delivery(lease_handler())

@@ -134,35 +134,21 @@ class TestEveryTransport:
         assert outcomes(sent) == {}
         assert place.arrived(0) == []
 
-    def test_empty_batch_sends_nothing(self, place, transport):
-        sent = transport.send([], soon())
-
-        assert (dict(sent.verdicts), sent.broken) == ({}, None)
-        assert place.arrived(0) == []
-
-    def test_connect_on_a_connected_transport_keeps_it_usable(self, place, transport):
-        transport.connect()
-        transport.idle()
-        transport.connect()
-
-        assert outcomes(transport.send([a_message()], soon())) == {1: PublishOutcome.CONFIRMED}
-
-    def test_transport_can_be_closed_twice_and_connected_again(self, place, transport):
-        transport.close()
-        transport.close()
-        transport.connect()
-
-        assert outcomes(transport.send([a_message()], soon())) == {1: PublishOutcome.CONFIRMED}
-
-    def test_idle_and_close_before_the_first_connect_leave_the_transport_usable(self, place):
+    def test_transport_is_usable_after_idling_closing_and_connecting_at_any_time(self, place):
         transport = open_transport(place.url, alias="default", exchange=EXCHANGE)
 
         transport.idle()
         transport.close()
         transport.connect()
+        transport.idle()
+        transport.connect()
         try:
             assert outcomes(transport.send([a_message()], soon())) == {1: PublishOutcome.CONFIRMED}
-            assert len(place.arrived(1)) == 1
+            transport.close()
+            transport.close()
+            transport.connect()
+            assert (dict(transport.send([], soon()).verdicts), len(place.arrived(1))) == ({}, 1)
+            assert outcomes(transport.send([a_message(2)], soon())) == {2: PublishOutcome.CONFIRMED}
         finally:
             transport.close()
 
