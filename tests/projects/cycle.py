@@ -52,6 +52,7 @@ COMMANDS = (
     *(["outbox_replay", "--all", "--yes"], ["outbox_restore", "--all", "--state", "retrying"]),
 )
 LONGEST_SECONDS = 60
+ADDRESS = r"http://[\d.]+:\d+"
 Get = Callable[[str], tuple[int, bytes]]
 """The status and body of the page with this path."""
 FILTERS_OF_THEMES = (b'id="changelist-filter"', b'id="grp-filters"', b"search-filter")
@@ -70,26 +71,33 @@ def run(*arguments: str) -> None:
 
 
 @contextlib.contextmanager
+def running(*command: str, until: str, never: str = "Traceback", status: int | None = None) -> Iterator[list[str]]:
+    """A process, from when a line of it matches; yields its lines, which are complete at the end."""
+    words = [sys.executable, "-m", *command]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if re.search(until, line):
+                break
+        try:
+            yield said
+        finally:
+            process.terminate()
+            said.append(process.communicate(timeout=60)[0])
+    assert status in {None, process.returncode}, "".join(said)
+    assert not re.search(never, "".join(said)), "".join(said)
+
+
+@contextlib.contextmanager
 def consuming() -> Iterator[None]:
     """While a consumer runs, which has declared its queues; with `local://` a relay runs the handlers."""
     if not getattr(PROJECT, "broker", False):
         yield
         return
-    command = [sys.executable, "-m", "django", "inbox_consume"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if "receiving from" in line:
-                break
-        try:
-            yield
-        finally:
-            process.terminate()
-            said.append(process.communicate(timeout=60)[0])
-    assert not process.returncode, "".join(said)
-    assert "Traceback" not in "".join(said), "".join(said)
+    with running("django", "inbox_consume", until="receiving from", status=0) as said:
+        yield
     assert not SAYS or "".join(said).count(SAYS) == 1, "".join(said)
 
 
@@ -111,12 +119,8 @@ def browsing() -> Iterator[Get]:
         yield get
         return
     headers = {"Cookie": "; ".join(f"{name}={cookie.value}" for name, cookie in client.cookies.items())}
-    command = [sys.executable, "-m", *SERVER]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        said = [" "]
-        while said[-1] and not (address := re.search(r"http://[\d.]+:\d+", said[-1])):
-            said.append(process.stdout.readline())
+    with running(*SERVER, until=ADDRESS, never="Traceback|Warning") as said:
+        address = re.search(ADDRESS, "".join(said))
 
         def get(path: str) -> tuple[int, bytes]:
             assert address, "".join(said)
@@ -127,12 +131,7 @@ def browsing() -> Iterator[Get]:
             with answer:
                 return answer.status, answer.read()
 
-        try:
-            yield get
-        finally:
-            process.terminate()
-            said.append(process.communicate(timeout=60)[0])
-    assert not re.search("Traceback|Warning", "".join(said)), "".join(said)
+        yield get
 
 
 def create() -> None:

@@ -7,7 +7,7 @@ from functools import partial
 
 import kombu
 import pytest
-from django.db import connections, transaction
+from django.db import transaction
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest, Watchdog
@@ -22,12 +22,11 @@ from outbox.relay.timer import Timer
 from outbox.states import SETTLED, State
 from outbox.store import claiming
 from outbox.transports import amqp, open_transport
+from tests.support.threads import SECONDS, in_threads
 from tests.support.waiting import wait_until
 
 EXCHANGE = "outbox"
 TOPIC = "shop.order.placed"
-SECONDS = 60.0
-"""How long a healthy broker, or a thread, may take before the test gives up on it."""
 A_GLANCE = 0.05
 
 
@@ -204,34 +203,6 @@ def open_transaction(act):
             yield answers[0]
         finally:
             may_end.set()
-
-
-@contextmanager
-def in_threads(*functions, stop=None):
-    """Run the functions beside the block, then wait for their end. What one of them raises, the block raises."""
-    errors = []
-
-    def run(function):
-        try:
-            function()
-        except BaseException as error:  # noqa: BLE001 - it is raised in the test's own thread
-            errors.append(error)
-        finally:
-            connections.close_all()
-
-    threads = [threading.Thread(target=run, args=[function]) for function in functions]
-    for thread in threads:
-        thread.start()
-    try:
-        yield threads
-    finally:
-        if stop is not None:
-            stop.set()
-        for thread in threads:
-            thread.join(2 * SECONDS)
-    assert not any(thread.is_alive() for thread in threads)
-    if errors:
-        raise errors[0]
 
 
 class Queue:

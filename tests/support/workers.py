@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +26,7 @@ from tests.support.apps.leased import LEASED_JOB
 from tests.support.apps.named import NAMED_AND_LEASED, NAMED_AND_ORDERED
 from tests.support.apps.ordered import STEP
 from tests.support.apps.worker import JOB, NAMED
+from tests.support.threads import in_threads
 from tests.support.waiting import A_WHILE, wait_until
 
 EXCHANGE = "outbox"
@@ -66,26 +66,9 @@ def broker_options(url, **changes):
 def consuming(handlers, options):
     """A consumer on a thread of this test; leaving asks it to end and waits until it has finished what is in hand."""
     stop = StopRequest()
-    watchdog = Watchdog(limit=timedelta(hours=1))
-    consumer = Consumer(handlers, options, stop=stop, watchdog=watchdog)
-    failed = []
-
-    def run():
-        try:
-            consumer.run()
-        except BaseException as error:  # noqa: BLE001 - raised again when the block ends
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="consumer", daemon=True)
-    thread.start()
-    try:
+    consumer = Consumer(handlers, options, stop=stop, watchdog=Watchdog(limit=timedelta(hours=1)))
+    with in_threads(consumer.run, stop=stop):
         yield consumer
-    finally:
-        stop.set()
-        thread.join(A_WHILE)
-        assert not thread.is_alive(), "the consumer does not end"
-    if failed:
-        raise failed[0]
 
 
 def declare(handler, options):

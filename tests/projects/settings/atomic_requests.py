@@ -1,6 +1,5 @@
 """`ATOMIC_REQUESTS`"""
 
-from tests.projects.settings.plain import *  # noqa: F403
-from tests.projects.settings.plain import DATABASES
+from tests.projects.settings.plain import *
 
 DATABASES["default"]["ATOMIC_REQUESTS"] = True

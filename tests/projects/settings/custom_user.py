@@ -1,7 +1,6 @@
 """A model of users without a username"""
 
-from tests.projects.settings.plain import *  # noqa: F403
-from tests.projects.settings.plain import INSTALLED_APPS
+from tests.projects.settings.plain import *
 
 INSTALLED_APPS = [*INSTALLED_APPS, "tests.projects.people"]
 AUTH_USER_MODEL = "people.Person"

@@ -3,7 +3,7 @@
 from django.db.backends import utils
 from django.db.backends.signals import connection_created
 
-from tests.projects.settings.plain import *  # noqa: F403
+from tests.projects.settings.plain import *
 
 _execute = utils.CursorWrapper.execute
 seen = []

@@ -1,7 +1,6 @@
 """`DATABASES["default"] = {}`, and a router"""
 
-from tests.projects.settings.plain import *  # noqa: F403
-from tests.projects.settings.plain import DATABASES
+from tests.projects.settings.plain import *
 
 DATABASES = {"default": {}, "main": DATABASES["default"]}
 DATABASE_ROUTERS = ["tests.projects.settings.empty_default.Router"]

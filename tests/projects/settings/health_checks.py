@@ -1,7 +1,6 @@
 """`CONN_HEALTH_CHECKS` and `CONN_MAX_AGE`"""
 
-from tests.projects.settings.plain import *  # noqa: F403
-from tests.projects.settings.plain import DATABASES
+from tests.projects.settings.plain import *
 
 DATABASES["default"].update(CONN_HEALTH_CHECKS=True, CONN_MAX_AGE=60)
 

@@ -1,6 +1,5 @@
 """The theme django-jazzmin"""
 
-from tests.projects.settings.plain import *  # noqa: F403
-from tests.projects.settings.plain import INSTALLED_APPS
+from tests.projects.settings.plain import *
 
 INSTALLED_APPS = ["jazzmin", *INSTALLED_APPS]

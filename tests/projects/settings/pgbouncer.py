@@ -4,7 +4,7 @@ import os
 
 import dj_database_url
 
-from tests.projects.settings.plain import *  # noqa: F403
+from tests.projects.settings.plain import *
 
 DATABASES = {"default": {**dj_database_url.parse(os.environ["POOLED_DATABASE_URL"]), "DISABLE_SERVER_SIDE_CURSORS": True}}
 

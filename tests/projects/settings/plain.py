@@ -4,6 +4,8 @@ import os
 
 import dj_database_url
 
+from tests.settings import TEMPLATES  # noqa: F401 - it is one of these settings
+
 SECRET_KEY = "projects"
 USE_TZ = True
 ALLOWED_HOSTS = ["*"]
@@ -27,19 +29,6 @@ MIDDLEWARE = [
     "django.contrib.sessions.middleware.SessionMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
     "django.contrib.messages.middleware.MessageMiddleware",
-]
-TEMPLATES = [
-    {
-        "BACKEND": "django.template.backends.django.DjangoTemplates",
-        "APP_DIRS": True,
-        "OPTIONS": {
-            "context_processors": [
-                "django.template.context_processors.request",
-                "django.contrib.auth.context_processors.auth",
-                "django.contrib.messages.context_processors.messages",
-            ]
-        },
-    }
 ]
 MAILERS = {"default": {"BACKEND": "django.core.mail.backends.locmem.EmailBackend"}}  # Django 6.1 warns if it is missing
 OUTBOX = INBOX = {"BROKER_URL": os.environ.get("BROKER_URL", "local://")}

@@ -1,7 +1,6 @@
 """Django's pool of connections (`OPTIONS["pool"]`)"""
 
-from tests.projects.settings.plain import *  # noqa: F403
-from tests.projects.settings.plain import DATABASES
+from tests.projects.settings.plain import *
 
 DATABASES["default"]["OPTIONS"] = {"pool": {"min_size": 2, "max_size": 10}}
 

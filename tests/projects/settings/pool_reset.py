@@ -1,7 +1,6 @@
 """Django's pool of connections, with a `reset` that sends `DISCARD ALL`"""
 
-from tests.projects.settings.plain import *  # noqa: F403
-from tests.projects.settings.plain import DATABASES
+from tests.projects.settings.plain import *
 
 
 def _discard_all(connection):

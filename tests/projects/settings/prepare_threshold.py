@@ -1,6 +1,5 @@
 """`OPTIONS["prepare_threshold"] = 0`: psycopg prepares every statement"""
 
-from tests.projects.settings.plain import *  # noqa: F403
-from tests.projects.settings.plain import DATABASES
+from tests.projects.settings.plain import *
 
 DATABASES["default"]["OPTIONS"] = {"prepare_threshold": 0}

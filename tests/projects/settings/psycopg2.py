@@ -4,6 +4,6 @@ import sys
 
 sys.modules["psycopg"] = None  # type: ignore[assignment]
 
-from tests.projects.settings.plain import *  # noqa: E402, F403
+from tests.projects.settings.plain import *  # noqa: E402
 
 broker = True

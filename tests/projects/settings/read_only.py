@@ -1,6 +1,6 @@
 """A root that is read-only, and no temporary directory: processes warn that `--live` fails for them"""
 
-from tests.projects.settings.plain import *  # noqa: F403
+from tests.projects.settings.plain import *
 
 says = "gives no life sign"
 broker = True

@@ -1,6 +1,5 @@
 """`OPTIONS["server_side_binding"]`"""
 
-from tests.projects.settings.plain import *  # noqa: F403
-from tests.projects.settings.plain import DATABASES
+from tests.projects.settings.plain import *
 
 DATABASES["default"]["OPTIONS"] = {"server_side_binding": True}

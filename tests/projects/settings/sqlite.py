@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from tests.projects.settings.plain import *  # noqa: F403
+from tests.projects.settings.plain import *
 
 DATABASES = {
     "default": {

@@ -1,7 +1,6 @@
 """A schema for each tenant (django-tenants), with the apps in TENANT_APPS"""
 
-from tests.projects.settings.tenants import *  # noqa: F403
-from tests.projects.settings.tenants import INSTALLED_APPS, SHARED_APPS
+from tests.projects.settings.tenants import *
 
 TENANT_APPS = INSTALLED_APPS[2:]
 SHARED_APPS = SHARED_APPS[:2]

@@ -1,7 +1,6 @@
 """A schema for each tenant (django-tenants), with the apps in SHARED_APPS"""
 
-from tests.projects.settings.plain import *  # noqa: F403
-from tests.projects.settings.plain import DATABASES, INBOX, INSTALLED_APPS, OUTBOX
+from tests.projects.settings.plain import *
 
 SHARED_APPS = ["django_tenants", "tests.projects.customers", *INSTALLED_APPS[:-1]]
 TENANT_APPS = INSTALLED_APPS[-1:]

@@ -1,7 +1,6 @@
 """A schema for each tenant (django-tenants), with the apps in both"""
 
-from tests.projects.settings.tenants import *  # noqa: F403
-from tests.projects.settings.tenants import INSTALLED_APPS
+from tests.projects.settings.tenants import *
 
 TENANT_APPS = INSTALLED_APPS[2:]
 

@@ -4,8 +4,7 @@ import os
 
 import dj_database_url
 
-from tests.projects.settings.plain import *  # noqa: F403
-from tests.projects.settings.plain import DATABASES
+from tests.projects.settings.plain import *
 
 DATABASES["second"] = dj_database_url.parse(os.environ["SECOND_DATABASE_URL"])
 DATABASE_ROUTERS = ["tests.projects.settings.two_databases.Router"]

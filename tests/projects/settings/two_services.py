@@ -5,8 +5,7 @@ import subprocess
 import sys
 from datetime import timedelta
 
-from tests.projects.settings.plain import *  # noqa: F403
-from tests.projects.settings.plain import INBOX
+from tests.projects.settings.plain import *
 
 service = os.environ.get("SERVICE", "orders")
 superuser = {"username": service}

@@ -1,6 +1,5 @@
 """The theme django-unfold"""
 
-from tests.projects.settings.plain import *  # noqa: F403
-from tests.projects.settings.plain import INSTALLED_APPS
+from tests.projects.settings.plain import *
 
 INSTALLED_APPS = ["unfold", *INSTALLED_APPS]

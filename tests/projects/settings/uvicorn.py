@@ -1,6 +1,6 @@
 """uvicorn (ASGI): requests that publish, the pages and the probes"""
 
-from tests.projects.settings.plain import *  # noqa: F403
+from tests.projects.settings.plain import *
 
 server = ("uvicorn", "--port=0", "--factory", "django.core.asgi:get_asgi_application")
 broker = True

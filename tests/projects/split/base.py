@@ -1,7 +1,6 @@
 from datetime import timedelta
 
-from tests.projects.settings.plain import *  # noqa: F403
-from tests.projects.settings.plain import OUTBOX
+from tests.projects.settings.plain import *
 
 LANGUAGE_CODE = "de"
 OUTBOX = {**OUTBOX, "KEEP_HISTORY": timedelta(days=3)}

@@ -1,5 +1,4 @@
-from tests.projects.split.base import *  # noqa: F403
-from tests.projects.split.base import INBOX, OUTBOX
+from tests.projects.split.base import *
 
 DEBUG = True
 OUTBOX["LISTEN_ALIAS"] = None

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.support.crash.world import Worker, World
+from tests.support.threads import in_threads
 
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.3, 1.0
 
@@ -27,13 +28,8 @@ class Nemesis:
 
     @contextmanager
     def at_work(self) -> Iterator[Nemesis]:
-        thread = threading.Thread(target=self._run, name="nemesis")
-        thread.start()
-        try:
+        with in_threads(self._run, stop=self._enough):
             yield self
-        finally:
-            self._enough.set()
-            thread.join()
 
     def last(self, seconds: float) -> None:
         """Let it work that long. The one sleep of these tests: a soak has no condition to wait for."""

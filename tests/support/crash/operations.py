@@ -115,7 +115,6 @@ class Producer:
                     connection.close()
                 enough.wait(0.1)
             enough.wait(pause_seconds)
-        connection.close()
 
     def _next(self) -> Callable[[], str]:
         if self._later and self._later[0][0] <= time.monotonic():
@@ -132,20 +131,15 @@ class Producer:
 
     # ------------------------------------------------------------------------------------------------------- in one go
 
-    def _commit(self, name: str) -> None:
-        commit_operation(name)
+    _commit = staticmethod(commit_operation)
+    _rollback = staticmethod(roll_back_operation)
+    _savepoint = staticmethod(commit_without_savepoint)
 
     def _chain(self, name: str) -> None:
         commit_operation(CHAINS + name, how="chain")
 
     def _keyed(self, name: str) -> None:
         commit_operation(name, key=f"key-{self._choice.randrange(8)}")
-
-    def _rollback(self, name: str) -> None:
-        roll_back_operation(name)
-
-    def _savepoint(self, name: str) -> None:
-        commit_without_savepoint(name)
 
     def _prioritised(self, name: str) -> None:
         commit_operation(name, priority=self._choice.randint(1, 9))

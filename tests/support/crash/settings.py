@@ -13,10 +13,9 @@ from typing import Any
 
 from inbox.conf import InboxOptions
 from outbox.conf import OutboxOptions
-from tests.settings import *  # noqa: F403
-from tests.settings import INSTALLED_APPS as APPS
+from tests.settings import *
 
-INSTALLED_APPS = [*APPS, "tests.support.crash"]
+INSTALLED_APPS = [*INSTALLED_APPS, "tests.support.crash"]
 ROOT_URLCONF = "tests.support.crash.urls"
 ALLOWED_HOSTS = ["127.0.0.1"]
 

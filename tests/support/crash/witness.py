@@ -11,14 +11,16 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import kombu
-from django.db import DatabaseError, InterfaceError, connection, transaction
+from django.db import DatabaseError, InterfaceError, transaction
 
 from outbox import Draft, publish_many
 from outbox.models import OutboxMessage
 from tests.support.crash.world import PATIENCE_SECONDS
+from tests.support.threads import in_threads
 from tests.support.workers import CONFIRMED
 
 TOPIC = "crash.ordered"
@@ -88,17 +90,9 @@ def writing(seed: int, *, writers: int = 2, number: int = 40, pause_seconds: flo
             with suppress(DatabaseError, InterfaceError), transaction.atomic():
                 write(number, chance=chance)
                 transaction.set_rollback(chance.random() < 0.1)
-        connection.close()
 
-    threads = [threading.Thread(target=work, args=[random.Random(f"{seed}-{n}")]) for n in range(writers)]
-    for thread in threads:
-        thread.start()
-    try:
+    with in_threads(*(partial(work, random.Random(f"{seed}-{n}")) for n in range(writers)), stop=enough):
         yield
-    finally:
-        enough.set()
-        for thread in threads:
-            thread.join()
 
 
 def open_messages() -> Any:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,10 @@ from outbox.models import OutboxMessage
 from tests.support.crash import operations
 from tests.support.crash.operations import commit_operation, next_number, write
 from tests.support.crash.oracle import Verdict, rows_due, verdict
-from tests.support.processes import Forked, start
 from tests.support.servers.private import LOOPBACK, free_port
 from tests.support.sql import executed
-from tests.support.workers import catches
+from tests.support.threads import in_threads
+from tests.support.workers import Process, catches
 
 PATIENCE_SECONDS = 60.0
 OPEN = ("ready", "scheduled", "retrying", "waiting", "paused", "prepared")
@@ -43,64 +44,54 @@ RELAY, CONSUMER = "outbox_relay", "inbox_consume"
 DEFERRED = re.compile(rf"Deliveries: .*?(\d+) {Outcome.DEFERRED.value}")
 
 
-@dataclass
-class Worker:
-    """One process. `log` is its output."""
+class Worker(Process):
+    """One process, which has been started."""
 
-    command: list[str]
-    environment: dict[str, str]
-    log: Path
-    process: Forked | subprocess.Popen[bytes] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.process = start(["django", *self.command], environment=self.environment, log=self.log)
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
+        super().__init__(environment, log, *command)
+        self.command, self.environment = command, environment
+        self.start()
 
     @property
     def is_alive(self) -> bool:
-        return self.process.poll() is None
+        return not self.has_ended()
 
     @property
     def is_ready(self) -> bool:
         """Whether it has a handler for SIGTERM; before that, Python ends at once."""
-        return catches(self.process.pid, signal.SIGTERM) if self.is_alive else False
+        return self.is_alive and catches(self.pid, signal.SIGTERM)
 
     @property
     def is_stopped(self) -> bool:
-        return _state(self.process.pid) == "T"
+        return _state(self.pid) == "T"
 
     def has_said(self, words: str) -> bool:
-        return words in self.log.read_text(errors="replace")
+        return words in self.said()
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-
-    def wake(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        super().kill()
+        self._process.wait()
 
     def ask_to_end(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
+        self._process.send_signal(signal.SIGTERM)
 
     def abort(self) -> None:
         """End it; with PYTHONFAULTHANDLER it first prints the stack of every thread."""
-        self.process.send_signal(signal.SIGABRT)
-        self.process.send_signal(signal.SIGCONT)
-        self.process.wait()
+        self._process.send_signal(signal.SIGABRT)
+        self.thaw()
+        self._process.wait()
 
-    def ends(self, seconds: float = PATIENCE_SECONDS) -> int:
+    def ends(self) -> int:
         """Its exit status, once it has one; negative is the signal that ended it."""
         try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
+            return super().ends()
+        except AssertionError:
             self.abort()
-            raise AssertionError(f"{self.command} was still there after {seconds} s\n{self.tail()}") from None
+            raise AssertionError(f"{self.command} does not end\n{self.tail()}") from None
 
     def tail(self, lines: int = 60) -> str:
-        said = self.log.read_text(errors="replace").splitlines()[-lines:]
-        return "\n".join([f"--- {self.log.name}, {'alive' if self.is_alive else self.process.returncode}", *said])
+        how = "alive" if self.is_alive else self._process.returncode
+        return "\n".join([f"--- {self.log.name}, {how}", *self.said().splitlines()[-lines:]])
 
 
 @dataclass
@@ -223,21 +214,12 @@ class World:
         """Producers at work for the length of the block; what they did, by outcome."""
         enough = threading.Event()
         tally: Counter[str] = Counter()
-        threads = [
-            threading.Thread(
-                target=operations.Producer(tally, random.Random(f"{self.seed}-{n}"), kinds).run, args=[enough, pause_seconds]
-            )
+        work = [
+            partial(operations.Producer(tally, random.Random(f"{self.seed}-{n}"), kinds).run, enough, pause_seconds)
             for n in range(producers)
         ]
-        with operations.a_checker():
-            for thread in threads:
-                thread.start()
-            try:
-                yield tally
-            finally:
-                enough.set()
-                for thread in threads:
-                    thread.join()
+        with operations.a_checker(), in_threads(*work, stop=enough):
+            yield tally
 
     def flows(self, enough: int = 20) -> None:
         """Wait until some more messages were handled."""
@@ -271,7 +253,7 @@ class World:
 
         A consumer logs the number of deferred deliveries when it ends.
         """
-        logs = [worker.log.read_text(errors="replace") for worker in self.workers]
+        logs = [worker.said() for worker in self.workers]
         deferred = sum(int(count) for log in logs for count in DEFERRED.findall(log))
         return sum(times - 1 for times in self.deliveries().values()) - deferred
 

