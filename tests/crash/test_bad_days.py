@@ -11,16 +11,15 @@ import signal
 import threading
 import time
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 from django.db import connection
 
-from exactly_once.models import Lease
 from exactly_once.models import Process as ProcessRow
 from exactly_once.process.loop import EXIT_SILENT
 from outbox.models import OutboxMessage
 from outbox.store.dialect import LOCK_SPACE
-from outbox.store.lease import RELAYING
 from tests.support.apps.effects.models import Effect
 from tests.support.crash import witness as load
 from tests.support.crash.oracle import verdict
@@ -29,6 +28,7 @@ from tests.support.crash.witness import everything_is_published
 from tests.support.crash.world import RELAY
 from tests.support.servers import FaultProxy
 from tests.support.sql import executed
+from tests.support.threads import in_threads
 from tests.support.waiting import wait_until
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 NEVER = {"BATCH_DEADLINE": 60, "WATCHDOG": 300}
 """No deadline ends within the time limit of a test."""
 SOON = {"BATCH_DEADLINE": 1, "WATCHDOG": 300}
-NOT_AT_ONCE = {"BATCH_DEADLINE": 3, "WATCHDOG": 300}
-"""Long enough to send a batch on a slow machine."""
 MANY = 120
 PADDING = 3_000
 FEW, BACKLOG = 5, 600
@@ -86,11 +84,11 @@ def working_relay(world, **how):
 
 def freeze_while_idle(world, relay):
     def frozen():
-        relay.stop()
+        relay.freeze()
         world.wait_until(lambda: relay.is_stopped, "it stands still")
         if not locked_shards() and not sessions("idle in transaction"):
             return True
-        relay.wake()
+        relay.thaw()
         return False
 
     world.wait_until(frozen, "the relay stands still with nothing in hand")
@@ -119,7 +117,7 @@ def test_a_relay_is_killed_at_every_step_and_another_takes_over_at_once(world, w
         world.wait_until(lambda victim=victim: victim.is_stopped or load.write(5), f"the victim stands still: {step}")
         held = locked_shards()
         assert bool(held) >= holds, step
-        survivor.wake()
+        survivor.thaw()
         load.write(MANY)
         free = load.open_messages().exclude(shard__in=held)
         world.wait_until(lambda free=free: not free.exists(), "the survivor carries all that is free")
@@ -152,47 +150,6 @@ def test_relays_lose_nothing_while_the_database_terminates_their_sessions(world,
     world.end(*relays)
 
     logger.info("sessions ended: %s", dict(ended))
-    witness.assert_nothing_went_wrong()
-
-
-def test_a_batch_in_hand_is_sent_again_after_the_database_was_killed(mortal_world, mortal_postgres):
-    world = mortal_world
-    witness = load.Witness(world.broker_url)
-    relays = [world.relay(failpoint=f"stop before {SETTLE} 1 once {SEND}", outbox=NEVER)]
-    load.write(MANY)
-    world.wait_until(lambda: relays[0].is_stopped, "a relay has a batch in hand")
-    relays.append(world.relay(outbox=NEVER))
-    mortal_postgres.kill()
-    connection.close()
-    mortal_postgres.start()
-    relays[0].wake()
-    world.wait_until(everything_is_published, "everything was sent again")
-    load.write(MANY)
-    world.wait_until(everything_is_published, "the relays are at work")
-    world.wait_until(lambda: relays[0].has_said("The database is unavailable"), "the one with the batch noticed")
-    world.end(*relays)
-
-    assert witness.assert_nothing_went_wrong() > 0
-
-
-def test_an_unconfirmed_batch_is_sent_again_after_the_broker_restarted(mortal_rabbitmq, world, witness):
-    """The batch is sent and not confirmed; a second relay finds the broker unavailable as well."""
-    relays = [working_relay(world, outbox=NEVER)]
-    freeze_while_idle(world, relays[0])
-    relays.append(world.relay(failpoint=f"stop before {AWAIT}", outbox=NEVER))
-    load.write(MANY)
-    world.wait_until(lambda: relays[1].is_stopped, "a relay has a batch in hand")
-    mortal_rabbitmq.stop()
-    for relay in relays:
-        relay.wake()
-    load.write(MANY)
-    world.wait_until(lambda: all(relay.has_said("The broker is unavailable") for relay in relays), "both noticed")
-    assert not OutboxMessage.objects.filter(state="ready").exclude(attempts=0, last_error="").exists()
-    mortal_rabbitmq.start()
-    world.wait_until(everything_is_published, "everything was sent again")
-    assert all(relay.is_alive for relay in relays), world.tails()
-    world.end(*relays)
-
     witness.assert_nothing_went_wrong()
 
 
@@ -245,31 +202,22 @@ def test_a_broken_connection_to_the_database_loses_nothing_and_stops_no_other_re
 
 def published_by(relays):
     """Messages published, by process id, as the heartbeats report."""
-    pids = [relay.process.pid for relay in relays]
+    pids = [relay.pid for relay in relays]
     return dict(ProcessRow.objects.filter(app="outbox", pid__in=pids).values_list("pid", "facts__published"))
 
 
-class Backlog:
-    """Publishes during the block whenever few messages are left, so that relays are never idle."""
+@contextmanager
+def backlog(least=3_000):
+    """Publish during the block whenever few messages are left, so that relays are never idle."""
+    enough = threading.Event()
 
-    def __init__(self, least=3_000):
-        self._least = least
-        self._enough = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+    def publish():
+        while not enough.wait(0.02):
+            if OutboxMessage.objects.filter(state="ready").count() < least:
+                load.write(least)
 
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info):
-        self._enough.set()
-        self._thread.join()
-
-    def _run(self):
-        while not self._enough.wait(0.02):
-            if OutboxMessage.objects.filter(state="ready").count() < self._least:
-                load.write(self._least)
-        connection.close()
+    with in_threads(publish, stop=enough):
+        yield
 
 
 def test_relays_that_join_and_leave_every_second_lose_nothing_and_share_fairly_afterwards(world, witness):
@@ -290,7 +238,7 @@ def test_relays_that_join_and_leave_every_second_lose_nothing_and_share_fairly_a
                 victim.ask_to_end()
                 assert victim.ends() == 0, victim.tail()
                 ends[signal.SIGTERM] += 1
-    with Backlog():
+    with backlog():
         before = published_by(relays)
         world.wait_until(lambda: published_by(relays) != before, "the two have a backlog")
         # Although they are never idle, they release shards for it.
@@ -314,7 +262,7 @@ def test_relays_that_join_and_leave_every_second_lose_nothing_and_share_fairly_a
 def handled_by(consumers):
     """The number of effects of each consumer, by the process id in the effects."""
     by_pid = Counter(int(detail.partition(":")[0]) for detail in Effect.objects.values_list("detail", flat=True))
-    return {consumer.process.pid: by_pid[consumer.process.pid] for consumer in consumers}
+    return {consumer.pid: by_pid[consumer.pid] for consumer in consumers}
 
 
 def declared(world):
@@ -368,32 +316,4 @@ def test_order_witness_reports_a_lost_or_overtaking_message_of_a_seeded_bug(worl
     world.end(working_relay(world))
 
     with pytest.raises(AssertionError, match=complaint):
-        witness.assert_nothing_went_wrong()
-
-
-@pytest.mark.only_sqlite
-class TestOnSqlite:
-    """One relay works, by a lease; a second one logs which relay it waits for. Relays on PostgreSQL need no lease."""
-
-    @pytest.mark.every_database
-    @pytest.mark.parametrize("how", ["terminated", "killed"])
-    def test_the_second_relay_takes_over_when_the_first_one_ends(self, world, witness, how):
-        # A relay that is terminated gives the lease back. The lease of a killed relay has to expire.
-        outbox = NEVER if how == "terminated" else NOT_AT_ONCE
-        first = working_relay(world, outbox=outbox)
-        second = world.relay(outbox=outbox)
-        load.write(MANY)
-        world.wait_until(lambda: second.has_said("SQLite takes one relay at a time") or load.write(5), "the second waits")
-        holder = Lease.objects.filter(name=RELAYING).values_list("holder", flat=True).get()
-        assert second.has_said(holder), "it logs which relay it waits for"
-
-        if how == "killed":
-            first.kill()
-        else:
-            world.end(first)
-        load.write(MANY)
-        took = seconds_until(world, everything_is_published, "the second took over")
-        world.end(second)
-
-        logger.info("takeover on SQLite, %s: %s s", how, took)
         witness.assert_nothing_went_wrong()

@@ -1,16 +1,23 @@
-"""A web server is killed while it answers clients of the HTTP API: they repeat their requests, and nothing is lost."""
+"""A web server is killed while it answers clients of the HTTP API or stores an event: they repeat it, and nothing is lost."""
 
+import base64
+import hashlib
+import hmac
 import http.client
 import json
+from contextlib import closing
 
 import pytest
 from django.db import transaction
 
+from exactly_once.process.clock import utcnow
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
 from outbox import publish
 from outbox.models import OutboxMessage
+from tests.support.apps.effects.models import Effect
 from tests.support.apps.subscribed import NAME, TOPIC
+from tests.support.crash.urls import SECRET
 from tests.support.http_api import SHOP
 from tests.support.servers.private import LOOPBACK
 
@@ -45,15 +52,17 @@ def serving(local_world):
 
 
 def call(port, where, body, headers):
-    """The status and the body of the answer."""
-    client = http.client.HTTPConnection(LOOPBACK, port, timeout=60)
-    try:
-        headers = {"Authorization": f"Bearer {SHOP}", "Content-Type": "application/json", **headers}
-        client.request("POST", f"/api/{where}", json.dumps(body), headers)
+    """The status and the JSON of the answer of an API."""
+    headers = {"Authorization": f"Bearer {SHOP}", "Content-Type": "application/json", **headers}
+    status, answer = post(port, f"/api/{where}", json.dumps(body), headers)
+    return status, json.loads(answer)
+
+
+def post(port, path, body, headers):
+    with closing(http.client.HTTPConnection(LOOPBACK, port, timeout=60)) as client:
+        client.request("POST", path, body, headers)
         answer = client.getresponse()
-        return answer.status, json.load(answer)
-    finally:
-        client.close()
+        return answer.status, answer.read()
 
 
 def killed(local_world, serving, point, where, body, **headers):
@@ -112,3 +121,42 @@ def test_repeated_acknowledgement_is_accepted_although_the_server_is_killed_befo
 
 def is_due():
     return InboxMessage.objects.filter(next_attempt_at__lte=DatabaseTime()).exists()
+
+
+STORING = {
+    "before outbox.contrib.incoming_webhooks.endpoint.publish": 0,
+    "after outbox.contrib.incoming_webhooks.endpoint.publish": 0,
+    "after outbox.contrib.incoming_webhooks.endpoint.Endpoint.store": 1,
+}
+"""Where the server is killed, and how many events are stored then."""
+BODY = json.dumps({"operation": "paid-1", "how": ""}).encode()
+
+
+def provide(port):
+    """The status that the provider gets for its event."""
+    timestamp = str(int(utcnow().timestamp()))
+    key = base64.b64decode(SECRET.removeprefix("whsec_"))
+    signature = base64.b64encode(hmac.digest(key, f"evt-1.{timestamp}.".encode() + BODY, hashlib.sha256)).decode()
+    headers = {"webhook-id": "evt-1", "webhook-timestamp": timestamp, "webhook-signature": f"v1,{signature}"}
+    return post(port, "/hook/", BODY, headers)[0]
+
+
+@pytest.mark.every_database
+def test_event_has_one_effect_although_the_server_is_killed_before_and_after_it_is_stored(local_world):
+    for point, stored in STORING.items():
+        server, port = local_world.web_server(f"kill {point}")
+        with pytest.raises(OSError):  # noqa: PT011 - the connection ends without an answer
+            provide(port)
+        local_world.dead(server, point)
+        assert OutboxMessage.objects.count() == stored
+
+    _, port = local_world.web_server()
+    assert provide(port) == 200
+    assert OutboxMessage.objects.count() == 1
+    local_world.relay()
+    local_world.consumer()
+    local_world.wait_until(lambda: local_world.inbox()["done"] == 1, "the event is handled")
+
+    assert provide(port) == 200
+    assert local_world.is_quiet()
+    assert list(Effect.objects.values_list("name", flat=True)) == ["paid-1"]

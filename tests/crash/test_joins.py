@@ -7,17 +7,20 @@ from datetime import timedelta
 
 import pytest
 from django.db import transaction
+from django.db.models import F
 
 from exactly_once.models import Lease
+from exactly_once.wire.context import Cause, caused_by
 from inbox.contrib.joins.models import Part, Run
 from inbox.contrib.joins.store import TOPIC
 from inbox.models import InboxMessage
+from inbox.states import DUE
 from inbox.testing import travel
-from outbox import publish
+from outbox import publish, request
 from tests.support.apps.effects.models import Effect
-from tests.support.apps.joined import TOPICS
+from tests.support.apps.joined import ANSWERED, ASKED, TOPICS
 from tests.support.crash.nemesis import Nemesis
-from tests.support.crash.points import ACK, ADD_PART, COMMIT, EFFECT, GATHER, MAKE_DUE, OPEN_RUN
+from tests.support.crash.points import ADD_PART, COMMIT, EFFECT, GATHER, MAKE_DUE, OPEN_RUN
 
 RUNS = int(os.environ.get("JOIN_RUNS", "400"))
 COPIES = 0.1
@@ -34,10 +37,6 @@ POINTS = {
     "after the effect": f"after {EFFECT}",
     "before the commit of the join": f"before {COMMIT} once {GATHER}",
     "after the commit of the join": f"after {COMMIT} once {GATHER}",
-}
-WITH_A_BROKER = {
-    "before the commit of the last part": f"before {COMMIT} once {MAKE_DUE}",
-    "before the last part is acknowledged": f"before {ACK} 3",
 }
 
 logger = logging.getLogger(__name__)
@@ -84,18 +83,6 @@ def test_a_process_killed_at_any_step_of_a_join_starts_the_run_once(local, name)
     assert_started_once()
 
 
-@pytest.mark.parametrize("name", WITH_A_BROKER)
-def test_a_consumer_killed_at_any_step_of_the_last_message_starts_the_run_once(joined, name):
-    victim = joined.listening(failpoint=f"kill {WITH_A_BROKER[name]}", inbox={"CONCURRENCY": 1})
-    joined.relay()
-    publish_run("monday")
-    joined.dead(victim, WITH_A_BROKER[name])
-    joined.consumer()
-    joined.wait_until(lambda: ended() == {"done"} and joined.is_quiet(), "the run is done")
-
-    assert_started_once()
-
-
 @pytest.mark.every_database
 def test_a_process_killed_at_the_deadline_leaves_a_dead_letter_that_names_the_missing_messages(local):
     publish_run("monday", TOPICS[:1])
@@ -138,3 +125,75 @@ def test_runs_start_once_each_while_relays_and_consumers_are_killed(joined):
     assert Run.objects.count() == RUNS
     assert Part.objects.count() == RUNS * len(TOPICS)
     assert set(InboxMessage.objects.values_list("state", flat=True)) == {"done"}
+
+
+ANSWERING = {
+    "before the second of request and answer is stored": f"before {ADD_PART} 2",
+    "after the commit of the second": f"after {COMMIT} once {MAKE_DUE}",
+    "after the effect": f"after {EFFECT}",
+    "after the commit of the effect": f"after {COMMIT} once {GATHER}",
+}
+AT_THE_TIMEOUT = {
+    "before the run is read": f"before {GATHER}",
+    "after the effect": f"after {EFFECT}",
+    "after the commit of the effect": f"after {COMMIT} once {GATHER}",
+}
+
+
+def ask(*, is_answered):
+    with transaction.atomic():
+        return request(ASKED, {"payment": "payment-1", "is_answered": is_answered})
+
+
+def effects():
+    return list(Effect.objects.values_list("name", "detail"))
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("name", ANSWERING)
+def test_a_process_killed_at_any_step_handles_the_answer_once(local, name):
+    ask(is_answered=True)
+    local.dies_at(ANSWERING[name], local.relay)
+    Lease.objects.all().delete()  # SQLite's, as if it had run out
+    local.relay()
+    local.wait_until(lambda: ended() == {"done"} and local.is_quiet(), "the answer is handled")
+
+    assert effects() == [("payment-1", "paid")]
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("name", AT_THE_TIMEOUT)
+def test_a_process_killed_at_the_timeout_handles_it_once_and_a_late_answer_is_a_dead_letter(local, name):
+    asked = ask(is_answered=False)
+    collector = local.relay()
+    local.wait_until(lambda: Part.objects.exists() and collector.is_ready, "the request is collected")
+    local.end(collector)
+    travel(timedelta(hours=1))
+    local.dies_at(AT_THE_TIMEOUT[name], local.relay)
+    Lease.objects.all().delete()
+    local.relay()
+    local.wait_until(lambda: ended() == {"done"} and local.is_quiet(), "the timeout is handled")
+    with transaction.atomic(), caused_by(Cause(correlation_id=str(asked.id))):
+        publish(ANSWERED, {"result": "paid"})
+    local.wait_until(lambda: InboxMessage.objects.filter(topic=ANSWERED, state="dead").exists(), "the late answer is visible")
+
+    assert effects() == [("payment-1", "no answer")]
+
+
+@pytest.mark.parametrize("message", [1, 2], ids=["the request", "the answer"])
+def test_a_message_that_a_killed_process_had_claimed_is_not_missing_at_the_timeout(local, message):
+    """It arrived in time, and it is handled again only after the timeout."""
+    timeout = timedelta(seconds=6)
+    local.environment["TIMEOUT_SECONDS"] = str(timeout.total_seconds())
+    local.inbox_options = {"REDELIVERY_AFTER": 1.5 * timeout.total_seconds(), "CONCURRENCY": 1}
+    ask(is_answered=True)
+    local.dies_at(f"before {ADD_PART} {message}", local.relay)
+    local.relay()
+    messages = InboxMessage.objects.filter(topic__in=[ASKED, ANSWERED])
+    local.wait_until(lambda: messages.count() == 3 and not messages.filter(state__in=DUE).exists(), "all are handled")
+    assert messages.filter(settled_at__gt=F("received_at") + timeout).exists()
+    travel(timedelta(minutes=1))  # when the run looks again
+    local.wait_until(local.is_quiet, "the request has ended")
+
+    assert effects() == [("payment-1", "paid")]
+    assert ended() == {"done"}

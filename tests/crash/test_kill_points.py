@@ -3,13 +3,24 @@
 Each test asserts that the process was really killed there.
 """
 
+from collections import Counter
+from datetime import timedelta
+
 import pytest
+from django.db import transaction
+from django.db.models import F
 
 from exactly_once.models import Lease
 from exactly_once.sql.days import day_of
+from exactly_once.sql.now import DatabaseTime
+from outbox import Draft, publish, publish_many
+from outbox.models import OutboxMessage, PendingCallback, TrailEntry
+from outbox.states import State
 from outbox.store import history
 from tests.support.apps.effects.models import Effect
 from tests.support.crash import points
+from tests.support.crash import witness as load
+from tests.support.crash.witness import everything_is_published
 
 DAYS = history.HISTORY.days
 UNHURRIED = {"BATCH_DEADLINE": 60, "WATCHDOG": 300}
@@ -170,18 +181,6 @@ def test_a_process_without_a_broker_killed_at_any_point_loses_nothing(local_worl
 
 
 @pytest.mark.every_database
-@pytest.mark.parametrize("point", [f"before {points.FAIL_STORED}", f"after {points.FAIL_STORED}"])
-def test_a_process_without_a_broker_killed_while_it_stores_a_failure_loses_nothing(local_world, point):
-    local_world.operate(3, how="fail first")
-
-    local_world.dies_at(point, local_world.relay)
-    found = local_world.drain()
-
-    local_world.assert_nothing_went_wrong(found)
-    assert_the_handler_failed_first(local_world)
-
-
-@pytest.mark.every_database
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_process_without_a_broker_killed_at_any_of_its_commits_loses_nothing(local_world, when):
     """The n-th process is killed at its n-th commit."""
@@ -190,3 +189,70 @@ def test_a_process_without_a_broker_killed_at_any_of_its_commits_loses_nothing(l
         local_world.dies_at(f"{when} {points.COMMIT} {nth}", local_world.relay)
 
     local_world.assert_nothing_went_wrong(local_world.drain())
+
+
+CALLBACK_POINTS = {
+    "settled and claimed": "before outbox.store.pending_callbacks.begin_call",
+    "in the callback, its effect written": "after tests.support.apps.effects.models.Effect.save",
+    "returned, not committed": "after outbox.store.pending_callbacks.finish_call",
+}
+ONE_THREAD = {"CALLBACKS": {"THREADS": 1}}
+"""So that no other call commits in the moment in which one dies."""
+
+
+@pytest.mark.every_database
+def test_every_callback_takes_effect_once_although_processes_are_killed_at_each_of_its_steps(local_world):
+    with transaction.atomic():
+        messages = [publish("crash.told", {}) for _ in range(3)]
+
+    for point in CALLBACK_POINTS.values():
+        local_world.dies_at(point, local_world.relay, outbox=ONE_THREAD)
+        assert local_world.published() == len(messages)
+        assert not Effect.objects.exists()
+        assert PendingCallback.objects.count() == len(messages)
+        PendingCallback.objects.update(available_at=DatabaseTime())  # as if the leases had run out
+    local_world.relay()
+    local_world.wait_until(lambda: not PendingCallback.objects.exists(), "every callback was called")
+    local_world.end(local_world.workers[-1])
+
+    assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(str(message.id) for message in messages)
+    assert sum(local_world.runs().values()) == len(messages) + 2, (
+        "two processes were killed after the call and before its commit"
+    )
+
+
+EVERYTHING = {"TRAIL": "all"}
+KILLS = (
+    "after outbox.store.scheduling.upcoming 1",
+    "before outbox.store.scheduling.fire 1",
+    "after outbox.store.scheduling.fire 1",
+    "after outbox.store.scheduling.upcoming 3",
+)
+NUMBER = 60
+
+
+def schedule(number=NUMBER, within=timedelta(seconds=3)):
+    with transaction.atomic():
+        publish_many(Draft(load.TOPIC, {}, delay=within * n / number) for n in range(1, number + 1))
+
+
+def assert_each_became_ready_once_and_none_early():
+    due = dict(OutboxMessage.objects.values_list("message_id", "available_at"))
+    fired = list(TrailEntry.objects.filter(was=State.SCHEDULED, became=State.READY).values_list("message_id", "at"))
+    assert Counter(message_id for message_id, _ in fired) == Counter(due.keys())
+    assert [message_id for message_id, at in fired if at < due[message_id]] == []
+    assert not OutboxMessage.objects.filter(settled_at__lt=F("deliver_at")).exists()
+
+
+def test_scheduled_messages_become_ready_once_and_not_early_although_relays_are_killed(world, witness):
+    for point in KILLS:
+        schedule()
+        world.dies_at(point, world.relay, outbox=EVERYTHING)
+    schedule()
+    survivors = [world.relay(outbox=EVERYTHING) for _ in range(2)]
+    world.wait_until(everything_is_published, "another has taken over the wheel")
+    for survivor in survivors:
+        world.end(survivor)
+
+    assert_each_became_ready_once_and_none_early()
+    witness.assert_nothing_went_wrong()

@@ -2,6 +2,8 @@
 
 from django.db import connection
 
+from exactly_once.process.clock import utcnow
+from inbox.models import InboxMessage
 from outbox.models import OutboxMessage
 from tests.support.servers import FaultProxy
 
@@ -124,21 +126,28 @@ def test_effects_are_not_repeated_when_the_consumer_loses_its_connection_before_
     world.assert_nothing_went_wrong(found)
 
 
-def test_handlers_finish_and_are_not_repeated_when_their_acks_cannot_reach_the_broker(world):
-    """Handlers continue while nothing that the consumer sends arrives; their effects are not repeated."""
-    world.relay()
-    with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
-        consumer = world.listening(broker_url=proxy.through(world.broker_url))
-        with world.held():
-            world.operate(SOME, how="held")
-            world.wait_until(lambda: len(world.deliveries()) == SOME, "it has all of them")
-            proxy.freeze()
-        world.wait_until(lambda: world.inbox()["done"] == SOME, "its handlers went on")
-        proxy.cut()
-        proxy.thaw()
-        world.wait_until(world.is_quiet, "everything got through in spite of it")
-        assert consumer.is_alive, consumer.tail()
-        found = world.drain()
+def test_a_broker_that_lost_its_disk_under_load_is_repaired_by_a_replay_and_every_message_is_handled_once(
+    mortal_rabbitmq, world
+):
+    began_at = utcnow()
+    consumer, relay = world.listening(), world.relay()
+    with world.load():
+        world.flows()
+        consumer.kill()
+        published = world.published()
+        world.wait_until(lambda: world.in_broker() > SOME, "confirmed messages wait in the broker")
+        mortal_rabbitmq.lose_the_disk()
+        mortal_rabbitmq.create_vhost(world.broker_url.rpartition("/")[2])
+        assert world.in_broker() == 0
 
-    assert world.suppressed() >= SOME
+        world.listening()
+        replay = world.command("outbox_replay", "--since", began_at.isoformat(), "--yes", "--rate", "2000/s")
+        assert replay.ends() == 0, replay.tail()
+        assert not replay.has_said("Not sent"), replay.tail()
+        assert relay.is_alive
+        world.flows()
+    found = world.drain()
+
+    assert published < world.published()
     world.assert_nothing_went_wrong(found)
+    assert InboxMessage.objects.filter(replays__gt=0).exists(), "nothing that had been handled was replayed"

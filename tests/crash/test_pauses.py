@@ -29,7 +29,7 @@ def test_a_frozen_relay_settles_nothing_after_another_relay_took_over(world, eng
     successor = world.relay(outbox=DEADLINE)
     world.wait_until(world.is_quiet, "another relay took over")
     settled = settlements()
-    frozen.wake()
+    frozen.thaw()
     # Proof that it is running again, and did not end unnoticed.
     world.end(successor)
     world.operate(OPERATIONS, prefix="awake-")
@@ -60,7 +60,7 @@ def test_a_frozen_consumer_blocks_no_other_consumer_and_its_effect_happens_once(
         world.wait_until(
             lambda: world.inbox()["done"] >= OPERATIONS, "the other consumer went on without waiting for the frozen one"
         )
-        frozen.wake()
+        frozen.thaw()
         world.wait_until(world.is_quiet, "the message of the frozen consumer was settled, too")
 
         assert frozen.is_alive, frozen.tail()
@@ -69,7 +69,7 @@ def test_a_frozen_consumer_blocks_no_other_consumer_and_its_effect_happens_once(
         world.assert_nothing_went_wrong(world.drain())
 
 
-@pytest.mark.parametrize("store", ["leases.stores.DatabaseLeases", "redis_leases.redis_store.RedisLeases"])
+@pytest.mark.parametrize("store", ["leases.stores.DatabaseLeases", "contrib.redis_leases.redis_store.RedisLeases"])
 def test_a_process_frozen_between_claim_and_lease_begins_no_run_after_an_operators_retry(local_world, redis_url, store):
     """Another process has claimed the retried message, whose attempts count from 1 again, and is running it."""
     world = local_world
@@ -84,7 +84,7 @@ def test_a_process_frozen_between_claim_and_lease_begins_no_run_after_an_operato
     act(operator, "retry", InboxMessage.objects.get(), page="admin:inbox_inboxmessage_changelist", confirmed="yes")
     world.relay()
     world.wait_until(begun, "another process runs it")
-    frozen.wake()
+    frozen.thaw()
     world.end(frozen)
 
     assert begun() == 1

@@ -97,7 +97,7 @@ def test_a_checker_that_asks_too_early_gets_the_right_answer(bank):
     bank.wait_until(a_transaction_waits_for_another, "the checker waits for the debit")
     assert became("in time") == State.PREPARED
     for teller in (too_late, in_time):
-        teller.wake()
+        teller.thaw()
     ends = (too_late.ends(), in_time.ends())
     bank.drain()
 
