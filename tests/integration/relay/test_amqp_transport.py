@@ -55,22 +55,6 @@ class TestBatch:
         assert outcomes(sent) == dict.fromkeys(range(1, 51), CONFIRMED)
         assert sent.broken is None
 
-    def test_batch_larger_than_the_window_waits_for_confirms_in_between(self, peer, transport, monkeypatch):
-        """A broker whose acks are not read stops writing them, and then stops reading."""
-        await_confirms, waits = transport._await_confirms, []
-
-        def recorded(*arguments):
-            in_time = await_confirms(*arguments)
-            waits.append((transport._tracker._last_tag, transport._tracker.waiting))
-            return in_time
-
-        monkeypatch.setattr(transport, "_await_confirms", recorded)
-
-        sent = transport.send(messages(8, body=b"x" * 300_000), soon())
-
-        assert outcomes(sent) == dict.fromkeys(range(1, 9), CONFIRMED)
-        assert waits == [(4, False), (8, False), (8, False)], "after every 1.2 MB, and at the end"
-
 
 class TestConfirms:
     @pytest.mark.long
@@ -245,16 +229,6 @@ class TestEndOfAConnection:
         assert (outcomes(sent), list(sent.suspected)) == ({}, [])
         assert "set_permissions" in sent.broken
 
-    def test_connection_lost_while_idle_is_replaced_before_the_next_batch(self, peer, transport):
-        peer.drop()
-        peer.wait_for(lambda: peer.open_connections == 0)
-
-        transport.idle()
-        transport.connect()
-
-        assert outcomes(transport.send(messages(1), soon())) == {1: CONFIRMED}
-        assert peer.connections == 2
-
     def test_connection_lost_unnoticed_gives_the_next_batch_unknown_outcomes(self, peer, transport):
         peer.drop()
         peer.wait_for(lambda: peer.open_connections == 0)
@@ -353,19 +327,18 @@ def connect_when_possible(transport):
 
 
 class TestConnecting:
-    def test_exchange_of_another_type_is_unavailable_with_the_reason(self, rabbitmq_url):
-        with kombu.Connection(rabbitmq_url) as connection:
-            kombu.Exchange(EXCHANGE, "fanout", durable=True)(connection.channel()).declare()
-
-        with pytest.raises(BrokerUnavailable, match=r"PRECONDITION_FAILED|inequivalent"):
-            AmqpTransport(rabbitmq_url, alias="default", exchange=EXCHANGE).connect()
-
-    def test_connecting_declares_a_durable_topic_exchange(self, rabbitmq_url, rabbitmq_server):
+    def test_connecting_declares_a_durable_topic_exchange_and_one_of_another_type_is_unavailable(
+        self, rabbitmq_url, rabbitmq_server
+    ):
         with connected(rabbitmq_url):
             pass
-
         listed = rabbitmq_server.ctl("list_exchanges", "-p", rabbitmq_url.rpartition("/")[2], "name", "type", "durable")
         assert f"{EXCHANGE}\ttopic\ttrue" in listed
+
+        with kombu.Connection(rabbitmq_url) as connection:
+            kombu.Exchange("fanned", "fanout", durable=True)(connection.channel()).declare()
+        with pytest.raises(BrokerUnavailable, match=r"PRECONDITION_FAILED|inequivalent"):
+            AmqpTransport(rabbitmq_url, alias="default", exchange="fanned").connect()
 
     @pytest.mark.long
     def test_broker_that_answers_nothing_is_unavailable(self, peer):

@@ -11,7 +11,6 @@ from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, cancel, publish_many
 from outbox.models import SHARDS, OutboxMessage, PausedTopic
-from outbox.relay import breaker
 from outbox.states import State
 from tests.support.relaying import Queue, ids, in_threads, published, published_many, relay_for, relaying, states, waiting
 from tests.support.servers import FaultProxy
@@ -107,21 +106,6 @@ def nacks(caplog):
         for record in caplog.records
         if record.name == "outbox.relay.passes" and "at attempt" in record.getMessage() and record.args[1] == BAD
     ]
-
-
-def test_topic_without_a_queue_is_paused_and_published_once_a_queue_is_bound(rabbitmq_url, monkeypatch, caplog):
-    monkeypatch.setattr(breaker, "_LONGEST_PAUSE_SECONDS", 5.0)  # few attempts, however long it takes to bind the queue
-    published_many(300, BAD)
-    published_many(30, GOOD)
-
-    with Queue(rabbitmq_url, GOOD) as others, relaying(rabbitmq_url, **AFTER_A_REFUSAL):
-        others.take(30)
-        wait_until(lambda: said(caplog, PAUSED))
-        with Queue(rabbitmq_url, BAD, name="late") as late:
-            assert len(late.take(300)) == 300
-            wait_until(lambda: set(states()) == {State.PUBLISHED})
-
-    assert of(BAD).filter(attempts__gt=2).count() < 100
 
 
 def test_lane_that_was_unavailable_sends_what_the_other_lane_paused_of_its_shards(rabbitmq_url):

@@ -61,7 +61,10 @@ def of_every_damage():
 
 
 class TestRelay:
-    def test_damaged_rows_are_dead_with_the_reason_and_all_other_messages_are_published(self, rabbitmq_url, caplog):
+    def test_damaged_rows_are_dead_with_the_reason_and_all_other_messages_are_published(self, rabbitmq_url, caplog, request):
+        called = []
+        request.addfinalizer(lambda: registry.remove("tests.damaged"))
+        on_dead(TOPIC, name="tests.damaged")(lambda settled: called.append((settled.id, dict(settled.headers))))
         refused = {change: damaged(change) for change in REFUSED}
         sendable = [*a_backlog(200), *(damaged(change) for change in HARMLESS)]
         unreadable = damaged("wire = 'not JSON'")
@@ -79,6 +82,7 @@ class TestRelay:
             assert "Correct the row, then restore the message" in reason
             assert f"{message.id} ({TOPIC}, biz-id {message.id}) is dead at attempt 1: {reason}" in caplog.text
         assert (state_of(unreadable), "cannot be encoded" in row_of(unreadable).last_error) == (State.RETRYING, True)
+        assert sorted(called) == sorted((message.id, {}) for message in refused.values())
 
     def test_damaged_rows_are_refused_alone_in_front_of_local_handlers(self, handles):
         handled = []
@@ -109,17 +113,6 @@ class TestRelay:
             arrived = queue.take_all()
         assert ids(arrived) == ids([first, *later])
         assert arrived[0].headers["tenant"] == "acme"
-
-    def test_callback_of_a_damaged_message_is_called(self, rabbitmq_url):
-        called = []
-        on_dead(TOPIC, name="tests.damaged")(lambda settled: called.append((settled.id, dict(settled.headers))))
-        try:
-            messages = [damaged(change) for change in ("headers = '5'", "created_at = 'infinity'")]
-            relay(rabbitmq_url)
-        finally:
-            registry.remove("tests.damaged")
-
-        assert sorted(called) == sorted((message.id, {}) for message in messages)
 
 
 def test_scheduled_messages_are_published_at_their_time_beside_damaged_ones(rabbitmq_url, caplog):

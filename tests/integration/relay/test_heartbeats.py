@@ -14,8 +14,7 @@ from django.db import OperationalError, connections
 from exactly_once.models import Process
 from exactly_once.process import heartbeat as kernel
 from exactly_once.process.clock import utcnow
-from exactly_once.process.heartbeat import SILENT_AFTER, STOPPED_SHOWN_FOR
-from exactly_once.sql.now import DatabaseTime
+from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.wire.text import NAME_LENGTH
 from outbox.relay import heartbeat as module
 from outbox.relay.heartbeat import Heartbeat
@@ -63,24 +62,6 @@ def is_near(instant, ago=timedelta()):
 
 @pytest.mark.every_database
 class TestRow:
-    def test_second_heartbeat_of_a_relay_updates_its_row(self):
-        relay = write_beat(running_for=timedelta(minutes=5), last_pass_at=timedelta(minutes=1), published=7, rate=1.5)
-        fall_silent(A_MOMENT)
-        first = the_row()
-        write_beat(
-            id=relay.id, running_for=timedelta(hours=9), last_pass_at=None, published=9, rate=0.0, waits_for="the broker"
-        )
-        second = the_row()
-
-        assert (first.host, first.pid, first.version) == ("relay-1", 4711, "1.2.3")
-        assert (first.facts["published"], first.rate) == (7, 1.5)
-        assert is_near(first.started_at, timedelta(minutes=5))
-        assert is_near(first.last_pass_at, timedelta(minutes=1))
-        assert is_near(first.beat_at)
-        assert second.started_at == first.started_at
-        assert (second.facts["published"], second.rate, second.waits_for, second.last_pass_at) == (9, 0.0, "the broker", None)
-        assert second.beat_at > first.beat_at
-
     def test_relay_is_silent_once_its_heartbeat_is_older_than_the_limit(self):
         write_beat()
         assert the_row().silent is False
@@ -91,14 +72,6 @@ class TestRow:
         fall_silent(SILENT_AFTER + A_MOMENT)
         assert the_row().silent is True
 
-    def test_delete_old_deletes_a_stopped_row_after_an_hour(self):
-        relays.mark_stopped("default", write_beat().id)
-        assert relays.delete_old("default", timedelta(days=1)) == 0
-
-        Process.objects.update(stopped_at=DatabaseTime(-STOPPED_SHOWN_FOR - A_MOMENT))
-        assert not relays.known("default")
-        assert relays.delete_old("default", timedelta(days=1)) == 1
-
     def test_mark_stopped_marks_only_the_row_of_that_relay(self):
         ended, running = write_beat(), write_beat()
 
@@ -107,13 +80,6 @@ class TestRow:
         assert the_row().id == running.id
         fall_silent(2 * SILENT_AFTER)
         assert [(row.id, row.silent) for row in relays.known("default")] == [(running.id, True), (ended.id, False)]
-
-    @pytest.mark.django_db(databases=["default", "other"])
-    def test_heartbeat_is_stored_in_the_relayed_database(self):
-        write_beat("other")
-
-        assert relays.rows("other").count() == 1
-        assert relays.rows("default").count() == 0
 
 
 class TestHeartbeat:
@@ -157,16 +123,21 @@ class TestHeartbeat:
         assert 0 < falling[0] < 100
         assert falling[-1] == 0.0
 
-    def test_rate_of_the_first_second_is_not_extrapolated(self, heartbeat, next_beat):
+    def test_heartbeat_has_the_last_pass_memory_round_trips_shards_mode_and_a_rate_that_is_not_extrapolated(
+        self, clock, next_beat, heartbeat
+    ):
+        heartbeat.broker_took(0.0125)
+        heartbeat.claims(32)
         heartbeat.published(500)
-
-        assert next_beat(0.001).rate == 500.0
-
-    def test_heartbeat_has_the_time_of_the_last_successful_pass(self, heartbeat, clock, next_beat):
         heartbeat.passed()
-        clock.now += 60
+        first = next_beat(0.001)
+        assert (first.broker_ms, first.facts["shards"], first.mode, first.database_ms) == (12.5, 32, "running", None)
+        assert (first.rate, first.memory_bytes > 1_000_000) == (500.0, True)
 
-        assert is_near(next_beat().last_pass_at, timedelta(seconds=62))
+        clock.now += 60
+        second = next_beat()
+        assert second.database_ms is not None
+        assert is_near(second.last_pass_at, timedelta(seconds=62))
 
     @pytest.mark.parametrize(
         ("reason", "stored"),
@@ -202,16 +173,6 @@ class TestHeartbeat:
         heartbeat.beat()
         assert Process.objects.get().beat_at == stopped.beat_at
         assert not relays.rows("default")
-
-    def test_heartbeat_has_memory_round_trips_shards_and_mode(self, clock, next_beat, heartbeat):
-        heartbeat.broker_took(0.0125)
-        heartbeat.claims(32)
-        first = next_beat()
-        assert (first.broker_ms, first.facts["shards"], first.mode, first.database_ms) == (12.5, 32, "running", None)
-        assert first.memory_bytes > 1_000_000
-
-        heartbeat.published(1)
-        assert next_beat().database_ms is not None
 
     def test_row_of_a_killed_relay_turns_silent_and_is_deleted_by_another_relay(self, heartbeat):
         heartbeat.beat()  # and never again
@@ -332,33 +293,24 @@ class TestFailedHeartbeat:
         caplog.set_level(logging.INFO, logger="exactly_once")
         for _ in range(3):
             heartbeat.beat()
-            clock.now += 60
+            clock.now += module.HEARTBEAT_SECONDS
+        assert failing_database().count == 1, "it is not tried again at the next interval"
         assert [record.levelname for record in caplog.records] == ["INFO"]
 
         failing_database.error = None
         heartbeat.published(1)
 
-        assert next_beat(0).facts["published"] == 1
-
-    def test_failed_heartbeat_is_not_retried_at_the_next_interval(self, failing_database, heartbeat, clock):
-        heartbeat.beat()
-        clock.now += module.HEARTBEAT_SECONDS
-        heartbeat.beat()
-
-        assert failing_database().count == 1
+        assert next_beat(60).facts["published"] == 1
 
     @pytest.mark.django_db(transaction=True)
-    def test_failed_heartbeat_closes_the_lost_connection(self, failing_database, heartbeat):
+    def test_failed_heartbeat_closes_the_lost_connection_and_its_end_does_not_ask_the_database(
+        self, failing_database, heartbeat, monkeypatch
+    ):
         connections["default"].ensure_connection()
-
         heartbeat.beat()
-
         assert connections["default"].connection is None
 
-    def test_close_after_a_failed_heartbeat_does_not_ask_the_database(self, failing_database, heartbeat, monkeypatch):
-        heartbeat.beat()
         monkeypatch.setattr(relays, "mark_stopped", pytest.fail)
-
         heartbeat.close()
 
     @pytest.mark.django_db(transaction=True)

@@ -4,24 +4,17 @@ Only PostgreSQL has more than one writer.
 """
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from urllib.parse import urlsplit
 
 import pytest
-from django.db import OperationalError, connection, connections, transaction
 
 from exactly_once.process.clock import monotonic
-from exactly_once.sql.days import day_of
-from exactly_once.sql.now import DatabaseTime
 from outbox.models import OutboxMessage
 from outbox.states import State
-from outbox.store import backfilling
-from outbox.store.claiming import read_published, shard_holders
 from outbox.store.dialect import LOCK_SPACE
-from tests.support.aliases import the_default_at
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     TOPIC,
@@ -145,17 +138,6 @@ class TestLockedRow:
         assert f"(pid {pid}); the first is message {messages[0].id} ({TOPIC}, biz-id order-0)" in report
         assert "pg_terminate_backend()" in report
 
-    def test_message_that_another_session_is_changing_is_not_sent(self, rabbitmq_url):
-        message, other = published(), published()
-        change = "UPDATE outbox_outboxmessage SET state = 'cancelled', settled_at = now(), day = 1 WHERE id = %s"
-        with Queue(rabbitmq_url) as queue, ExitStack() as changing:
-            changing.enter_context(session(change, [message.position]))
-            with relaying(rabbitmq_url):
-                wait_until(lambda: state_of(other) == State.PUBLISHED)
-                changing.close()
-                wait_until(lambda: state_of(message) == State.CANCELLED)
-            assert ids(queue.take_all()) == ids([other])
-
     def test_drain_ends_when_the_lock_has_ended_and_the_message_is_published(self, rabbitmq_url):
         message, other = published(), published()
         with Queue(rabbitmq_url), ExitStack() as lock:
@@ -209,44 +191,26 @@ def test_relay_frozen_while_the_database_writes_to_it_keeps_no_message_from_anot
             frozen.until(lambda: state_of(last) == State.PUBLISHED)
 
 
-def test_relay_frozen_while_it_hands_over_the_past_keeps_no_shard_from_the_others(process_environment):
-    messages = published_many(200, payload="x" * 200_000)
-    OutboxMessage.objects.update(state=State.PUBLISHED, settled_at=DatabaseTime(), day=day_of("default"))
-
-    def hand_over():
-        with transaction.atomic():
-            backfilling.stop_passes("default")
-            read_published("default", [message.position for message in messages])
-
-    server = FaultProxy("127.0.0.1", int(urlsplit(process_environment["DATABASE_URL"]).port))
-    with ThreadPoolExecutor(1) as thread, server as proxy:
-        with the_default_at(HOST="127.0.0.1", PORT=proxy.port):
-            thread.submit(lambda: connection.ensure_connection()).result()  # noqa: PLW0108 - that of the thread
-        frozen = thread.submit(hand_over)
-        wait_until(lambda: proxy.bytes_to_client > 1_000_000)
-        proxy.freeze()
-        wait_until(waiting_for_their_client)
-
-        [holder] = shard_holders("default", longer_than=timedelta())
-
-        assert holder.is_ended
-        proxy.cut()
-        with pytest.raises(OperationalError):
-            frozen.result()
-        thread.submit(connections.close_all).result()
-
-
 def waiting_for_their_client():
     return fetched("SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'ClientWrite' AND state = 'active'")
 
 
 class TestHeldShard:
-    def test_relay_asks_for_a_held_shard_no_more_than_some_ten_times_a_second(self, rabbitmq_url):
+    def test_held_shard_is_asked_for_some_ten_times_a_second_and_reported_once_with_session_and_remedy(
+        self, rabbitmq_url, caplog
+    ):
         message = published()
-        with Queue(rabbitmq_url), held_shard(message), relaying(rabbitmq_url):
+        with Queue(rabbitmq_url), held_shard(message), relaying(rabbitmq_url, BATCH_DEADLINE=A_MOMENT):
+            wait_until(lambda: reports(caplog, HELD))
             rate = transactions_per_second_of_the_relay()
 
         assert rate < 100
+        [report] = reports(caplog, HELD)
+        shard = OutboxMessage.objects.get(pk=message.position).shard
+        assert report.startswith(f"relay: the ready messages of 1 of 64 shards ({shard}) are not sent")
+        assert re.search(r"another session \(pid \d+\)", report)
+        assert "which no pass of a relay takes" in report
+        assert "pg_terminate_backend()" in report
 
     def test_message_is_published_within_a_moment_when_its_shard_is_free_again(self, rabbitmq_url):
         message = published()
@@ -259,16 +223,3 @@ class TestHeldShard:
                 wait_until(lambda: state_of(message) == State.PUBLISHED)
 
         assert monotonic() - begun_at < 10
-
-    def test_shard_held_for_longer_than_any_pass_is_reported_once_with_session_and_remedy(self, rabbitmq_url, caplog):
-        message = published()
-        with Queue(rabbitmq_url), held_shard(message), relaying(rabbitmq_url, BATCH_DEADLINE=A_MOMENT):
-            wait_until(lambda: reports(caplog, HELD))
-            transactions_per_second(AT_LEAST_A_ROUND_SECONDS)
-
-        [report] = reports(caplog, HELD)
-        shard = OutboxMessage.objects.get(pk=message.position).shard
-        assert report.startswith(f"relay: the ready messages of 1 of 64 shards ({shard}) are not sent")
-        assert re.search(r"another session \(pid \d+\)", report)
-        assert "which no pass of a relay takes" in report
-        assert "pg_terminate_backend()" in report

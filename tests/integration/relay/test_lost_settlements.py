@@ -2,7 +2,6 @@
 
 import os
 import signal
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from outbox import on_published
 from outbox.callbacks import registry
 from outbox.models import OutboxMessage, PendingCallback
 from outbox.states import State
-from outbox.store import scheduling
 from tests.support import mortal
 from tests.support.deliveries import deliver, effects, the_effect
 from tests.support.relaying import TOPIC, connected, one_pass, published, states
@@ -118,27 +116,6 @@ def test_publish_that_found_a_published_message_makes_its_settlement_durable(los
     lost()
 
     assert states() == [State.PUBLISHED]
-
-
-def test_a_scheduled_message_is_made_ready_again(lost, broker):
-    message = published(delay=timedelta(milliseconds=1))
-    wait_until(lambda: scheduling.fire("default", {message.position: ""}))
-    assert states() == [State.READY]
-    lost()
-
-    assert states() == [State.SCHEDULED]
-    assert scheduling.fire("default", {message.position: ""}) == {message.position}
-
-
-def test_failures_that_are_lost_are_counted_by_the_next_attempt(lost, peer):
-    peer.script = lambda message: [lambda: peer.nack(message)]
-    published()
-    with connected(peer.url) as transport:
-        one_pass(transport)
-    assert states() == [State.RETRYING]
-    lost()
-
-    assert OutboxMessage.objects.values_list("state", "attempts").get() == (State.READY, 0)
 
 
 def test_local_hands_over_and_settles_durably(lost, handles):

@@ -11,7 +11,6 @@ from django.db import connection
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
-from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store.dialect import live
 from outbox.transports.amqp import AmqpTransport
@@ -25,7 +24,6 @@ from tests.support.relaying import (
     in_threads,
     published,
     published_many,
-    relay_for,
     relaying,
     row_of,
     state_of,
@@ -127,38 +125,6 @@ class TestBrokerOutage:
 
         with Queue(rabbitmq_url) as queue:
             assert set(ids(queue.take(2))) == set(ids([before, during]))
-
-    def test_broker_that_refuses_the_password_is_waited_for_without_logging_it(self, rabbitmq_url, caplog):
-        message = published()
-        wrong = rabbitmq_url.replace("guest:guest", "guest:secret-word")
-
-        with relaying(wrong):
-            wait_until(lambda: said(caplog, "The broker refuses"))
-            assert untouched(message)
-
-        assert "secret-word" not in caplog.text
-
-    def test_broker_that_blocks_publishers_is_waited_for_on_the_same_connection(self, peer, caplog):
-        """What is in the socket's buffers is enqueued when the alarm ends; every new connection would add a copy."""
-        message = published()
-
-        def alarm(arrived):
-            peer.script = None
-            return [peer.blocked]
-
-        peer.script = alarm
-        peer.ack_all_automatically = True
-        with relaying(peer.url):
-            wait_until(lambda: said(caplog, AWAY))
-            assert "blocks publishers" in caplog.text
-            assert untouched(message)
-            peer.unblocked()
-            peer.ack(peer.published[0])
-            wait_until(lambda: not waiting())
-
-        assert peer.connections == 1
-        assert set(ids(peer.published)) == {str(message.id)}
-        assert said(caplog, AWAY) == 1
 
     def test_dropped_idle_connection_is_replaced_without_an_outage(self, peer, caplog):
         with relaying(peer.url):
@@ -293,20 +259,3 @@ class TestDraining:
 
         assert ids(peer.published) == [str(there.id)]
         assert (state_of(here), state_of(there, "other")) == (State.READY, State.PUBLISHED)
-
-
-def test_lane_without_a_broker_leaves_its_shards_to_the_other_lane(rabbitmq_url):
-    messages = [published(key=f"k{n}") for n in range(40)]
-    assert {row.shard % 2 for row in OutboxMessage.objects.all()} == {0, 1}
-    stop = StopRequest()
-    lanes = [
-        relay_for(f"amqp://127.0.0.1:{free_port()}//", stop, shards=range(0, 64, 2)),
-        relay_for(rabbitmq_url, stop, shards=range(1, 64, 2)),
-    ]
-    lanes[0].siblings, lanes[1].siblings = lanes[1:], lanes[:1]
-
-    with Queue(rabbitmq_url) as queue, in_threads(*(lane.run for lane in lanes), stop=stop):
-        assert set(ids(queue.take(len(messages)))) == set(ids(messages))
-        wait_until(lambda: set(states()) == {State.PUBLISHED})
-
-    assert [lane.published for lane in lanes] == [0, 40]

@@ -166,32 +166,18 @@ class TestPausedMessage:
         assert state_of(message) == State.PAUSED
         return message
 
-    def test_paused_message_can_be_rescheduled_and_is_paused_again_when_it_is_due(self, peer, message):
+    def test_paused_message_can_be_rescheduled_or_wanted_now_and_is_paused_again_when_it_is_due(self, peer, message):
         assert reschedule(message.id, delay=HOUR)
         assert state_of(message) == State.SCHEDULED
         set_columns(message, available_at=DatabaseTime())
         drained(peer.url)
         assert (state_of(message), peer.published) == (State.PAUSED, [])
-
-    def test_publish_now_does_not_send_a_message_while_its_topic_is_paused(self, peer, message):
         assert publish_now(message.id)
         drained(peer.url)
         assert (state_of(message), peer.published) == (State.PAUSED, [])
         resume(BAD)
         drained(peer.url)
         assert state_of(message) == State.PUBLISHED
-
-    def test_later_messages_of_the_key_of_a_paused_message_wait_whatever_their_topic(self, peer):
-        first, second, free = published(BAD, key="k"), published(GOOD, key="k"), published(GOOD, key="other")
-        pause(BAD)
-        with relaying(peer.url):
-            wait_until(lambda: [state_of(one) for one in (first, second, free)] == ["paused", "waiting", "published"])
-            third = published(GOOD, key="k")
-            wait_until(lambda: state_of(third) == State.WAITING)
-            resume(BAD)
-            wait_until(lambda: set(states()) == {State.PUBLISHED})
-
-        assert [name for name in ids(peer.published) if name != str(free.id)] == ids([first, second, third])
 
     def test_drain_sends_all_messages_of_a_topic_that_is_resumed_and_only_trail_all_records_the_pause(self, peer, settings):
         for trail, recorded in (("decisions", 0), ("all", 2)):

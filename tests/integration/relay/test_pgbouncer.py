@@ -1,10 +1,6 @@
 """Behind PgBouncer in transaction mode: everything works as without it, and no session state stays on a server connection."""
 
 import logging
-import signal
-import subprocess
-import sys
-from collections import Counter
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
@@ -22,8 +18,8 @@ from outbox.relay.housekeeping import Housekeeper
 from outbox.relay.listening import APPLICATION_NAME, Listener
 from outbox.store import history
 from tests.support.aliases import an_alias, the_default_at
-from tests.support.deliveries import an_envelope, at_once, deliver, effects, make_due, run_to_the_end, the_effect
-from tests.support.relaying import SECONDS, a_backlog, connected, drained, ids, in_hand, one_pass, published, relaying
+from tests.support.deliveries import at_once, deliver, the_effect
+from tests.support.relaying import SECONDS, a_backlog, connected, one_pass, published, relaying
 from tests.support.relaying import waiting as anything_waits
 from tests.support.servers import PgBouncer
 from tests.support.sql import another_session
@@ -82,66 +78,6 @@ def left_behind(pgbouncer):
         if clients[0].execute("SELECT FROM pg_locks WHERE locktype = 'advisory'").fetchall():
             found.add("advisory locks")
     return found
-
-
-def test_concurrent_duplicates_have_one_effect(handles):
-    handler = handles(the_effect)
-    envelope = an_envelope()
-
-    at_once([lambda: deliver(handler, envelope)] * 3)
-
-    while make_due():  # a duplicate that was deferred
-        run_to_the_end()
-    assert effects() == 1
-
-
-@pytest.mark.long
-def test_several_relays_publish_every_message_once_and_every_key_in_order(peer):
-    messages = a_backlog(A_LOT)
-
-    with relaying(peer.url, relays=4, BATCH_SIZE=20):
-        wait_until(lambda: not anything_waits())
-
-    assert Counter(ids(peer.published)) == Counter(ids(messages))
-    keys = {str(message.id): n % 20 for n, message in enumerate(messages) if n % 2}
-    for key in set(keys.values()):
-        sent = [name for name in ids(peer.published) if keys.get(name) == key]
-        assert sent == [name for name, its_key in keys.items() if its_key == key]
-
-
-HOLD = f"""
-import time, django
-django.setup()
-from django.db import transaction
-from tests.support.relaying import in_hand
-with transaction.atomic():
-    print(len(in_hand()), flush=True)
-    time.sleep({SECONDS})
-"""
-
-
-def test_a_relay_killed_in_the_middle_of_a_pass_frees_its_shards(process_environment, peer):
-    """The pooler ends the server connection of a client that left in a transaction."""
-    messages = [published() for _ in range(5)]
-    process = subprocess.Popen([sys.executable, "-c", HOLD], env=process_environment, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "5\n"
-        with transaction.atomic():
-            assert not in_hand()
-        process.send_signal(signal.SIGKILL)
-
-        def free():
-            with transaction.atomic():
-                return len(in_hand()) == 5
-
-        wait_until(free)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-    drained(peer.url)
-    assert Counter(ids(peer.published)) == Counter(ids(messages))
 
 
 def test_no_session_state_is_left_on_the_server_connections(pgbouncer, peer, handles):

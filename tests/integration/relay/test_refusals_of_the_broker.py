@@ -133,15 +133,6 @@ class TestForbiddenTopic:
             assert "Traceback" not in process.said()
             assert "The broker is unavailable" not in process.said()
 
-    def test_drain_ends_when_only_forbidden_messages_are_left(self, relay, permit_topics, rabbitmq_url):
-        permit_topics("^open")
-        among(50, *(Draft(FORBIDDEN, {}) for _ in range(50)))
-        with Queue(rabbitmq_url, "open.#"), relay("--drain", RETRY_BASE=timedelta(hours=1)) as process:
-            assert process.ends() == 0, process.said()
-
-        assert count(PERMITTED, State.PUBLISHED) == 50
-        assert count(FORBIDDEN, State.RETRYING) + count(FORBIDDEN, State.PAUSED) == 50
-
     def test_forbidden_head_holds_back_its_key_and_no_other_until_it_is_permitted(self, relay, permit_topics, rabbitmq_url):
         permit_topics("^open")
         with Queue(rabbitmq_url, "#") as queue, relay(MAX_ATTEMPTS=1) as process:
@@ -189,15 +180,3 @@ class TestRefusedMessage:
         # Each half that holds it is sent once more; its second and third attempt disturb nothing.
         assert sum(arrived.values()) <= 3 * 200
         assert set(OutboxMessage.objects.exclude(pk=large.pk).values_list("attempts", flat=True)) == {1}
-
-    def test_header_of_rabbitmq_in_an_existing_row_is_refused_without_closing_the_channel(self, relay, rabbitmq_url):
-        """publish() refuses it today; a row of an earlier version may have it."""
-        with Queue(rabbitmq_url, "open.#") as queue:
-            *others, bad = publish_committed(*(Draft(PERMITTED, {}) for _ in range(30)))
-            OutboxMessage.objects.filter(message_id=bad.id).update(headers={"CC": "open.copy"})
-            with relay(MAX_ATTEMPTS=2) as process:
-                process.until(lambda: count(PERMITTED, State.DEAD) == 1)
-                process.until(lambda: count(PERMITTED, State.PUBLISHED) == 29)
-
-            assert copies(queue.take(29)) == Counter(ids(others))
-        assert "'CC'" in OutboxMessage.objects.get(message_id=bad.id).last_error

@@ -240,20 +240,6 @@ class TestLocally:
         assert Operation.objects.get().state == "finished"
         assert InboxMessage.objects.count() == 2
 
-    @pytest.mark.long
-    def test_an_ordered_handler_gets_the_messages_of_a_key_in_their_order(self, handles):
-        seen = []
-        handles(lambda message: seen.append((message.key, message.payload["n"])), topic=TOPIC, ordered=True)
-        sent(20, key=lambda n: f"k{n % 3}")
-
-        replayed(rate="7/s")
-        drain()
-
-        assert len(seen) == 20
-        for key in ("k0", "k1", "k2"):
-            of_it = [n for each, n in seen if each == key]
-            assert of_it == sorted(of_it)
-
 
 def test_two_operators_who_start_the_same_replay_at_once_get_one_operation(local):
     sent(3)

@@ -102,10 +102,15 @@ class TestRabbitMQ:
         assert "'amqps://***@127.0.0.1:" in certificate_errors(caplog)[0].getMessage()
         assert "BROKER_SSL['ca_certs']" in certificate_errors(caplog)[0].getMessage()
 
-    def test_each_broker_of_a_list_is_compared_with_its_own_host(self, url, client, with_tls, caplog):
-        with_tls(client)
+    @pytest.mark.parametrize(
+        ("changes", "host"),
+        [({"check_hostname": False}, LOOPBACK), ({"server_hostname": NAME}, LOOPBACK), ({}, f"{LOOPBACK};{NAME}")],
+        ids=["not compared", "given", "each of a list its own"],
+    )
+    def test_name_to_compare_can_be_given_or_not_compared(self, ports, client, with_tls, caplog, changes, host):
+        with_tls(client | changes)
         message = published()
-        with relaying(f"{url.replace(NAME, LOOPBACK)};{url}"):
+        with relaying(";".join(f"amqps://guest:guest@{each}:{ports[0]}//" for each in host.split(";"))):
             wait_until(lambda: row_of(message).attempts)
         assert not certificate_errors(caplog)
 
@@ -114,13 +119,6 @@ class TestRabbitMQ:
         handler = handles(the_effect, topic=TOPIC)
         with consuming([handler], broker_options(url)), relaying(url):
             wait_until(lambda: len(certificate_errors(caplog)) == 2)
-
-    @pytest.mark.parametrize("host", ["127.0.0.1", NAME])
-    def test_name_to_compare_can_be_given_or_not_compared(self, ports, client, with_tls, host):
-        with_tls(client | ({"check_hostname": False} if host == NAME else {"server_hostname": NAME}))
-        message = published()
-        with relaying(f"amqps://guest:guest@127.0.0.1:{ports[0]}//"):
-            wait_until(lambda: row_of(message).attempts)
 
     def test_client_without_a_certificate_is_refused_by_the_broker(self, url, authority, with_tls, caplog):
         with_tls({"ca_certs": authority.ca_certs})
@@ -192,16 +190,19 @@ class TestConfiguration:
         with pytest.raises(ImproperlyConfigured, match=r"is not understood|has a wrong value"):
             serve(drain=True)
 
-    @pytest.mark.parametrize(
-        "url",
-        [
+    def test_options_that_are_understood_are_accepted_and_those_of_tls_only_for_an_encrypted_connection(self):
+        for url in (
             "amqp://h//?heartbeat=30&login_method=PLAIN",
             "rediss://h/0?ssl_cert_reqs=none",
             "rediss://h/0?ssl_check_hostname=false",
-        ],
-    )
-    def test_options_that_are_understood_are_accepted(self, url):
-        assert broker.why_unusable(url) is None
+        ):
+            assert broker.why_unusable(url) is None
+        assert "would not be encrypted" in broker.why_unusable("amqp://h//", TlsOptions())
+        assert broker.why_unusable("amqp://h//;amqps://h//", TlsOptions()) is None
+        assert "server_hostname" in broker.why_unusable("rediss://h/0", TlsOptions(server_hostname="x"))
+        assert not broker.BrokerConnection("amqp://h//").ssl
+        assert not kombu.Connection("redis://h/0").ssl == broker.BrokerConnection("redis://h/0").ssl is True
+        assert replace(TlsOptions(), cert_reqs=ssl.CERT_NONE).for_amqp("h") == {"cert_reqs": ssl.CERT_NONE}
 
     @pytest.mark.parametrize(
         ("given", "words"),
@@ -219,11 +220,6 @@ class TestConfiguration:
             [problem] = [found for found in run_checks() if found.id == f"{app}.E001"]
             assert words in problem.msg
             setattr(settings, name, {})
-
-    def test_options_for_a_connection_that_is_not_encrypted_are_an_error(self):
-        assert "would not be encrypted" in broker.why_unusable("amqp://h//", TlsOptions())
-        assert broker.why_unusable("amqp://h//;amqps://h//", TlsOptions()) is None
-        assert "server_hostname" in broker.why_unusable("rediss://h/0", TlsOptions(server_hostname="x"))
 
     def test_option_of_the_lease_store_that_is_not_understood_is_an_error(self, settings):
         for url, ids in (("rediss://h/0?ssl_ca_certs=x", set()), ("rediss://h/0?ca_certs=x", {"inbox.E007"})):
@@ -247,8 +243,3 @@ class TestConfiguration:
             assert connection.clone().ssl == connection.ssl
             connection.maybe_switch_next()
         assert names == ["a", "b", False]
-
-    def test_unencrypted_connections_stay_as_they_are(self):
-        assert not broker.BrokerConnection("amqp://h//").ssl
-        assert not kombu.Connection("redis://h/0").ssl == broker.BrokerConnection("redis://h/0").ssl is True
-        assert replace(TlsOptions(), cert_reqs=ssl.CERT_NONE).for_amqp("h") == {"cert_reqs": ssl.CERT_NONE}

@@ -25,20 +25,14 @@ class Nacking(Transport):
         return Sent(verdicts={message.position: Verdict(PublishOutcome.NACKED, "full") for message in messages})
 
 
-def test_failed_message_dies_after_the_attempts_of_its_topic():
-    own, other = published("audit.entry"), published(TOPIC)
+def test_failed_message_dies_after_the_attempts_of_its_topic_and_is_retried_after_the_backoff_of_its_topic():
+    own, slow, other = published("audit.entry"), published("slow.entry"), published(TOPIC)
+    hours = timedelta(hours=1), timedelta(hours=2)
 
-    one_pass(Nacking(), TOPICS={"audit.*": {"max_attempts": 1}})
+    one_pass(Nacking(), TOPICS={"audit.*": {"max_attempts": 1}, "slow.*": {"backoff": hours}})
 
-    assert (state_of(own), state_of(other)) == (State.DEAD, State.RETRYING)
-
-
-def test_backoff_is_that_of_the_topic():
-    own, other = published("audit.entry"), published(TOPIC)
-
-    one_pass(Nacking(), TOPICS={"audit.*": {"backoff": (timedelta(hours=1), timedelta(hours=2))}})
-
-    assert (row_of(own).available_at - row_of(other).available_at) > timedelta(minutes=29)
+    assert (state_of(own), state_of(slow), state_of(other)) == (State.DEAD, State.RETRYING, State.RETRYING)
+    assert (row_of(slow).available_at - row_of(other).available_at) > timedelta(minutes=29)
 
 
 def a_queue(url, exchange, topic):
@@ -54,28 +48,18 @@ def received(url, exchange):
         return message
 
 
-def test_message_goes_to_the_exchange_of_its_topic(rabbitmq_url):
+def test_message_goes_to_the_exchange_of_its_topic_and_a_missing_one_stops_its_messages_only(rabbitmq_url):
     a_queue(rabbitmq_url, "audit", "#")
     a_queue(rabbitmq_url, "outbox", "#")
-    own, other = published("audit.entry"), published(TOPIC)
+    own, lost, other = published("audit.entry"), published("lost.entry"), published(TOPIC)
 
     with connected(rabbitmq_url) as transport:
-        assert one_pass(transport, TOPICS=OWN).published == 2
+        report = one_pass(transport, TOPICS={**OWN, "lost.*": {"exchange": "missing"}})
 
+    assert (report.published, report.broken) == (2, None)
     assert received(rabbitmq_url, "audit").properties["message_id"] == str(own.id)
     assert received(rabbitmq_url, "outbox").properties["message_id"] == str(other.id)
-
-
-def test_missing_exchange_of_a_topic_stops_its_messages_only(rabbitmq_url):
-    a_queue(rabbitmq_url, "outbox", "#")
-    own, other = published("audit.entry"), published(TOPIC)
-
-    with connected(rabbitmq_url) as transport:
-        report = one_pass(transport, TOPICS={"audit.*": {"exchange": "missing"}})
-
-    assert report.broken is None
-    assert (state_of(own), state_of(other)) == (State.RETRYING, State.PUBLISHED)
-    assert row_of(own).last_error == "unroutable: exchange 'missing' does not exist"
+    assert (state_of(lost), row_of(lost).last_error) == (State.RETRYING, "unroutable: exchange 'missing' does not exist")
 
 
 def test_message_goes_to_the_exchange_of_its_topic_on_redis(redis_url):

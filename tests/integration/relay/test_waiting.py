@@ -11,7 +11,7 @@ from django.db import connection, connections, transaction
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.prepared_statements import KEEP_PLANS
 from outbox.models import OutboxMessage
-from outbox.states import CANCEL, RESTORE, State
+from outbox.states import CANCEL, State
 from outbox.store import claiming, decision_rows, settling
 from tests.support.relaying import (
     connected,
@@ -88,25 +88,6 @@ class TestWaitingMessages:
         assert arrived(peer) == ["0"]
         assert sum(OutboxMessage.objects.values_list("attempts", flat=True)) == 1, "that of the head"
 
-    def test_message_published_behind_a_failed_head_becomes_waiting(self, peer, transport):
-        behind_a_failed_head(peer, transport, "a")
-        [late] = some("late")
-
-        one_pass(transport)
-
-        assert state_of(late) == State.WAITING
-        assert arrived(peer) == []
-
-    def test_waiting_message_can_be_cancelled_and_the_others_keep_their_order(self, peer, transport):
-        head, (first, second, third) = behind_a_failed_head(peer, transport, "a", "b", "c")
-
-        assert decision_rows.decide("default", CANCEL, [second.position])
-        move(head, State.READY)
-        drained(peer.url)
-
-        assert arrived(peer) == ["head", "a", "c"]
-        assert [state_of(m) for m in (first, second, third)] == [State.PUBLISHED, State.CANCELLED, State.PUBLISHED]
-
 
 @pytest.mark.every_database
 class TestEndOfWaiting:
@@ -127,32 +108,6 @@ class TestEndOfWaiting:
 
         assert release() == 0
         assert state_of(others[0]) == State.WAITING
-
-    def test_successful_retry_of_the_head_releases_the_waiting_messages(self, peer):
-        many(20)
-        attempts = []
-
-        def at_first_not(message):
-            attempts.append(message.headers["cloudEvents:bizid"])
-            return [partial(peer.nack if attempts in (["0"], ["0", "0"]) else peer.ack, message)]
-
-        peer.script = at_first_not
-        with relaying(peer.url):
-            wait_until(lambda: set(states()) == {State.PUBLISHED})
-
-        assert arrived(peer) == ["0", "0", *map(str, range(20))]
-
-    def test_released_messages_wait_again_when_their_head_fails_again(self, peer, transport):
-        head, others = behind_a_failed_head(peer, transport, "a", "b")
-        answering(peer, head="nack")
-        move(head, State.READY)
-        release()
-
-        one_pass(transport, **NEVER)
-        one_pass(transport, **NEVER)
-
-        assert arrived(peer) == ["head"]
-        assert [state_of(message) for message in others] == [State.WAITING] * 2
 
     def test_dead_message_among_waiting_ones_holds_only_those_behind_it(self, peer, transport):
         """The messages before it are released."""
@@ -238,34 +193,6 @@ class TestDrain:
         drained(peer.url)
 
         assert set(states()) == {State.PUBLISHED}
-
-
-@pytest.mark.every_database
-class TestOvertaking:
-    @pytest.mark.parametrize("before", [State.DEAD, State.RETRYING])
-    def test_head_restored_between_reading_the_shards_and_claiming_is_not_overtaken(self, before):
-        head, second = some("head", "next")
-        set_columns(head, state=before, available_at=DatabaseTime(HOUR))
-        shards = claiming.look("default").shards
-        assert shards, "the second is ready"
-
-        assert decision_rows.decide("default", RESTORE, [head.position])
-        with transaction.atomic():
-            rows = claiming.claim_ready("default", shards, 100).rows
-
-        assert [row.position for row in rows if not row.is_blocked] == [head.position, second.position]
-
-    def test_messages_released_between_reading_the_shards_and_claiming_are_not_overtaken(self):
-        first, second, third = some("1", "2", "3")
-        for message in (first, second):
-            set_columns(message, state=State.WAITING)
-        shards = claiming.look("default").shards
-
-        assert release() == 2
-        with transaction.atomic():
-            rows = claiming.claim_ready("default", shards, 100).rows
-
-        assert [row.position for row in rows if not row.is_blocked] == [first.position, second.position, third.position]
 
 
 class TestCostOfWaiting:
