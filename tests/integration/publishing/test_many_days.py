@@ -17,7 +17,6 @@ from outbox.models import OutboxMessage
 from outbox.operators.operations import RESTORE_THEM, operations
 from outbox.states import State
 from outbox.store.history import HISTORY
-from outbox.store.selecting import identified
 from tests.support import many_days
 from tests.support.http_api import HTTP, Api
 from tests.support.many_days import FEW_PARTITIONS, partitions_locked
@@ -49,10 +48,20 @@ def cancelled():
     return message
 
 
-def test_restoring_a_message_by_its_id_locks_a_few_partitions(cancelled):
+def test_restoring_a_message_by_its_id_or_by_a_canary_locks_a_few_partitions(cancelled):
     locked, _ = locked_by(lambda: restore(cancelled.id))
+    assert (OutboxMessage.objects.get().state, locked <= FEW_PARTITIONS) == (State.READY, True)
 
-    assert OutboxMessage.objects.get().state == State.READY
+    cancel(cancelled.id)
+    set_columns(cancelled, day=day_of("default", timedelta(days=40)))
+    row = OutboxMessage.objects.get()
+    plan = Plan(action="restore", selection="one", sources=["cancelled"], requested_by="ann", permission="", is_canary=True)
+    operation = operations.plan("default", plan, [row.pk])
+
+    locked, _ = locked_by(lambda: Operations("outbox", ["default"]).drain(StopRequest()))
+
+    operation.refresh_from_db()
+    assert (operation.done, operation.wave_rows) == (1, [[row.pk, "shop.order.placed"]])
     assert locked <= FEW_PARTITIONS
 
 
@@ -108,18 +117,6 @@ def test_http_lists_the_newest_messages_of_a_name_first_whatever_their_days(most
     assert [message["id"] for message in answer["messages"]] == ids[::-1][:shown]
 
 
-def test_canary_that_restores_an_old_message_locks_a_few_partitions(cancelled):
-    row = OutboxMessage.objects.get()
-    plan = Plan(action="restore", selection="one", sources=["cancelled"], requested_by="ann", permission="", is_canary=True)
-    operation = operations.plan("default", plan, [row.pk])
-
-    locked, _ = locked_by(lambda: Operations("outbox", ["default"]).drain(StopRequest()))
-
-    operation.refresh_from_db()
-    assert (operation.done, operation.wave_rows) == (1, [[row.pk, "shop.order.placed"]])
-    assert locked <= FEW_PARTITIONS
-
-
 @pytest.mark.parametrize("is_sent", [True, False])
 def test_canary_is_judged_without_locking_all_days(cancelled, is_sent):
     restore(cancelled.id)
@@ -130,11 +127,4 @@ def test_canary_is_judged_without_locking_all_days(cancelled, is_sent):
     locked, judged = locked_by(lambda: RESTORE_THEM.canary.judge("default", [row.pk], row.created_at))
 
     assert (judged.succeeded, judged.pending) == (([row.pk], []) if is_sent else ([], [row.pk]))
-    assert locked <= FEW_PARTITIONS
-
-
-def test_message_is_found_by_its_id_without_locking_all_days(cancelled):
-    locked, found = locked_by(lambda: identified("default", [cancelled.id]).get())
-
-    assert found.message_id == cancelled.id
     assert locked <= FEW_PARTITIONS

@@ -79,32 +79,24 @@ def stuck(**options):
 class TestPrepare:
     def test_prepare_commits_a_row_that_no_relay_claims(self):
         half = prepare(TOPIC, {"amount": 10}, biz_id="transfer-1", headers={"tenant": "acme"})
+        later = row_of(prepare(TOPIC, {}, delay=HOUR, expires_in=HOUR))
 
         row = row_of(half)
         assert (row.state, row.biz_id, bytes(row.body), row.attempts) == (State.PREPARED, "transfer-1", b'{"amount":10}', 0)
         assert row.available_at - row.created_at == timedelta(seconds=6)
         assert row.deliver_at is row.expires_at is None
+        assert abs(later.deliver_at - later.created_at - HOUR) < timedelta(seconds=30)
+        assert abs(later.expires_at - later.deliver_at - HOUR) < timedelta(milliseconds=1)
+        assert later.available_at < later.deliver_at - HOUR / 2
         with transaction.atomic():
             assert not in_hand()
 
-    def test_prepare_stores_the_instants_of_delivery_and_expiry(self):
-        half = prepare(TOPIC, {}, delay=HOUR, expires_in=HOUR)
-
-        row = row_of(half)
-        assert abs(row.deliver_at - row.created_at - HOUR) < timedelta(seconds=30)
-        assert abs(row.expires_at - row.deliver_at - HOUR) < timedelta(milliseconds=1)
-        assert row.available_at < row.deliver_at - HOUR / 2
-
+    @pytest.mark.django_db(transaction=True, databases=["default", "other"])
     def test_prepare_is_refused_inside_a_transaction_of_its_own_database_only(self):
         with transaction.atomic(using="other"):
             prepare(TOPIC, {})
         with transaction.atomic(), pytest.raises(PreparedInsideTransaction, match="'default'"):
             prepare(TOPIC, {})
-
-        assert states() == [State.PREPARED]
-
-    @several_connections
-    def test_prepare_is_refused_on_a_connection_without_autocommit(self):
         connection.set_autocommit(False)
         try:
             with pytest.raises(PreparedInsideTransaction):
@@ -112,83 +104,53 @@ class TestPrepare:
         finally:
             connection.rollback()
             connection.set_autocommit(True)
-
-    def test_prepare_is_refused_for_a_topic_without_a_checker(self):
         with pytest.raises(NoChecker, match=r"'shop\.gone'.*bank\.transfer"):
             prepare("shop.gone", {})
 
+        assert states() == [State.PREPARED]
+
 
 class TestDecision:
-    def test_committed_message_is_published(self, peer):
-        half = prepare(TOPIC, {"amount": 10})
+    def test_committed_message_is_published_and_a_rolled_back_one_never_and_an_undecided_one_does_not_block_its_key(self, peer):
+        half, dropped, last = prepare(TOPIC, {"amount": 10}, key="k"), prepare(TOPIC, {}, key="k"), published(key="k")
+        dropped.rollback()
+        drained(peer.url)
         half.commit()
 
-        assert trail_of(half) == [(State.PREPARED, State.READY)]
+        assert (trail_of(half), trail_of(dropped)) == ([(State.PREPARED, State.READY)], [(State.PREPARED, State.ROLLED_BACK)])
+        assert row_of(dropped).settled_at is not None
         with transaction.atomic():
             assert [row.ready_position > 0 for row in in_hand()] == [True]  # where no reader has passed its place
         drained(peer.url)
-        assert ids(peer.published) == [str(half.id)]
-        assert state_of(half) == State.PUBLISHED
+        assert ids(peer.published) == ids([last, half])
+        assert (state_of(half), state_of(dropped)) == (State.PUBLISHED, State.ROLLED_BACK)
 
-    def test_rolled_back_message_is_never_published(self, peer):
-        half = prepare(TOPIC, {})
-        half.rollback()
-
-        assert trail_of(half) == [(State.PREPARED, State.ROLLED_BACK)]
-        assert row_of(half).settled_at is not None
-        drained(peer.url)
-        assert peer.published == []
-
-    def test_repeated_decision_changes_nothing(self):
+    def test_repeated_decision_changes_nothing_and_the_opposite_is_an_error_that_names_the_state(self):
         committed, dropped = prepare(TOPIC, {}), prepare(TOPIC, {})
-        assert (committed.commit(), dropped.rollback()) == (
-            Decision(Outcome.COMMITTED, State.READY),
-            Decision(Outcome.ROLLED_BACK, State.ROLLED_BACK),
-        )
+        assert committed.commit() == Decision(Outcome.COMMITTED, State.READY)
+        assert dropped.rollback() == Decision(Outcome.ROLLED_BACK, State.ROLLED_BACK)
         assert dropped.rollback() == Decision(Outcome.TOO_LATE, State.ROLLED_BACK)
+        for decide, half, state in ((committed.rollback, committed, State.READY), (dropped.commit, dropped, State.ROLLED_BACK)):
+            with transaction.atomic():
+                with pytest.raises(AlreadyDecided) as refused:
+                    decide()
+                published()  # the transaction is usable
+            assert (refused.value.message_id, refused.value.state) == (half.id, state)
         set_columns(committed, state=State.PUBLISHED)
         assert committed.commit() == Decision(Outcome.TOO_LATE, State.PUBLISHED)
 
-        assert states() == [State.PUBLISHED, State.ROLLED_BACK]
+        assert states() == [State.PUBLISHED, State.ROLLED_BACK, State.READY, State.READY]
 
-    def test_opposite_decision_is_an_error_that_names_the_state(self):
-        committed, dropped = prepare(TOPIC, {}), prepare(TOPIC, {})
-        decision_rows.decide("default", COMMIT, [row_of(committed).pk])
-        decision_rows.decide("default", ROLL_BACK, [row_of(dropped).pk])
-
-        with pytest.raises(AlreadyDecided) as of_committed:
-            committed.rollback()
-        with pytest.raises(AlreadyDecided) as of_dropped:
-            dropped.commit()
-
-        assert (of_committed.value.message_id, of_committed.value.state) == (committed.id, State.READY)
-        assert (of_dropped.value.message_id, of_dropped.value.state) == (dropped.id, State.ROLLED_BACK)
-
-    def test_decision_about_a_deleted_row_is_an_error(self):
-        half = prepare(TOPIC, {})
-        OutboxMessage.objects.all().delete()
-
-        with pytest.raises(AlreadyDecided, match="its row no longer exists"):
-            half.commit()
-
-    def test_decision_is_rolled_back_with_the_open_transaction(self):
+    def test_decision_is_rolled_back_with_the_open_transaction_and_about_a_deleted_row_it_is_an_error(self):
         half = prepare(TOPIC, {})
         with transaction.atomic():
             half.commit()
             transaction.set_rollback(True)
+        assert (state_of(half), trail_of(half)) == (State.PREPARED, [])
 
-        assert state_of(half) == State.PREPARED
-        assert trail_of(half) == []
-
-    def test_refused_decision_leaves_the_open_transaction_usable(self):
-        half = prepare(TOPIC, {})
-        half.rollback()
-        with transaction.atomic():
-            with pytest.raises(AlreadyDecided):
-                half.commit()
-            published()
-
-        assert states() == [State.ROLLED_BACK, State.READY]
+        OutboxMessage.objects.all().delete()
+        with pytest.raises(AlreadyDecided, match="its row no longer exists"):
+            half.commit()
 
     def test_prepare_and_commit_with_using_affect_that_database_only(self):
         here, there = prepare(TOPIC, {}), prepare(TOPIC, {}, using="other")
@@ -197,13 +159,6 @@ class TestDecision:
         assert state_of(there, "other") == State.READY
         assert state_of(here) == State.PREPARED
         assert not OutboxMessage.objects.filter(message_id=there.id).exists()
-
-    def test_undecided_message_does_not_block_its_key(self, peer):
-        half, last = prepare(TOPIC, {}, key="k"), published(key="k")
-        drained(peer.url)
-        half.commit()
-        drained(peer.url)
-        assert ids(peer.published) == ids([last, half])
 
     @several_connections
     def test_exactly_one_of_several_concurrent_decisions_takes_effect(self):
@@ -251,6 +206,18 @@ class TestPrepareBlock:
 
         assert state_of(half) == State.READY
 
+    def test_prepare_block_may_decide_itself_and_accepts_the_same_decision_of_the_checker_and_refuses_the_opposite(self):
+        with prepare(TOPIC, {}) as dropped:
+            dropped.rollback()
+        with prepare(TOPIC, {}) as half:
+            half.commit()
+        with prepare(TOPIC, {}) as checked:
+            decision_rows.decide("default", COMMIT, [row_of(checked).pk])
+        with pytest.raises(AlreadyDecided), prepare(TOPIC, {}) as lost:
+            decision_rows.decide("default", ROLL_BACK, [row_of(lost).pk])
+
+        assert states() == [State.ROLLED_BACK, State.READY, State.READY, State.ROLLED_BACK]
+
     def test_prepare_block_left_by_an_exception_stays_undecided_and_its_check_is_due(self):
         with pytest.raises(ConnectionError), prepare(TOPIC, {}) as half:
             raise ConnectionError
@@ -258,28 +225,12 @@ class TestPrepareBlock:
         assert state_of(half) == State.PREPARED
         assert OutboxMessage.objects.filter(message_id=half.id, available_at__lte=DatabaseTime()).exists()
 
-    def test_prepare_block_may_decide_itself(self):
-        with prepare(TOPIC, {}) as dropped:
-            dropped.rollback()
-        with prepare(TOPIC, {}) as half:
-            half.commit()
-
-        assert [state_of(one) for one in (dropped, half)] == [State.ROLLED_BACK, State.READY]
-
     def test_prepare_block_does_not_commit_a_message_that_was_locked_when_it_was_rolled_back(self, monkeypatch):
         with prepare(TOPIC, {}) as half, monkeypatch.context() as patch:
             patch.setattr(decision_rows, "_despite_locks", lambda change: ((), {}))
             assert half.rollback() == Decision(Outcome.TOO_LATE, State.PREPARED)
 
         assert state_of(half) == State.PREPARED
-
-    def test_prepare_block_accepts_the_same_decision_of_the_checker_and_refuses_the_opposite(self):
-        with prepare(TOPIC, {}) as half:
-            decision_rows.decide("default", COMMIT, [row_of(half).pk])
-        assert state_of(half) == State.READY
-        with pytest.raises(AlreadyDecided), prepare(TOPIC, {}) as half:
-            decision_rows.decide("default", ROLL_BACK, [row_of(half).pk])
-        assert state_of(half) == State.ROLLED_BACK
 
     @pytest.mark.parametrize("trail", ["decisions", "all"])
     def test_prepare_block_that_ends_after_its_message_was_published_and_deleted_raises_nothing(self, answers, trail):
@@ -317,10 +268,12 @@ def asked(**options):
 
 
 class TestCheck:
-    def test_check_waits_for_its_due_time(self):
+    def test_check_waits_for_its_due_time_and_for_a_relay_with_a_checker(self):
         overdue(prepare(TOPIC, {}), -HOUR)
-
         assert asked() == 0
+
+        checkers.remove(TOPIC)
+        assert askers("default", OutboxOptions()) == ()
 
     def test_checker_receives_the_message_and_its_answer_decides_it(self, answers):
         received = []
@@ -424,11 +377,6 @@ class TestCheck:
                 wait_until(lambda: states() == [State.PUBLISHED] * len(halves))
 
         assert Counter(asked_about) == Counter(half.id for half in halves)
-
-    def test_relay_without_registered_checkers_runs_no_checks(self):
-        checkers.remove(TOPIC)
-
-        assert askers("default", OutboxOptions()) == ()
 
 
 class TestResume:

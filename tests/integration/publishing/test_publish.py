@@ -84,16 +84,12 @@ class TestPublishInTransaction:
 
 class TestPublishOutsideTransaction:
     @committed
-    def test_publish_in_autocommit_is_refused_with_the_remedy(self):
+    @pytest.mark.parametrize(
+        "publishing", [lambda: publish(TOPIC, {}), lambda: publish_many([Draft(TOPIC, {})]), lambda: publish_many([])]
+    )
+    def test_publish_in_autocommit_is_refused_with_the_remedy(self, publishing):
         with pytest.raises(PublishedOutsideTransaction, match=r"'default'.*transaction\.atomic\(\)"):
-            publish(TOPIC, {})
-
-        assert not OutboxMessage.objects.exists()
-
-    def test_publish_many_outside_a_transaction_is_refused_even_without_drafts(self):
-        for drafts in ([Draft(TOPIC, {})], []):
-            with pytest.raises(PublishedOutsideTransaction):
-                publish_many(drafts)
+            publishing()
 
         assert not OutboxMessage.objects.exists()
 
@@ -120,35 +116,26 @@ class TestStoredMessage:
             ).encode()
         )
 
-    def test_biz_id_defaults_to_the_message_id(self):
-        unnamed, named = published(), published(biz_id="order-17")
-
-        assert (unnamed.biz_id, row_of(unnamed).biz_id) == (str(unnamed.id), str(unnamed.id))
-        assert (named.biz_id, row_of(named).biz_id) == ("order-17", "order-17")
-
-    def test_publish_returns_the_topic_id_and_position(self):
-        first, second = published(biz_id="a"), published("other.topic", biz_id="b")
+    def test_publish_returns_the_topic_id_and_position_and_the_biz_id_defaults_to_the_message_id(self):
+        first, second = published(), published("other.topic", biz_id="order-17")
 
         assert (first.topic, second.topic) == (TOPIC, "other.topic")
-        assert first.created
-        assert first.id.version == 7
+        assert (first.created, first.id.version) == (True, 7)
         assert first.position == row_of(first).pk < second.position
+        assert first.biz_id == row_of(first).biz_id == str(first.id)
+        assert second.biz_id == row_of(second).biz_id == "order-17"
 
     def test_message_published_by_a_handler_continues_the_correlation_chain(self):
-        first = published()
+        first = published(headers={"traceparent": "00-aa-bb-01", "tenant": "acme"})
         trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
         with caused_by(Cause(str(first.id), "the-first-of-all", trace)):
             second = published()
 
-        assert (row_of(first).correlation_id, row_of(first).causation_id) == (str(first.id), "")
+        row = row_of(first)
+        assert (row.correlation_id, row.causation_id) == (str(first.id), "")
+        assert (row.traceparent, row.headers) == ("00-aa-bb-01", {"tenant": "acme"})
         row = row_of(second)
         assert (row.correlation_id, row.causation_id, row.traceparent) == ("the-first-of-all", str(first.id), trace)
-
-    def test_traceparent_header_is_moved_to_its_column(self):
-        row = row_of(published(headers={"traceparent": "00-aa-bb-01", "tenant": "acme"}))
-
-        assert row.traceparent == "00-aa-bb-01"
-        assert row.headers == {"tenant": "acme"}
 
     def test_messages_of_one_key_share_a_shard(self):
         rows = [row_of(published(key=key)) for key in ("customer-1", "customer-1", "", "", "", "")]
@@ -178,16 +165,12 @@ class TestUnique:
         assert (second.id, second.position, second.biz_id) == (first.id, first.position, "order-1")
         assert bytes(OutboxMessage.objects.get().body) == b'{"n":1}'
 
-    def test_unique_applies_per_topic_and_biz_id(self):
+    def test_unique_applies_per_topic_and_biz_id_and_ignores_messages_published_without_it(self):
+        published("a", biz_id="1")
         for topic, biz_id in [("a", "1"), ("a", "2"), ("b", "1")]:
             assert published(topic, biz_id=biz_id, unique=True).created
-
-    def test_unique_ignores_messages_published_without_it(self):
-        published(biz_id="order-1")
-
-        assert published(biz_id="order-1", unique=True).created
-        assert published(biz_id="order-1").created
-        assert OutboxMessage.objects.count() == 3
+        assert published("a", biz_id="1").created
+        assert OutboxMessage.objects.count() == 5
 
     @pytest.mark.parametrize("state", sorted(set(State) - set(GIVEN_UP)))
     def test_unique_returns_the_first_message_with_its_state_unless_it_was_given_up(self, state):
@@ -291,36 +274,18 @@ def test_new_message_reports_the_state_it_was_written_in(number):
 
 
 class TestPublishMany:
-    def test_publish_many_keeps_the_order_of_a_key_when_some_drafts_are_unique(self):
+    def test_publish_many_returns_the_first_of_unique_messages_and_keeps_the_order_of_a_key(self):
         """The position is what the order of a key goes by."""
-        with transaction.atomic():
-            answers = publish_many(
-                [
-                    Draft(TOPIC, {}, key="customer-1", biz_id="placed", unique=True),
-                    Draft(TOPIC, {}, key="customer-1", biz_id="paid"),
-                    Draft(TOPIC, {}, key="customer-1", biz_id="shipped", unique=True),
-                ]
-            )
-
-        positions = [answer.position for answer in answers]
-        assert positions == sorted(positions)
-
-    def test_publish_many_returns_the_first_of_unique_messages(self):
         first = published(biz_id="order-1", unique=True)
+        names = [("order-2", True), ("order-1", True), ("order-1", False), ("order-3", True), ("order-2", True)]
         with transaction.atomic():
-            answers = publish_many(
-                [
-                    Draft(TOPIC, {}, biz_id="order-2", unique=True),
-                    Draft(TOPIC, {}, biz_id="order-1", unique=True),
-                    Draft(TOPIC, {}, biz_id="order-1"),
-                    Draft(TOPIC, {}, biz_id="order-2", unique=True),
-                ]
-            )
+            answers = publish_many([Draft(TOPIC, {}, key="k", biz_id=name, unique=unique) for name, unique in names])
 
-        assert [answer.created for answer in answers] == [True, False, True, False]
-        assert answers[1].id == first.id
-        assert answers[3].id == answers[0].id
-        assert OutboxMessage.objects.count() == 3
+        assert [answer.created for answer in answers] == [True, False, True, True, False]
+        assert (answers[1].id, answers[4].id) == (first.id, answers[0].id)
+        positions = [answer.position for answer in answers if answer.created]
+        assert positions == sorted(positions)
+        assert OutboxMessage.objects.count() == 4
 
 
 def test_stored_instants_can_be_compared_by_the_orm():

@@ -57,47 +57,43 @@ def run(*arguments):
 @every_database
 class TestRestoredMessage:
     @pytest.mark.parametrize("state", RESTORABLE)
-    def test_restored_message_whose_time_is_ahead_is_scheduled_for_it(self, state):
-        message = ended(state, delay=2 * HOUR, expires_in=HOUR)
-        before = row_of(message)
-
-        assert restore(message.id) == Decision(Outcome.RESTORED, State.SCHEDULED)
-
-        row = row_of(message)
-        assert (row.pk, row.state, row.attempts, row.settled_at) == (before.pk, State.SCHEDULED, 0, None)
-        assert row.available_at == row.deliver_at == before.deliver_at
-        assert row.expires_at == before.expires_at
-
-    @pytest.mark.parametrize("state", RESTORABLE)
-    @pytest.mark.parametrize("ago", [None, 3 * HOUR], ids=["not delayed", "due before"])
-    def test_restored_message_whose_time_has_passed_is_ready(self, state, ago):
-        message = ended(state)
+    @pytest.mark.parametrize("ago", [-2 * HOUR, None, 3 * HOUR], ids=["ahead", "not delayed", "due before"])
+    def test_restored_message_is_scheduled_for_its_time_or_ready(self, state, ago):
+        ahead = ago is not None and ago < timedelta()
+        message = ended(state, delay=HOUR if ago else None, expires_in=HOUR if ahead else None)
         if ago:
             make_due(message, ago)
         before = row_of(message)
+        became = State.SCHEDULED if ahead else State.READY
 
-        assert restore(message.id)
+        assert restore(message.id) == Decision(Outcome.RESTORED, became)
 
         row = row_of(message)
-        assert (row.state, row.attempts, row.settled_at, row.deliver_at) == (State.READY, 0, None, before.deliver_at)
-        assert is_about(row.available_at, timezone.now())
-        assert row.available_at != row.created_at, "a relay has read that index past its place"
-        assert (row.last_error, row.expires_at) == ("refused", None)
-        entry = TrailEntry.objects.get(message_id=message.id, became=State.READY)
-        assert (entry.was, entry.reason) == (state, "restore()")
+        assert (row.pk, row.state, row.attempts, row.settled_at) == (before.pk, became, 0, None)
+        assert (row.last_error, row.deliver_at, row.expires_at) == ("refused", before.deliver_at, before.expires_at)
+        if ahead:
+            assert row.available_at == row.deliver_at
+        else:
+            assert is_about(row.available_at, timezone.now())
+            assert row.available_at != row.created_at, "a relay has read that index past its place"
+        entry = TrailEntry.objects.get(message_id=message.id, became=became, reason="restore()")
+        assert entry.was == state
 
     @pytest.mark.django_db(transaction=True)
-    def test_restored_message_is_published_with_its_message_id_and_marked_as_a_replay(self, peer):
-        message = ended(State.EXPIRED, expires_in=HOUR)
-        make_due(message, 5 * HOUR)
+    def test_restored_message_is_published_once_with_its_message_id_and_marked_as_a_replay_behind_its_head(self, peer):
+        head, later = ended(State.DEAD, key="k"), ended(State.EXPIRED, key="k", expires_in=HOUR)
+        make_due(later, 5 * HOUR)
 
-        assert restore(message.id)
+        assert restore(later.id)
+        assert restore(later.id) == Decision(Outcome.TOO_LATE, State.READY)
+        drained(peer.url)
+        assert (state_of(later), peer.published) == (State.WAITING, [])
+        assert restore(head.id)
         drained(peer.url)
 
-        [arrived] = peer.published
-        assert state_of(message) == State.PUBLISHED
-        assert ids([arrived]) == [str(message.id)]
-        assert arrived.headers["cloudEvents:replay"] == "operator"
+        assert ids(peer.published) == ids([head, later])
+        assert {arrived.headers["cloudEvents:replay"] for arrived in peer.published} == {"operator"}
+        assert state_of(later) == State.PUBLISHED
 
     def test_restored_message_expires_after_its_original_lifetime_each_time(self):
         message = ended(State.EXPIRED, expires_in=10 * A_MOMENT)
@@ -115,30 +111,6 @@ class TestRestoredMessage:
         assert reschedule(message.id, delay=HOUR)
         assert is_about(row_of(message).expires_at, timezone.now() + HOUR + 10 * A_MOMENT)
 
-    def test_restore_of_a_message_twice_takes_effect_once(self):
-        message = ended()
-
-        assert restore(message.id)
-        assert restore(message.id) == Decision(Outcome.TOO_LATE, State.READY)
-
-    def test_restore_can_leave_overdue_messages(self):
-        late, ahead = ended(biz_id="b"), ended(biz_id="b", delay=HOUR)
-
-        assert restore(topic=TOPIC, biz_id="b", overdue=False) == Decision(Outcome.RESTORED, State.SCHEDULED)
-        assert (state_of(late), state_of(ahead)) == (State.CANCELLED, State.SCHEDULED)
-
-    @pytest.mark.django_db(transaction=True)
-    def test_restored_message_waits_behind_the_dead_head_of_its_key(self, peer):
-        head, later = ended(State.DEAD, key="k"), ended(key="k")
-
-        assert restore(later.id)
-        drained(peer.url)
-        assert (state_of(later), peer.published) == (State.WAITING, [])
-        assert restore(head.id)
-        drained(peer.url)
-
-        assert ids(peer.published) == ids([head, later])
-
 
 @every_database
 class TestRestore:
@@ -151,15 +123,18 @@ class TestRestore:
         assert state_of(message) == State.CANCELLED
         assert not TrailEntry.objects.filter(message_id=message.id, became=State.READY).exists()
 
-    def test_restore_can_be_limited_to_states(self):
+    def test_restore_can_be_limited_to_states_and_can_leave_overdue_messages(self):
         dead, cancelled = ended(State.DEAD, biz_id="b"), ended(biz_id="b")
 
         assert restore(topic=TOPIC, biz_id="b", states=["cancelled"]) == Decision(Outcome.RESTORED, State.READY)
         assert (state_of(dead), state_of(cancelled)) == (State.DEAD, State.READY)
-        with pytest.raises(InvalidMessage, match="published"):
-            restore(dead.id, states=["dead", "published"])
-        with pytest.raises(InvalidMessage, match=r"states is \[\]"):
-            restore(dead.id, states=[])
+        for states, shown in ((["dead", "published"], "published"), ([], r"states is \[\]")):
+            with pytest.raises(InvalidMessage, match=shown):
+                restore(dead.id, states=states)
+
+        late, ahead = ended(biz_id="c"), ended(biz_id="c", delay=HOUR)
+        assert restore(topic=TOPIC, biz_id="c", overdue=False) == Decision(Outcome.RESTORED, State.SCHEDULED)
+        assert (state_of(late), state_of(ahead)) == (State.CANCELLED, State.SCHEDULED)
 
     @pytest.mark.django_db(databases=["default", "other"])
     def test_restore_with_using_affects_that_database_only(self):
@@ -217,27 +192,17 @@ class TestUniqueMessages:
         assert (decision, "unique=True" in decision.why) == (Decision(Outcome.TOO_LATE, first), True)
         assert (state_of(replaced), state_of(latest)) == (first, second)
 
-    def test_restore_brings_back_the_last_of_several_cancelled_messages(self):
+    def test_restore_brings_back_the_last_of_several_cancelled_messages_and_is_prevented_by_unique_ones_only(self):
         messages = [ended(biz_id="b", unique=True) for _ in range(3)]
-
         assert restore(topic=TOPIC, biz_id="b") == Decision(Outcome.RESTORED, State.READY)
         assert [state_of(message) for message in messages] == [State.CANCELLED, State.CANCELLED, State.READY]
         assert not published(biz_id="b", unique=True).created
 
-    def test_restore_is_not_prevented_by_messages_that_are_not_unique(self):
-        plain, unique, other = ended(biz_id="b"), ended(biz_id="b", unique=True), ended(biz_id="other", unique=True)
-        published(biz_id="b")
-
-        assert run("--topic", TOPIC).startswith("3 messages restored")
-        assert {state_of(message) for message in (plain, unique, other)} == {State.READY}
-
-    def test_restore_command_reports_and_does_not_preview_what_was_replaced(self):
-        ended(topic="a", biz_id="b", unique=True)
-        published(topic="a", biz_id="b", unique=True)
-        ended(topic="a", biz_id="other", unique=True)
-
-        assert run("--all", "--dry-run").split("\n\n")[1].startswith("1 message would be restored, 1 of them overdue")
-        assert run("--all") == "1 message restored: 1 ready. 1 left: 1 replaced.\n"
+        plain, unique = ended(biz_id="c"), ended(biz_id="c", unique=True)
+        published(biz_id="c")
+        assert run("--all", "--dry-run").split("\n\n")[1].startswith("2 messages would be restored, 2 of them overdue")
+        assert run("--all") == "2 messages restored: 2 ready. 2 left: 2 replaced.\n"
+        assert {state_of(message) for message in (plain, unique)} == {State.READY}
 
     @pytest.mark.long
     @pytest.mark.django_db(transaction=True)
@@ -341,25 +306,21 @@ class TestRestoreCommand:
         assert "1 message would be restored, and 2 overdue ones skipped" in run("--all", "--dry-run", "--without-overdue")
         assert OutboxMessage.objects.filter(state__in=RESTORABLE).count() == 3
 
-    def test_restore_command_reports_what_it_restored_and_left(self):
-        late, ahead, other = ended(topic="a"), ended(topic="a", delay=HOUR), ended(topic="b")
-
-        assert run("--topic", "a") == "2 messages restored: 1 ready, 1 scheduled.\n"
-        assert run("--all", "--without-overdue") == "0 messages restored. 1 left: 1 overdue.\n"
-        assert run("--all") == "1 message restored: 1 ready.\n"
-        assert run("--all") == "0 messages restored.\n"
-        assert [state_of(message) for message in (late, ahead, other)] == [State.READY, State.SCHEDULED, State.READY]
-        assert TrailEntry.objects.get(message_id=other.id, became=State.READY).reason == "outbox_restore"
-
-    def test_restore_command_restores_all_of_a_topic_in_several_transactions(self, monkeypatch):
+    def test_restore_command_restores_all_of_a_topic_in_several_transactions_and_reports_it(self, monkeypatch):
         monkeypatch.setattr("outbox.management.commands.outbox_restore._AT_ONCE", 3)
         mine = [ended(topic="a", delay=HOUR if n % 2 else None) for n in range(8)]
-        other = ended(topic="b")
+        other, named, published_one = ended(topic="b"), ended(topic="c"), published()
 
         assert run("--topic", "a") == "8 messages restored: 4 ready, 4 scheduled.\n"
         assert {state_of(message) for message in mine} == {State.READY, State.SCHEDULED}
-        assert state_of(other) == State.CANCELLED
         assert AuditEntry.objects.filter(action="restore").count() == 3
+        with pytest.raises(CommandError, match=str(published_one.id)):
+            run(str(named.id), str(published_one.id))
+        assert run("--all", "--without-overdue") == "0 messages restored. 1 left: 1 overdue.\n"
+        assert run("--all") == "1 message restored: 1 ready.\n"
+        assert run("--all") == "0 messages restored.\n"
+        assert [state_of(message) for message in (other, named)] == [State.READY, State.READY]
+        assert TrailEntry.objects.get(message_id=other.id, became=State.READY).reason == "outbox_restore"
 
     @every_database
     @pytest.mark.parametrize(
@@ -380,13 +341,6 @@ class TestRestoreCommand:
         run(*options)
 
         assert list(OutboxMessage.objects.filter(state=State.READY).order_by("pk").values_list("biz_id", flat=True)) == taken
-
-    def test_restore_command_restores_the_given_ids_and_fails_for_the_others(self):
-        message, published_one = ended(), published()
-
-        with pytest.raises(CommandError, match=str(published_one.id)):
-            run(str(message.id), str(published_one.id))
-        assert state_of(message) == State.READY
 
     @pytest.mark.parametrize(
         ("arguments", "words"),

@@ -120,16 +120,12 @@ def test_counted_transition_is_recorded_as_it_declares(name, trail):
     assert [len(trail_of(message)) for message in (*messages, other)] == [*[int(recorded)] * 3, 0]
 
 
-def test_transition_with_several_sources_takes_no_query():
+def test_only_narrows_the_sources_of_a_transition_and_one_with_several_takes_no_query():
     """With several sources it could not report the previous state of each message."""
+    dead, scheduled = in_state(State.DEAD), in_state(State.SCHEDULED)
     with pytest.raises(TypeError, match="one source"):
         move("default", NAMES["cancel"], Found("SELECT 1", []))
 
-
-def test_only_narrows_the_sources_of_a_transition():
-    dead, scheduled = in_state(State.DEAD), in_state(State.SCHEDULED)
-    positions = [row_of(dead).pk, row_of(scheduled).pk]
-
-    move("default", NAMES["cancel"], positions, only=[State.DEAD])
+    move("default", NAMES["cancel"], [row_of(dead).pk, row_of(scheduled).pk], only=[State.DEAD])
 
     assert (state_of(dead), state_of(scheduled)) == (State.CANCELLED, State.SCHEDULED)

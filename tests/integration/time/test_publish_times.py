@@ -37,12 +37,18 @@ def promote():
 
 
 class TestDelay:
-    def test_delayed_message_is_scheduled_for_now_plus_the_delay(self):
-        row = row_of(published(delay=timedelta(hours=48)))
+    def test_delayed_message_is_scheduled_for_now_plus_the_delay_or_its_deliver_at_and_expires_after_that(self):
+        instant, minutes = next_year(), timedelta(minutes=5)
+        row = row_of(published(delay=timedelta(hours=48), expires_in=minutes))
+        at_its_instant = row_of(published(deliver_at=instant, expires_in=minutes))
+        at_once = row_of(published(expires_in=minutes))
 
-        assert row.state == State.SCHEDULED
+        assert row.state == at_its_instant.state == State.SCHEDULED
         assert row.available_at == row.deliver_at
         assert timedelta(hours=48) - A_MILLISECOND <= row.available_at - row.created_at <= timedelta(hours=48, minutes=1)
+        assert at_its_instant.deliver_at == at_its_instant.available_at == instant
+        for each in (row, at_its_instant, at_once):
+            assert abs(each.expires_at - each.available_at - minutes) <= 5 * A_MILLISECOND
 
     def test_delay_counts_from_the_publish_call_and_not_from_the_start_of_the_transaction(self):
         with transaction.atomic():
@@ -52,8 +58,11 @@ class TestDelay:
 
         assert row_of(second).available_at - row_of(first).available_at >= 19 * A_MILLISECOND
 
-    def test_delayed_message_is_due_at_its_time_and_never_early(self):
-        message = published(delay=timedelta(milliseconds=150))
+    @pytest.mark.parametrize(
+        "given", [{"delay": timedelta(milliseconds=150)}, {"deliver_at": datetime(1999, 1, 1, tzinfo=UTC)}]
+    )
+    def test_delayed_message_is_due_at_its_time_and_never_early(self, given):
+        message = published(**given)
         available_at = row_of(message).available_at
 
         wait_until(promote)
@@ -70,27 +79,7 @@ class TestDelay:
         assert (state_of(late), state_of(later)) == (State.SCHEDULED, State.READY)
 
 
-class TestDeliverAt:
-    def test_message_is_scheduled_for_exactly_its_deliver_at(self):
-        instant = next_year()
-        row = row_of(published(deliver_at=instant))
-
-        assert (row.state, row.deliver_at, row.available_at) == (State.SCHEDULED, instant, instant)
-
-    def test_deliver_at_in_the_past_is_due_now(self):
-        message = published(deliver_at=datetime(1999, 1, 1, tzinfo=UTC))
-
-        assert promote() == 1
-        assert state_of(message) == State.READY
-
-
 class TestExpiry:
-    def test_expiry_counts_from_the_due_time(self):
-        for arguments in ({}, {"delay": HOUR}, {"deliver_at": next_year()}):
-            row = row_of(published(expires_in=timedelta(minutes=5), **arguments))
-
-            assert abs(row.expires_at - row.available_at - timedelta(minutes=5)) <= 5 * A_MILLISECOND
-
     def test_claim_marks_a_message_as_expired_at_its_time_and_never_early(self):
         message = published(expires_in=timedelta(milliseconds=150))
         expires_at = row_of(message).expires_at

@@ -77,40 +77,30 @@ def assert_each_once_and_none_early(messages):
 
 @every_database
 class TestScheduledMessages:
-    def test_scheduled_messages_become_ready_at_their_time_and_wake_the_relay(self):
+    @pytest.mark.parametrize("wheel", [WheelOptions(), WheelOptions(SLOTS=4, TICK=timedelta(milliseconds=20))])
+    def test_scheduled_messages_become_ready_at_their_time_and_wake_the_relay(self, wheel):
+        """Also those that are due after several revolutions of the wheel."""
         rung = threading.Event()
         with transaction.atomic():
             messages = [publish(TOPIC, {}, delay=n * SOON / 10) for n in range(1, 20)]
-        with turning(a_timer(ring=rung.set)):
+        with turning(a_timer(ring=rung.set, WHEEL=wheel)):
             wait_until(lambda: not scheduled().exists())
 
         assert rung.is_set()
         assert_each_once_and_none_early(messages)
 
-    def test_message_due_after_several_revolutions_of_the_wheel_is_not_early(self):
-        message = published(delay=timedelta(seconds=1))
-        with turning(a_timer(WHEEL=WheelOptions(SLOTS=4, TICK=timedelta(milliseconds=20)))):
-            wait_until(lambda: is_ready(message))
-
-        assert_each_once_and_none_early([message])
-
-    def test_message_written_while_the_timer_runs_is_read_by_the_next_catch_up(self):
-        timer = a_timer()
-        timer._turn()
-        message = published(delay=SOON)
-        timer._load_at = timer._sweep_at = math.inf
-        timer._catch_up_at = 0.0
-
-        wait_until(lambda: timer._turn() is not None and is_ready(message))
-        assert_each_once_and_none_early([message])
-
-    def test_message_rescheduled_without_a_wake_up_is_found_by_the_next_sweep(self):
+    def test_message_rescheduled_without_a_wake_up_is_found_by_the_next_sweep_and_a_new_one_by_the_next_catch_up(self):
         timer = a_timer()
         first = published(delay=HOUR)
         timer._turn()
         reschedule(first.id, delay=timedelta(seconds=0.01))
-
         wait_until(lambda: timer._turn() is not None and is_ready(first))
+
+        message = published(delay=SOON)
+        timer._load_at = timer._sweep_at = math.inf
+        timer._catch_up_at = 0.0
+        wait_until(lambda: timer._turn() is not None and is_ready(message))
+        assert_each_once_and_none_early([first, message])
 
     @pytest.mark.long
     def test_message_cancelled_or_rescheduled_after_it_was_read_is_not_made_ready(self):
@@ -136,23 +126,18 @@ class TestScheduledMessages:
 
         assert_each_once_and_none_early(messages)
 
-    def test_message_is_not_early_when_the_database_clock_steps_back(self):
+    def test_message_is_not_early_when_the_database_clock_steps_back_and_not_late_when_it_jumps_ahead(self):
         timer = a_timer()
-        message = published(delay=SOON)
-        timer._table.take([Upcoming(message.position, TOPIC, "", monotonic(), "")], monotonic())  # by its own clock it is due
+        message, later = published(delay=SOON), published(delay=HOUR)
+        for each, due in ((message, monotonic()), (later, monotonic() + 3600.0)):  # by its own clock
+            timer._table.take([Upcoming(each.position, TOPIC, "", due, "")], monotonic())
 
         wait_until(lambda: timer._turn() is not None and is_ready(message))
         assert_each_once_and_none_early([message])
-
-    def test_message_is_not_late_when_the_database_clock_jumps_ahead(self):
-        timer = a_timer()
-        message = published(delay=HOUR)
-        timer._table.take([Upcoming(message.position, TOPIC, "", monotonic() + 3600.0, "")], monotonic())
-        set_columns(message, available_at=DatabaseTime(-HOUR))
-        timer._sweep_at = 0.0
-
+        set_columns(later, available_at=DatabaseTime(-HOUR))
+        timer._sweep_at = timer._sweep_all_at = 0.0
         timer._turn()
-        assert is_ready(message)
+        assert is_ready(later)
 
 
 @every_database
