@@ -79,10 +79,6 @@ async def in_executor_thread(coroutine):
         await sync_to_async(connections.close_all)()
 
 
-async def in_any_thread(function, *given):
-    return await sync_to_async(function, thread_sensitive=False)(*given)
-
-
 def respond(view, settings, **data):
     """The response of an async view on an ASGI server."""
     urls = ModuleType("urls_of_a_view")
@@ -225,10 +221,3 @@ class TestInsideATransaction:
         message = asyncio.run(in_executor_thread(sync_to_async(business)()))
 
         assert message.biz_id == OutboxMessage.objects.get().biz_id
-
-    @pytest.mark.parametrize("elsewhere", [asyncio.to_thread, in_any_thread])
-    def test_publish_in_another_thread_does_not_join_the_transaction(self, elsewhere):
-        with transaction.atomic(), pytest.raises(PublishedOutsideTransaction):
-            async_to_sync(elsewhere)(publish, TOPIC, {})
-
-        assert not OutboxMessage.objects.exists()

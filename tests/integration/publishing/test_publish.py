@@ -334,13 +334,3 @@ def test_prepared_insert_writes_the_same_row_as_a_plain_one(options):
     first, *others = map(written, messages)
     assert all(other == first for other in others)
     assert [message.position for message in messages] == sorted(message.position for message in messages)
-
-
-@pytest.mark.skipif("connection.vendor != 'postgresql'")
-@committed
-def test_prepared_insert_of_a_unique_message_finds_the_earlier_one():
-    connection.close()
-    messages = [published(biz_id="order-1", unique=True) for _ in range(9)]
-
-    assert [message.created for message in messages] == [True] + [False] * 8
-    assert len({message.id for message in messages}) == 1
