@@ -196,7 +196,7 @@ CALLBACK_POINTS = {
     "in the callback, its effect written": "after tests.support.apps.effects.models.Effect.save",
     "returned, not committed": "after outbox.store.pending_callbacks.finish_call",
 }
-ONE_THREAD = {"CALLBACKS": {"THREADS": 1}}
+ONE_THREAD = {"CONCURRENCY": 1}
 """So that no other call commits in the moment in which one dies."""
 
 
