@@ -29,19 +29,9 @@ for _ in range(20_000):
 """
 
 
-@pytest.mark.parametrize(
-    ("broker", "victim"),
-    [
-        ("world", "relay"),
-        ("world", "consumer"),
-        pytest.param("local_world", "relay", marks=pytest.mark.every_database),
-    ],
-)
-def test_sigterm_under_load_ends_a_process_with_status_0_and_loses_nothing(request, broker, victim):
-    world = request.getfixturevalue(broker)
-    workers = {"relay": world.relay()}
-    if broker == "world":
-        workers["consumer"] = world.consumer()
+@pytest.mark.parametrize("victim", ["relay", "consumer"])
+def test_sigterm_under_load_ends_a_process_with_status_0_and_loses_nothing(world, victim):
+    workers = {"relay": world.relay(), "consumer": world.consumer()}
     with world.load(producers=3):
         for _ in range(3):
             world.flows()
@@ -71,6 +61,18 @@ def test_sigterm_leaves_no_message_to_be_run_twice(world):
     assert world.redelivered() > 0, "nothing was prefetched, so nothing was given back"
     assert max(world.runs().values()) == 1
     world.assert_nothing_went_wrong(found)
+
+
+@pytest.mark.every_database
+def test_sigterm_under_load_ends_a_process_without_a_broker_and_loses_nothing(local_world):
+    worker = local_world.relay()
+    with local_world.load(producers=2):
+        for _ in range(3):
+            local_world.flows(10)
+            worker.ask_to_end()
+            assert worker.ends() == 0, worker.tail()
+            worker = local_world.again(worker)
+    local_world.assert_nothing_went_wrong(local_world.drain())
 
 
 def test_a_handler_that_outlasts_the_shutdown_grace_is_rolled_back_and_run_again(world):
