@@ -310,7 +310,7 @@ class TestHysteresis:
 
 @pytest.mark.every_database
 class TestLease:
-    def test_one_process_evaluates_at_a_time_and_none_if_alerts_are_off(self, alerts):
+    def test_one_process_evaluates_at_a_time(self, alerts):
         first, second = Evaluator("outbox", "default"), Evaluator("outbox", "default")
 
         assert first.round() is not None
