@@ -21,12 +21,9 @@ from inbox.models import InboxMessage
 from inbox.states import State as InboxState
 from outbox.models import OutboxMessage
 from outbox.states import SETTLED, State
+from tests.support.admin_names import LIST
 from tests.support.inbox_rows import store_message
 
-LIST = "admin:outbox_outboxmessage_changelist"
-DETAIL = "admin:outbox_outboxmessage_change"
-VIEW, CANCEL = "view_outboxmessage", "cancel_outboxmessage"
-RESCHEDULE, RESTORE, DECIDE = "reschedule_outboxmessage", "restore_outboxmessage", "decide_outboxmessage"
 _IDS = count(uuid.uuid4().int >> 8)
 """In the order in which they are made."""
 NASTY = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>&lt;b&gt;"

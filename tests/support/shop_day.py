@@ -436,6 +436,7 @@ def hostile_rows(text: str) -> None:
         message_id=str(sent.message_id), duplicates=2, conflicts=1, conflicting_id=text, conflicting_body=body,
         conflicting_at=now, result=text, **ids,
     )  # fmt: skip
+    a_handled(text, f"2{text}", state=InboxState.RUNNING, message_id=f"2{text}", next_attempt_at=now)
     a_relay(host=text, waits_for=text)
     a_consumer(host=text, waits_for=text, handlers=[text], running=[a_run(text, text, message=text)])
     Process.objects.filter(host=text).update(requested="pause", requested_by=text, requested_at=now)

@@ -12,18 +12,8 @@ from inbox.models import TrailEntry as InboxTrailEntry
 from inbox.states import State as InboxState
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
-from tests.support.admin_pages import (
-    CANCEL,
-    DECIDE,
-    RESCHEDULE,
-    RESTORE,
-    a_message,
-    act,
-    an_inbox_message,
-    changed,
-    said,
-    staff_client,
-)
+from tests.support.admin_names import CANCEL, DECIDE, RESCHEDULE, RESTORE
+from tests.support.admin_pages import a_message, act, an_inbox_message, changed, said, staff_client
 from tests.support.inbox_rows import settle
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]

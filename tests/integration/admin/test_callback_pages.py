@@ -11,7 +11,8 @@ from exactly_once.process.clock import utcnow
 from outbox.callbacks import registry
 from outbox.models import PendingCallback
 from outbox.states import State
-from tests.support.admin_pages import DETAIL, NASTY, VIEW, Page, a_message, act, listed, said, staff_client
+from tests.support.admin_names import DETAIL, VIEW
+from tests.support.admin_pages import NASTY, Page, a_message, act, listed, said, staff_client
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
@@ -24,14 +25,8 @@ on_the_list = partial(act, page=CALLBACKS)
 
 def pending(callback="shop.callbacks.order_published", due_in=HOUR, event="published", message=None, **columns):
     message = message or a_message(State(event), settled_at=utcnow())
-    return PendingCallback.objects.create(
-        message=message,
-        event=event,
-        settled_at=message.settled_at,
-        callback=callback,
-        available_at=utcnow() + due_in,
-        **columns,
-    )
+    times = {"settled_at": message.settled_at, "available_at": utcnow() + due_in}
+    return PendingCallback.objects.create(message=message, event=event, callback=callback, **times, **columns)
 
 
 class TestCallbackList:
@@ -40,6 +35,7 @@ class TestCallbackList:
 
     @pytest.mark.long
     def test_list_shows_the_next_due_callback_first_and_the_last_error(self):
+        assert "every callback has returned" in self.page().text
         later = pending(due_in=60 * HOUR, attempts=3, last_error="no answer\nand more")
         soon = pending(event="dead")
 
@@ -71,29 +67,20 @@ class TestCallbackList:
         for odd in ("%", NASTY, "\x01", "x" * 10_000):
             assert listed(client, CALLBACKS, q=odd) == []
 
-    def test_empty_list_says_that_every_callback_has_returned(self):
-        assert "every callback has returned" in self.page().text
 
-
-def test_callback_page_links_to_its_message_and_offers_permitted_actions():
-    row = pending()
-
-    page = Page(staff_client(VIEW, VIEW_CALLBACKS, RUN).get(reverse(CALLBACK, args=[row.pk])))
-
-    assert page.all("a", href=reverse(DETAIL, args=[row.message.pk]))
-    assert {found["value"] for found in page.all("button", name="action")} == {"call_now"}
-
-
-def test_message_page_lists_its_pending_callbacks():
+def test_pages_of_a_callback_and_of_its_message_link_to_each_other_and_offer_permitted_actions():
     row = pending(attempts=2, last_error="no answer")
-    client = staff_client(VIEW)
+    client, of_the_message = staff_client(VIEW, VIEW_CALLBACKS, RUN), reverse(DETAIL, args=[row.message.pk])
 
-    text = " ".join(Page(client.get(reverse(DETAIL, args=[row.message.pk]))).text.split())
+    page = Page(client.get(reverse(CALLBACK, args=[row.pk])))
+    text = " ".join(Page(client.get(of_the_message)).text.split())
     row.delete()
 
+    assert page.all("a", href=of_the_message)
+    assert {found["value"] for found in page.all("button", name="action")} == {"call_now"}
     assert "shop.callbacks.order_published (published), 2 calls so far, due in" in text
     assert "no answer" in text
-    assert "Callbacks" not in Page(client.get(reverse(DETAIL, args=[row.message.pk]))).text
+    assert "Callbacks" not in Page(client.get(of_the_message)).text
 
 
 def test_call_now_makes_a_callback_due_and_is_logged():
@@ -108,24 +95,15 @@ def test_call_now_makes_a_callback_due_and_is_logged():
     assert LogEntry.objects.get().change_message == "To be called now."
 
 
-def test_discard_asks_for_confirmation_and_reports_callbacks_called_in_the_meantime():
+def test_discard_reports_callbacks_called_in_the_meantime_and_leads_back_to_the_list():
     row, called = pending(), pending()
-    client = staff_client(VIEW, VIEW_CALLBACKS, DISCARD)
+    client, keys = staff_client(VIEW, VIEW_CALLBACKS, DISCARD), [row.pk, called.pk]
 
     assert "the project is not notified about their messages" in Page(on_the_list(client, "discard", row, called)).text
-    assert PendingCallback.objects.count() == 2
-    key = called.pk
     called.delete()
-    response = on_the_list(client, "discard", row, called, confirmed="yes", _selected_action=[row.pk, key])
+    response = on_the_list(client, "discard", confirmed="yes", own_page="yes", _selected_action=keys)
 
     assert not PendingCallback.objects.exists()
-    assert [level for level, _ in said(response)] == ["success", "warning"]
-    assert f"number {key}: not discarded: it no longer exists" in said(response)[1][1]
-
-
-def test_discard_from_the_callback_page_redirects_to_the_list():
-    row = pending()
-
-    response = on_the_list(staff_client(VIEW, VIEW_CALLBACKS, DISCARD), "discard", row, confirmed="yes", own_page="yes")
-
     assert response.url == reverse(CALLBACKS)
+    assert [level for level, _ in said(response)] == ["success", "warning"]
+    assert f"number {keys[1]}: not discarded: it no longer exists" in said(response)[1][1]

@@ -7,7 +7,8 @@ import pytest
 from exactly_once.console.operators import dead_letters
 from exactly_once.models import AuditEntry
 from outbox.states import State
-from tests.support.admin_pages import VIEW, Page, a_message, act, an_inbox_message, said, staff_client
+from tests.support.admin_names import VIEW
+from tests.support.admin_pages import Page, a_message, act, an_inbox_message, said, staff_client
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
 

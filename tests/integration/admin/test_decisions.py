@@ -8,17 +8,8 @@ from django.urls import reverse
 from inbox.contrib.joins.models import Run
 from inbox.contrib.outgoing_webhooks import Endpoint
 from outbox.states import State
-from tests.support.admin_pages import (
-    LIST,
-    RESTORE,
-    VIEW,
-    a_message,
-    act,
-    act_on_all,
-    an_inbox_message,
-    staff_client,
-    superuser_client,
-)
+from tests.support.admin_names import LIST, RESTORE, VIEW
+from tests.support.admin_pages import a_message, act, act_on_all, an_inbox_message, staff_client, superuser_client
 from tests.support.joins import TOPICS, comes, report
 from tests.support.sql import executed
 
@@ -74,20 +65,17 @@ def note(client):
     client.post(reverse("admin:exactly_once_failurenote_group", query=group), {"action": "note", "note": "see #7"})
 
 
-@pytest.mark.parametrize("decide", [skip, cancel, cancel_all, add_and_disable_an_endpoint, note])
-def test_decision_and_audit_entry_are_one_read_committed_transaction_with_an_idle_timeout(decide, recorded):
+def start_a_run(client):
+    comes(TOPICS[0], "monday", rows=7)
+    act(client, "start", Run.objects.get(), page="admin:inbox_joins_run_changelist", **CONFIRMED)
+
+
+@pytest.mark.parametrize("decide", [skip, cancel, cancel_all, add_and_disable_an_endpoint, note, start_a_run])
+def test_decision_and_audit_entry_are_one_read_committed_transaction_with_an_idle_timeout(decide, joins, recorded):
+    joins(report)
     decide(superuser_client())
 
     assert set(recorded) == {READ_COMMITTED}
-
-
-def test_decision_about_a_run_is_read_committed(joins, recorded):
-    joins(report)
-    comes(TOPICS[0], "monday", rows=7)
-    recorded.clear()
-    act(superuser_client(), "start", Run.objects.get(), page="admin:inbox_joins_run_changelist", **CONFIRMED)
-
-    assert recorded == [READ_COMMITTED]
 
 
 @pytest.mark.every_database

@@ -76,6 +76,10 @@ class TestFailureOfAMessage:
         file, function, line = row.error_place.split(":")
         assert (row.error_class, file, function, int(line) > 0) == ("ValueError", THIS_FILE, "refuse_the_card", True)
         assert row.failing_since == row.failed_at is not None
+        make_due()
+        drain(options(MAX_ATTEMPTS=3))
+        again = the_row()
+        assert (again.failing_since, again.failed_at > row.failed_at) == (row.failing_since, True), "the same failure returns"
 
     def test_frames_of_libraries_do_not_hide_the_place(self, handles):
         def read_json(message):
@@ -87,31 +91,15 @@ class TestFailureOfAMessage:
         assert the_row().error_class == "json.decoder.JSONDecodeError"
         assert the_row().error_place.startswith(f"{THIS_FILE}:read_json:")
 
-    def test_failing_since_stays_while_the_same_failure_returns(self, handles):
-        failed(handles, refuse_the_card)
-        first = the_row()
-        make_due()
-        drain(options(MAX_ATTEMPTS=3))
-        again = the_row()
-        assert again.failing_since == first.failing_since
-        assert again.failed_at > first.failed_at
-
-    def test_each_failed_attempt_is_kept_with_its_traceback(self, handles):
-        failed(handles, refuse_the_card)
-        for _ in range(2):
-            make_due()
-            drain()
-        attempts = the_row().failures
-        assert [attempt["attempt"] for attempt in attempts] == [1, 2, 3]
-        assert all("refuse_the_card" in attempt["own"] and "Traceback" in attempt["traceback"] for attempt in attempts)
-        assert all("/inbox/" not in attempt["own"] for attempt in attempts)
-
-    def test_only_the_latest_ten_attempts_are_kept(self, handles):
+    def test_each_failed_attempt_is_kept_with_its_traceback_up_to_the_latest_ten(self, handles):
         failed(handles, refuse_the_card, MAX_ATTEMPTS=14)
         for _ in range(13):
             make_due()
             drain(options(MAX_ATTEMPTS=14))
-        assert [attempt["attempt"] for attempt in the_row().failures] == [*range(5, 15)]
+        attempts = the_row().failures
+        assert [attempt["attempt"] for attempt in attempts] == [*range(5, 15)]
+        assert all("refuse_the_card" in attempt["own"] and "Traceback" in attempt["traceback"] for attempt in attempts)
+        assert all("/inbox/" not in attempt["own"] for attempt in attempts)
 
     def test_attempts_stay_when_the_message_is_handled(self, handles):
         fails = [True]
@@ -127,15 +115,14 @@ class TestFailureOfAMessage:
         assert (row.state, row.error_class, row.error_place, row.failing_since) == (State.DONE, "", "", None)
         assert [attempt["attempt"] for attempt in row.failures] == [1]
 
-    def test_refused_message_has_a_class_and_no_place(self, handles):
+    def test_refused_message_has_a_class_and_no_place_and_a_deferred_one_does_not_fail(self, handles):
         deliver(handles(refuse_the_card), an_envelope(body=b"\xff"))
-        assert (the_row().state, the_row().error_class, the_row().error_place) == (State.DEAD, REFUSED, "")
-        assert the_row().failing_since is not None
-
-    def test_deferred_message_does_not_fail(self, handles):
+        refused = the_row()
+        assert (refused.state, refused.error_class, refused.error_place) == (State.DEAD, REFUSED, "")
+        assert refused.failing_since is not None
         failed(handles, wait_for_stock)
-        row = the_row()
-        assert (row.state, row.error_class, row.failing_since, row.failures) == (State.RETRYING, DEFERRED, None, None)
+        row = the_row(state=State.RETRYING)
+        assert (row.error_class, row.failing_since, row.failures) == (DEFERRED, None, None)
 
     def test_page_shows_own_frames_first_and_folds_those_of_libraries(self, handles):
         failed(handles, refuse_the_card)
@@ -150,33 +137,21 @@ class TestFailureOfAMessage:
         assert len(page.all("details", **{"class": "message-frames"})) == 2
 
 
-class TestDeferredMessages:
-    def test_list_distinguishes_deferred_messages_from_failed_ones(self, handles):
-        failed(handles, wait_for_stock, count=2)
-        failed(handles, refuse_the_card)
-        client = staff_client(VIEW)
-        text = " ".join(Page(client.get(reverse(LIST))).text.split())
-        assert "◷ Later" in text
-        assert "Retrying (1)" in text
-        assert "Later (2)" in text
-
-    @pytest.mark.parametrize(
-        ("query", "functions"),
-        [
-            ({"state": "retrying"}, {"refuse_the_card"}),
-            ({"state": "later"}, {"wait_for_stock"}),
-            ({"stuck": "any"}, {"refuse_the_card"}),
-        ],
-    )
-    def test_filters_distinguish_deferred_messages_from_failed_ones(self, handles, query, functions):
-        failed(handles, wait_for_stock)
-        failed(handles, refuse_the_card)
-        found = staff_client(VIEW).get(reverse(LIST), query).context["cl"].result_list
-        assert {row.error_place.split(":")[1] for row in found} == functions
-
-    def test_deferred_messages_are_in_no_failure_group(self, handles):
-        failed(handles, wait_for_stock)
-        assert "No message is retrying or dead." in Page(staff_client(VIEW).get(reverse(GROUPS))).text
+def test_list_filters_and_groups_distinguish_deferred_messages_from_failed_ones(handles):
+    failed(handles, wait_for_stock, count=2)
+    assert "No message is retrying or dead." in Page(staff_client(VIEW).get(reverse(GROUPS))).text
+    failed(handles, refuse_the_card)
+    client = staff_client(VIEW)
+    text = " ".join(Page(client.get(reverse(LIST))).text.split())
+    for expected in ("◷ Later", "Retrying (1)", "Later (2)"):
+        assert expected in text
+    for query, function in (
+        ("state=retrying", refuse_the_card),
+        ("state=later", wait_for_stock),
+        ("stuck=any", refuse_the_card),
+    ):
+        found = client.get(f"{reverse(LIST)}?{query}").context["cl"].result_list
+        assert {row.error_place.split(":")[1] for row in found} == {function.__name__}
 
 
 class TestFailureGroups:
@@ -200,31 +175,19 @@ class TestFailureGroups:
         page = Page(client.get(reverse(GROUP), group_of(row)))
         (link, *_rest) = [a["href"] for a in page.all("a") if "failure=" in a.get("href", "")]
         found = client.get(link).context["cl"].result_list
-        assert {row.error_class for row in found} == {"ValueError"}
-        assert len(found) == 2
-
-    def test_group_without_open_messages_does_not_exist(self, handles):
-        failed(handles, refuse_the_card)
-        row = the_row()
+        assert [row.error_class for row in found] == ["ValueError"] * 2
         settle(InboxMessage.objects.all())
-        page = Page(staff_client(VIEW).get(reverse(GROUP), group_of(row)))
-        assert "No message fails so any more." in page.text
+        assert "No message fails so any more." in Page(client.get(reverse(GROUP), group_of(row))).text
 
-    def test_note_is_shown_with_its_author(self, handles):
+    def test_note_is_shown_with_its_author_and_not_lost_if_it_is_too_long(self, handles):
         failed(handles, refuse_the_card)
-        client = staff_client(VIEW, NOTE)
-        url = f"{reverse(GROUP)}?app=inbox&class=ValueError&place={the_row().error_place}"
+        client, url = staff_client(VIEW, NOTE), reverse(GROUP, query=group_of(the_row()))
         client.post(url, {"action": "note", "note": "The bank is down, see #7."})
         assert "The bank is down, see #7." in Page(client.get(reverse(GROUPS))).text
-        note = FailureNote.objects.get()
-        assert note.written_by.startswith("staff")
+        assert FailureNote.objects.get().written_by.startswith("staff")
         client.post(url, {"action": "note", "note": ""})
-        assert not FailureNote.objects.exists()
-
-    def test_text_of_a_note_is_not_lost_if_it_is_too_long(self, handles):
-        failed(handles, refuse_the_card)
-        long, url = "The bank is down. " * 300, reverse(GROUP, query=group_of(the_row()))
-        page = Page(staff_client(VIEW, NOTE).post(url, {"action": "note", "note": long}))
+        long = "The bank is down. " * 300
+        page = Page(client.post(url, {"action": "note", "note": long}))
         assert long in page.text
         assert "at most 4000 characters" in page.text
         assert not FailureNote.objects.exists()

@@ -44,12 +44,17 @@ def the_list(query=""):
     return Page(staff_client(VIEW).get(reverse(RUNS) + query))
 
 
-def test_list_shows_open_runs_and_what_they_wait_for(waiting):
+def test_list_shows_open_runs_and_what_they_wait_for_and_finds_them_by_id_and_join(waiting):
     text = the_list().text
 
     for words in ("tests.report", "monday", TOPICS[1], TOPICS[2], "Waiting"):
         assert words in text
     assert TOPICS[0] not in text
+    for term in ("monday", "tests.report"):
+        assert TOPICS[1] in the_list(f"?q={term}").text
+    assert TOPICS[1] not in the_list("?q=tuesday").text
+    registry.remove("tests.report")
+    assert "monday" in the_list().text
 
 
 def test_list_shows_finished_runs_only_on_request(waiting):
@@ -62,12 +67,6 @@ def test_list_shows_finished_runs_only_on_request(waiting):
     assert "monday" not in the_list("?state=dead").text
 
 
-def test_list_finds_a_run_by_its_id_and_by_its_join(waiting):
-    for term in ("monday", "tests.report"):
-        assert TOPICS[1] in the_list(f"?q={term}").text
-    assert TOPICS[1] not in the_list("?q=tuesday").text
-
-
 def test_number_of_statements_of_the_list_does_not_depend_on_the_number_of_runs(waiting, django_assert_max_num_queries):
     client = staff_client(VIEW)
     for number in range(10):
@@ -76,39 +75,19 @@ def test_number_of_statements_of_the_list_does_not_depend_on_the_number_of_runs(
         client.get(reverse(RUNS))
 
 
-def test_page_of_a_run_shows_the_messages_that_have_come(waiting):
-    text = Page(staff_client(VIEW, VIEW_MESSAGES).get(reverse(RUN, args=[waiting.pk]))).text
-
-    for words in (TOPICS[0], '"rows": 7', TOPICS[1], TOPICS[2]):
-        assert words in text
-
-
-def test_page_of_a_run_shows_payloads_only_with_the_permission_to_view_messages(waiting):
-    text = Page(staff_client(VIEW).get(reverse(RUN, args=[waiting.pk]))).text
-
-    assert '"rows"' not in text
-    for topic in TOPICS:
-        assert topic in text
-
-
-def test_payloads_are_folded_and_redacted(waiting, settings):
+def test_page_of_a_run_shows_payloads_folded_and_redacted_and_only_with_the_permission_to_view_messages(waiting, settings):
+    url = reverse(RUN, args=[waiting.pk])
+    page, without = Page(staff_client(VIEW, VIEW_MESSAGES).get(url)), Page(staff_client(VIEW).get(url))
     settings.INBOX = {"REDACT": "tests.support.redactors.mask"}
-    page = Page(staff_client(VIEW, VIEW_MESSAGES).get(reverse(RUN, args=[waiting.pk])))
+    redacted = Page(staff_client(VIEW, VIEW_MESSAGES).get(url))
 
-    assert '"rows": "masked"' in page.text
-    assert any("message-folded" in attributes.get("class", "") for attributes in page.all("details"))
-
-
-def test_audit_log_has_the_same_kind_in_every_language(dead, settings):
-    settings.LANGUAGE_CODE = "de"
-    on_the_list(staff_client(VIEW, EXTEND), "extend", dead, minutes=30, **CONFIRMED)
-
-    assert AuditEntry.objects.get().kind == "run"
-
-
-def test_page_shows_the_run_of_a_join_that_is_not_registered(waiting):
-    registry.remove("tests.report")
-    assert "monday" in the_list().text
+    for topic in TOPICS:
+        assert topic in page.text
+        assert topic in without.text
+    assert '"rows": 7' in page.text
+    assert '"rows"' not in without.text
+    assert '"rows": "masked"' in redacted.text
+    assert any("message-folded" in attributes.get("class", "") for attributes in redacted.all("details"))
 
 
 @pytest.mark.every_database
@@ -127,43 +106,36 @@ def test_operator_enters_the_missing_messages(dead):
     assert "the export failed" in LogEntry.objects.get().change_message
 
 
-@pytest.mark.parametrize("payloads", ["{", "[]", "{}", '"text"'])
-def test_payloads_that_are_not_a_json_object_are_refused(dead, payloads):
-    page = Page(on_the_list(staff_client(VIEW, COMPLETE), "complete", dead, payloads=payloads, **CONFIRMED))
+def test_messages_that_the_run_does_not_wait_for_are_refused(dead):
+    client = staff_client(VIEW, COMPLETE)
+    for payloads in ("{", "[]", "{}", '"text"'):
+        assert "JSON" in Page(on_the_list(client, "complete", dead, payloads=payloads, **CONFIRMED)).text
 
-    assert "JSON" in page.text
-    assert Part.objects.count() == 1
+    ((level, words),) = said(on_the_list(client, "complete", dead, payloads='{"other": {}}', **CONFIRMED))
 
-
-def test_message_of_another_topic_is_refused_with_the_topics_that_the_run_waits_for(dead):
-    response = on_the_list(staff_client(VIEW, COMPLETE), "complete", dead, payloads='{"other": {}}', **CONFIRMED)
-
-    ((level, words),) = said(response)
     assert level == "error"
     assert "It does not wait for other. It waits for: stock.exported, prices.exported." in words
+    assert Part.objects.count() == 1
     assert not AuditEntry.objects.exists()
 
 
-def test_operator_extends_the_deadline(dead):
+def test_operator_extends_the_deadline(dead, settings):
+    settings.LANGUAGE_CODE = "de"
     on_the_list(staff_client(VIEW, EXTEND), "extend", dead, minutes=30, **CONFIRMED)
+    settings.LANGUAGE_CODE = "en"
 
     run = Run.objects.select_related("row").get()
     assert run.row.state == "retrying"
     assert run.row.next_attempt_at == run.deadline_at
     assert "Waiting" in the_list().text
+    assert AuditEntry.objects.get().kind == "run", "in every language"
 
 
-def test_operator_starts_a_run_without_the_missing_messages(dead):
+def test_operator_starts_a_run_without_the_missing_messages_and_it_cannot_be_extended_then(dead):
     on_the_list(staff_client(VIEW, START), "start", dead, **CONFIRMED)
     drain()
 
     assert effects() == [("monday", f"{TOPICS[0]},-{TOPICS[1]},-{TOPICS[2]}")]
     assert "by staff0 in the admin: the export failed" in Page(staff_client(VIEW).get(reverse(RUN, args=[dead.pk]))).text
-
-
-def test_action_on_a_finished_run_reports_its_state(dead):
-    on_the_list(staff_client(VIEW, START), "start", dead, **CONFIRMED)
-    drain()
-
     response = on_the_list(staff_client(VIEW, EXTEND), "extend", dead, minutes=30, **CONFIRMED)
     assert [(level, "it is done now" in words) for level, words in said(response)] == [("warning", True)]

@@ -10,7 +10,8 @@ from exactly_once.process.clock import utcnow
 from inbox.models import TrailEntry as InboxTrailEntry
 from outbox.models import TrailEntry
 from outbox.states import State
-from tests.support.admin_pages import DETAIL, VIEW, Page, a_message, staff_client
+from tests.support.admin_names import DETAIL, VIEW
+from tests.support.admin_pages import Page, a_message, staff_client
 from tests.support.inbox_rows import store_message
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
@@ -22,35 +23,18 @@ HANDLER = "orders.reserve_stock"
 def a_life(reason="refused by the broker", process="relay-1:4711:lane-1"):
     """A message that the relay published at the second attempt and that is dead in the inbox."""
     row = a_message(State.PUBLISHED, ago=timedelta(minutes=1), settled_at=utcnow())
+
+    def after(seconds):
+        return row.created_at + timedelta(seconds=seconds)
+
     for seconds, was, became in ((3, "ready", "retrying"), (13, "retrying", "ready"), (13.04, "ready", "published")):
-        TrailEntry.objects.create(
-            message_id=row.message_id,
-            was=was,
-            became=became,
-            at=row.created_at + timedelta(seconds=seconds),
-            process=process,
-            reason=reason if became == "retrying" else "",
-        )
-    received = store_message(
-        handler=HANDLER,
-        topic=row.topic,
-        biz_id=row.biz_id,
-        message_id=str(row.message_id),
-        state="dead",
-        body=b"{}",
-        created_at=row.created_at,
-        received_at=row.created_at + timedelta(seconds=14),
-        settled_at=utcnow(),
-    )
-    InboxTrailEntry.objects.create(
-        message_id=received.message_id,
-        handler=HANDLER,
-        was="received",
-        became="dead",
-        at=row.created_at + timedelta(seconds=15),
-        process="consumer-2:88:worker-3",
-        reason="no such article",
-    )
+        entry = {"was": was, "became": became, "reason": reason if became == "retrying" else ""}
+        TrailEntry.objects.create(message_id=row.message_id, at=after(seconds), process=process, **entry)
+    names = {"handler": HANDLER, "topic": row.topic, "biz_id": row.biz_id, "message_id": str(row.message_id)}
+    times = {"created_at": row.created_at, "received_at": after(14), "settled_at": utcnow()}
+    received = store_message(state="dead", body=b"{}", **names, **times)
+    entry = {"was": "received", "became": "dead", "reason": "no such article", "process": "consumer-2:88:worker-3"}
+    InboxTrailEntry.objects.create(message_id=received.message_id, handler=HANDLER, at=after(15), **entry)
     return row, received
 
 

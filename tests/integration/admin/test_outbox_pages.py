@@ -18,16 +18,12 @@ from exactly_once.process.clock import utcnow
 from outbox.admin import OutboxMessageAdmin
 from outbox.admin.actions import RESTORE_THEM
 from outbox.conf import outbox_options
-from outbox.models import OutboxMessage
+from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
 from outbox.store import decision_rows
+from tests.support.admin_names import CANCEL, DETAIL, LIST, RESTORE, VIEW
 from tests.support.admin_pages import (
-    CANCEL,
-    DETAIL,
-    LIST,
     NASTY,
-    RESTORE,
-    VIEW,
     Page,
     a_message,
     act,
@@ -80,46 +76,33 @@ class TestDetailPage:
         return Page(staff_client(VIEW, *codenames).get(reverse(DETAIL, args=[row.pk])))
 
     def test_detail_page_shows_payload_headers_error_message_id_and_times(self):
-        row = a_message(
-            State.DEAD,
-            payload={"total": "9.90", "name": "Zoë"},
-            headers={"tenant": "acme"},
-            last_error="line 1\nline 2",
-            ago=timedelta(hours=3),
-            due_ago=timedelta(hours=2),
-            settled_at=utcnow() - timedelta(hours=1),
-        )
+        texts = {"payload": {"total": "9.90", "name": "Zoë"}, "headers": {"tenant": "acme"}, "last_error": "line 1\nline 2"}
+        times = {"ago": timedelta(hours=3), "due_ago": timedelta(hours=2), "settled_at": utcnow() - timedelta(hours=1)}
+        row = a_message(State.DEAD, **texts, **times)
 
         page = self.page(row)
 
         for expected in ('"total": "9.90"', '"name": "Zoë"', '"tenant": "acme"', "line 1\nline 2", str(row.message_id)):
             assert expected in page.text
-        shown_instants = [found["datetime"] for found in page.all("time")]
-        for instant in (row.created_at, row.available_at, row.settled_at):
-            assert instant.isoformat() in shown_instants
+        instants = {instant.isoformat() for instant in (row.created_at, row.available_at, row.settled_at)}
+        assert instants <= {found["datetime"] for found in page.all("time")}
 
     def test_fields_and_sections_without_a_value_are_left_out(self):
-        without, with_key = self.page(a_message(State.READY)).text, self.page(a_message(State.READY, key="customer-4")).text
+        without, with_key = (self.page(a_message(State.READY, **columns)).text for columns in ({}, {"key": "customer-4"}))
 
         assert "Ordering key" in with_key
-        assert "Correlation id" not in with_key
-        assert "Origin" not in with_key
         assert "Ordering key" not in without
+        for name in ("Correlation id", "Origin"):
+            assert name not in with_key
 
     @pytest.mark.parametrize(
         ("body", "expected"),
         [
-            (b"", "is not JSON"),
-            (b"{", "is not JSON"),
-            (b"just text", "just text"),
-            (b"\xff\x00\x80abc", "ff 00 80 61 62 63"),
-            (b'"\\ud800 \\u202e"', '"\\ud800 \\u202e"'),
-            (b'["outside", ' * 990 + b"0" + b"]" * 990, '"outside"'),
-            (b"[" * 50_000, "is not JSON"),
-            (b"9" * 5_000, "is not JSON"),
-            (b"NaN", "NaN"),
+            *((body, "is not JSON") for body in (b"", b"{", b"[" * 50_000, b"9" * 5_000)),
+            *((b"just text", "just text"), (b"\xff\x00\x80abc", "ff 00 80 61 62 63"), (b"NaN", "NaN")),
+            *((b'"\\ud800 \\u202e"', '"\\ud800 \\u202e"'), (b'["outside", ' * 990 + b"0" + b"]" * 990, '"outside"')),
         ],
-        ids=["empty", "cut off", "text", "bytes", "escapes", "deeply nested", "nested too deeply", "number too long", "NaN"],
+        ids=lambda value: ascii(value)[:20],
     )
     def test_detail_page_shows_any_body_or_says_why_it_cannot(self, body, expected):
         assert expected in self.page(a_message(body=body)).text
@@ -144,7 +127,10 @@ class TestDetailPage:
     def test_action_on_the_detail_page_redirects_back_to_it(self):
         row = a_message(State.DEAD)
 
-        response = act(staff_client(VIEW, RESTORE), "restore", row, own_page="yes", confirmed="yes", overdue="on")
+        client = staff_client(VIEW, RESTORE)
+
+        assert Page(act(client, "restore", row, own_page="yes")).all("input", name="own_page", value="yes")
+        response = act(client, "restore", row, own_page="yes", confirmed="yes", overdue="on")
 
         assert response.url == reverse(DETAIL, args=[row.pk])
         assert state_of(row) == State.READY
@@ -162,11 +148,17 @@ class TestBlockedOrderingKey:
         a_message(State.PUBLISHED, key="a")
         head = a_message(failed, key="a", biz_id="the-head")
         _, row, _ = (a_message(state, key="a") for state in (State.DEAD, State.WAITING, State.DEAD))
+        a_message(State.WAITING, key="b")
 
-        page = self.page(row)
+        with CaptureQueriesContext(connection) as queries:
+            page = self.page(row)
+        (statement,) = [query["sql"] for query in queries if '"state" IN' in query["sql"]]
 
         assert "It waits behind an earlier message of its ordering key, which failed: shop.order.placed the-head" in page.text
         assert page.all("a", href=reverse(DETAIL, args=[head.pk]))
+        assert "Waiting behind it: 1." in self.page(head).text
+        assert "LIMIT 1" in statement
+        assert not re.search(r'"(body|headers)"', statement)
 
     def test_waiting_message_says_when_no_failed_message_blocks_it(self):
         a_message(State.PUBLISHED, key="a")
@@ -175,14 +167,6 @@ class TestBlockedOrderingKey:
 
         assert "Nothing blocks it any more" in self.page(row).text
 
-    def test_failed_message_shows_how_many_messages_wait_behind_it(self):
-        a_message(State.WAITING, key="a")
-        head = a_message(State.DEAD, key="a")
-        for key in ("a", "a", "b"):
-            a_message(State.WAITING, key=key)
-
-        assert "Waiting behind it: 2." in self.page(head).text
-
     @pytest.mark.parametrize(("state", "key"), [(State.DEAD, ""), (State.READY, "a"), (State.PUBLISHED, "a")])
     def test_message_that_blocks_no_other_shows_no_notice_about_its_key(self, state, key):
         row = a_message(state, key=key)
@@ -190,42 +174,9 @@ class TestBlockedOrderingKey:
 
         assert "ordering key." not in self.page(row).text
 
-    def test_page_of_a_waiting_message_reads_one_blocking_row_without_its_body(self):
-        a_message(State.DEAD, key="a")
-        row = a_message(State.WAITING, key="a")
-        client = staff_client(VIEW)
-
-        with CaptureQueriesContext(connection) as queries:
-            client.get(reverse(DETAIL, args=[row.pk]))
-
-        (statement,) = [query["sql"] for query in queries if '"state" IN' in query["sql"]]
-        assert "LIMIT 1" in statement
-        assert not re.search(r'"(body|headers)"', statement)
-
 
 class TestMessageTextIsEscaped:
     """Every text in a message comes from outside and is shown as text only."""
-
-    def pages(self, row):
-        client = staff_client(VIEW, RESTORE, CANCEL)
-        return [
-            Page(client.get(reverse(LIST))),
-            Page(client.get(reverse(DETAIL, args=[row.pk]))),
-            Page(act(client, "cancel", row)),
-            Page(client.get(act(client, "restore", row, confirmed="yes", overdue="on").url)),  # with the report
-            Page(client.get(reverse("admin:outbox_outboxmessage_history", args=[row.pk]))),
-        ]
-
-    def test_message_text_adds_no_element_or_attribute_to_any_page(self):
-        names = ("topic", "biz_id", "key", "correlation_id", "causation_id", "traceparent", "last_error")
-        pages = {}
-        for text in ("harm/less", NASTY):  # as often broken into lines
-            row = a_message(State.DEAD, payload={text: text}, headers={text: text}, **dict.fromkeys(names, text))
-            pages[text] = self.pages(row)
-            row.delete()
-
-        assert all("<script>alert(1)</script>" in page.text for page in pages[NASTY])
-        assert [page.shape for page in pages[NASTY]] == [page.shape for page in pages["harm/less"]]
 
     def test_body_that_is_not_json_adds_no_element(self):
         harmless, nasty = (
@@ -245,29 +196,13 @@ class TestMessageTextIsEscaped:
         assert "order-\\u202e1" in text
 
 
-class TestPermissions:
-    @pytest.mark.parametrize(("action", "permission"), [("restore", RESTORE), ("cancel", CANCEL)])
-    def test_action_is_offered_to_a_user_with_its_permission(self, action, permission):
-        a_message(State.DEAD)
+def test_user_is_offered_the_actions_with_their_permission_and_never_deletion():
+    a_message(State.DEAD)
+    every = {"restore", "publish_now", "reschedule", "cancel", "commit", "roll_back", "ask_again", "export"}
+    by_client = {staff_client(VIEW, RESTORE): {"restore"}, staff_client(VIEW, CANCEL): {"cancel"}, superuser_client(): every}
 
-        offered = {found.get("value") for found in Page(staff_client(VIEW, permission).get(reverse(LIST))).all("option")}
-
-        assert offered == {"", action}
-
-    def test_superuser_is_offered_every_action_and_never_deletion(self):
-        a_message()
-
-        assert {found.get("value") for found in Page(superuser_client().get(reverse(LIST))).all("option")} == {
-            *("", "restore", "publish_now", "reschedule", "cancel", "restore", "commit", "roll_back", "ask_again", "export")
-        }
-
-    def test_get_request_performs_no_action(self):
-        row = a_message(State.DEAD)
-        url = reverse(LIST) + f"?action=restore&_selected_action={row.pk}"
-
-        staff_client(VIEW, RESTORE).get(url)
-
-        assert state_of(row) == State.DEAD
+    for client, expected in by_client.items():
+        assert {found.get("value") for found in Page(client.get(reverse(LIST))).all("option")} == {"", *expected}
 
 
 class TestRestore:
@@ -319,20 +254,6 @@ class TestRestore:
         assert "the database reported canceling statement" in report[0][1]
         assert (state_of(first), state_of(second)) == (State.DEAD, State.READY)
 
-    @pytest.mark.every_database
-    def test_restore_is_rolled_back_when_its_log_entry_cannot_be_written(self, monkeypatch):
-        row = a_message(State.DEAD)
-
-        def cannot_write(*args):
-            raise DatabaseError("disk full")
-
-        monkeypatch.setattr(OutboxMessageAdmin, "log_change", cannot_write)
-        response = act(staff_client(VIEW, RESTORE), "restore", row, confirmed="yes", overdue="on")
-
-        assert [level for level, _ in said(response)] == ["error"]
-        assert "disk full" in said(response)[0][1]
-        assert state_of(row) == State.DEAD
-
 
 class TestCancel:
     def test_cancel_reports_a_message_that_a_relay_has_claimed(self, monkeypatch):
@@ -371,19 +292,62 @@ def test_admin_of_another_database_lists_and_restores_messages_of_that_database(
 
 
 @pytest.mark.parametrize(
-    ("distance", "expected"),
+    ("seconds", "expected"),
     [
-        (timedelta(), "now"),
-        (timedelta(milliseconds=900), "now"),
-        (timedelta(seconds=1), "1 s ago"),
-        (timedelta(seconds=119), "119 s ago"),
-        (timedelta(seconds=120), "2 min ago"),
-        (timedelta(hours=3), "3 h ago"),
-        (timedelta(days=2000), "2,000 d ago"),
-        (-timedelta(seconds=20), "in 20 s"),
+        *((0, "now"), (0.9, "now"), (1, "1 s ago"), (119, "119 s ago"), (120, "2 min ago"), (-20, "in 20 s")),
+        *((3 * 3600, "3 h ago"), (2000 * 86_400, "2,000 d ago")),
     ],
 )
-def test_relative_time_is_shown_in_one_unit(distance, expected):
+def test_relative_time_is_shown_in_one_unit(seconds, expected):
     now = utcnow()
 
-    assert display.relative(now - distance, now) == expected
+    assert display.relative(now - timedelta(seconds=seconds), now) == expected
+
+
+HOUR = timedelta(hours=1)
+
+
+def cancelled(**columns):
+    return a_message(State.CANCELLED, settled_at=utcnow(), **columns)
+
+
+def ahead(**columns):
+    return cancelled(deliver_at=utcnow() + HOUR, **columns)
+
+
+def test_restore_asks_for_confirmation_and_previews_the_result_for_each_message():
+    replaced = cancelled(topic="a", biz_id="b", is_unique=True)
+    rows = [cancelled(), ahead(), a_message(State.PUBLISHED), replaced]
+    a_message(State.READY, topic="a", biz_id="b", is_unique=True)
+
+    page = Page(act(staff_client(VIEW, RESTORE), "restore", *rows))
+    ((level, words),) = said(act(staff_client(VIEW, RESTORE), "restore", replaced, confirmed="yes", overdue="on"))
+
+    expected = ["Overdue: it is sent at once.", "Scheduled again, due in", "In this state it is not changed."]
+    for text in (*expected, "A later message has replaced it: it is not changed."):
+        assert page.text.count(text) == 1
+    assert page.all("input", name="overdue", type="checkbox")
+    assert [state_of(row) for row in rows] == [State.CANCELLED, State.CANCELLED, State.PUBLISHED, State.CANCELLED]
+    assert level == "warning"
+    assert words.endswith("it was published with unique=True, and so was a later message with its topic and biz-id")
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize(
+    ("given", "became", "level", "words"),
+    [
+        ({"overdue": "on"}, State.READY, "success", ": restored"),
+        ({}, State.CANCELLED, "warning", "not restored: it is overdue, and overdue messages were not selected"),
+    ],
+)
+def test_restore_leaves_overdue_messages_unless_they_are_selected_and_says_so(given, became, level, words):
+    late, later = cancelled(), ahead()
+    more = {"confirmed": "yes", "reason": "cancelled by mistake", **given}
+
+    report = said(act(staff_client(VIEW, RESTORE), "restore", late, later, **more))
+
+    assert (state_of(late), state_of(later)) == (became, State.SCHEDULED)
+    assert (report[0][0], report[1][0]) == (level, "success")
+    assert report[0][1].endswith(words)
+    reason = f"by {User.objects.get().username} in the admin: cancelled by mistake"
+    assert TrailEntry.objects.filter(reason__contains=reason).count() == (2 if given else 1)

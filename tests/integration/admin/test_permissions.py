@@ -1,88 +1,42 @@
 """Every page and every action of the admin is refused without its own permission, and no row is changed but by actions."""
 
 import hashlib
-import json
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
-from django.contrib import admin
 from django.contrib.auth.models import Group, Permission, User
 from django.test import Client
 from django.urls import reverse
 
 from exactly_once.console.admin.pages import PageAdmin
-from exactly_once.models import Alert, AuditEntry, FailureNote, Operation, Process
-from exactly_once.process.clock import utcnow
+from exactly_once.models import AuditEntry, FailureNote, Operation
 from exactly_once.sql.now import DatabaseTime
-from inbox.contrib.joins.models import Run
 from inbox.contrib.outgoing_webhooks import Endpoint
-from inbox.models import InboxMessage, PausedHandler
+from inbox.models import PausedHandler
 from inbox.operators.editing import conflict_token
-from outbox.models import PausedTopic, PendingCallback
-from outbox.states import State
-from tests.support.admin_pages import a_message, staff_client, superuser_client
+from outbox.models import PausedTopic
+from tests.support.admin_actions import ACTIONS, APPS, PAGES, TEXTS, rows_to_act_on
+from tests.support.admin_pages import staff_client, superuser_client
 from tests.support.commands import output_of
-from tests.support.deliveries import deliver, fails, run_to_the_end
-from tests.support.heartbeats import a_relay
-from tests.support.inbox_rows import store_message
-from tests.support.joins import TOPICS, comes, report
+from tests.support.joins import report
 from tests.support.lower_bounds import at_least
+from tests.support.shop_day import CHARGE, PLACED
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
-APPS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks"}
-OURS = {model._meta.label: model_admin for model, model_admin in admin.site._registry.items() if model._meta.app_label in APPS}
-DECLARED = {(label, action.name): action for label, model_admin in OURS.items() for action in (model_admin.actions or ())}
-ACTIONS = list(DECLARED)
+
 ALSO = {"outbox.PendingCallback": ["view_outboxmessage"]}
 """Further permissions that a page needs, because it shows rows of another model."""
 ADDED = {"outbox.PausedTopic", "inbox.PausedHandler", "inbox_outgoing_webhooks.Endpoint"}
 VIEWED_WITH = {f"exactly_once.{model}": "view_outboxmessage" for model in ("Operation", "FailureNote")}
 """Pages about messages, which are viewed with the permission to view these."""
-PAGES = {label for label, model_admin in OURS.items() if isinstance(model_admin, PageAdmin)}
+WITHOUT_ROWS = {label for label, model_admin in PAGES.items() if isinstance(model_admin, PageAdmin)}
 """Those that have no rows: one URL."""
-CONFIRMED = {"confirmed": "yes", "reason": "x"}
-FIELDS = {
-    "overdue": "on",
-    "delay": "2h",
-    "seconds": "5",
-    "minutes": "60",
-    "payload": '{"a": 1}',
-    "shown": hashlib.sha256(b'{"a": 1}').hexdigest(),
-    "payloads": json.dumps({topic: {} for topic in TOPICS[1:]}),
-}
+SHOWN = hashlib.sha256(TEXTS["payload"].encode()).hexdigest()
+GIVEN = {**TEXTS, "confirmed": "yes", "overdue": "on", "seconds": "5", "minutes": "60", "shown": SHOWN}
 """What the actions ask for."""
-NEEDED = {
-    **dict.fromkeys(("commit", "roll_back", "ask_again"), State.STUCK),
-    **dict.fromkeys(("publish_now", "reschedule"), State.SCHEDULED),
-    **dict.fromkeys(("restore", "export"), State.DEAD),
-}
-"""The state of an outbox message on which an action has an effect; by default any."""
-
-
-EFFECTIVE = {
-    ("exactly_once.Process", "resume"): {"mode": "paused"},
-    ("exactly_once.Operation", "continue"): {"state": "stopped"},
-    ("inbox.InboxMessage", "override_maximum_age"): {"quarantined": True},
-    ("inbox.InboxMessage", "run_conflicting"): {
-        "conflicts": 1,
-        "conflicting_id": "other",
-        "conflicting_body": b"{}",
-        "conflicting_at": utcnow(),
-        "duplicates": 1,
-        "conflicting_attributes": {
-            **dict.fromkeys(("key", "source", "correlation_id", "causation_id", "traceparent"), ""),
-            "content_type": "application/json",
-            "headers": "{}",
-            "created_at": None,
-        },
-    },
-    ("inbox_outgoing_webhooks.Endpoint", "enable"): {"state": "disabled"},
-}
-"""Columns with which an action has an effect on the row of its page."""
 
 
 def url_of(label, page="changelist", *args):
@@ -99,111 +53,49 @@ def view_permission(label):
     """A proxy without a permission of its own is viewed with that of its model."""
     if label in VIEWED_WITH:
         return VIEWED_WITH[label]
-    model = OURS[label].model
+    model = PAGES[label].model
     viewed = model if "view" in model._meta.default_permissions else model._meta.concrete_model
     return f"view_{viewed._meta.model_name}"
 
 
-def a_pending_callback():
-    message = a_message(State.PUBLISHED, settled_at=DatabaseTime())
-    times = {"settled_at": DatabaseTime(), "available_at": DatabaseTime()}
-    return PendingCallback.objects.create(message_id=message.message_id, event="published", callback="x", **times)
-
-
-def an_alert():
-    times = {"first_seen_at": DatabaseTime(), "seen_at": DatabaseTime(), "raised_at": DatabaseTime()}
-    return Alert.objects.create(app="outbox", state="raised", **times)
-
-
-def a_run():
-    at = utcnow()
-    row = store_message(handler="shop.report", topic="inbox.join", biz_id="r", state="dead", body=b"{}", received_at=at)
-    return Run.objects.create(handler="shop.report", run_id="r", row=row, opened_at=at, deadline_at=at)
-
-
 @pytest.fixture
-def a_row(handles):
-    """A row for each page, by the label of its model."""
-
-    def a_dead_letter():
-        deliver(handles(fails, name="tests.h"))
-        run_to_the_end()
-        return InboxMessage.objects.get()
-
-    paused = {"paused_by": "ada", "paused_at": DatabaseTime()}
-    makers = {
-        "outbox.OutboxMessage": a_message,
-        "exactly_once.Alert": an_alert,
-        "exactly_once.Operation": partial(Operation.objects.create, app="outbox", action="cancel", planned_at=DatabaseTime()),
-        "exactly_once.FailureNote": partial(
-            FailureNote.objects.create, app="outbox", error_class="x", written_at=DatabaseTime()
-        ),
-        "exactly_once.AuditEntry": partial(AuditEntry.objects.create, app="outbox", at=DatabaseTime()),
-        "outbox.PausedTopic": partial(PausedTopic.objects.create, topic="shop.t", **paused),
-        "inbox.PausedHandler": partial(PausedHandler.objects.create, handler="shop.h", **paused),
-        "exactly_once.Process": lambda: Process.objects.get(pk=a_relay().id),
-        "outbox.PendingCallback": a_pending_callback,
-        "inbox.InboxMessage": a_dead_letter,
-        "inbox_joins.Run": a_run,
-        "inbox_outgoing_webhooks.Endpoint": partial(Endpoint.objects.create, name="partner", url="https://example.com/hooks"),
-    }
-
-    # A page without rows of its own, such as the overview, has a list only.
-    return lambda label: makers[label]() if label in makers else None
-
-
-@pytest.fixture
-def a_row_to_act_on(a_row, joins):
+def a_row_to_act_on(handles, joins):
     """A row on which an action has an effect."""
-
-    def make(label, action):
-        if label == "inbox_joins.Run":
-            joins(report)
-            comes(TOPICS[0], "r")
-            return Run.objects.get()
-        if label == "outbox.OutboxMessage" and action in NEEDED:
-            return a_message(NEEDED[action], due_ago=-timedelta(hours=1))
-        row = a_row(label)
-        if given := EFFECTIVE.get((label, action)):
-            type(row).objects.filter(pk=row.pk).update(**given)
-            row.refresh_from_db()
-        if action == "continue":
-            row.parts.create(rows=[1])
-        return row
-
-    return make
+    handles(print, name=CHARGE, topic=PLACED)
+    joins(report)
+    makers = rows_to_act_on()
+    return lambda label, action: makers[label, action]()
 
 
-@pytest.mark.parametrize("label", sorted(OURS))
-def test_page_is_refused_without_the_view_permission(label, a_row):
-    row = a_row(label)
-
-    for client in (staff_client(), staff_client("view_user")):
-        assert client.get(url_of(label)).status_code == 403
-        if row is not None:
-            assert client.get(url_of(label, "change", row.pk), follow=True).status_code == 403
-
-
-@pytest.mark.parametrize("label", sorted(OURS))
-def test_page_is_shown_with_the_view_permission_alone(label, a_row):
-    row = a_row(label)
-    client = staff_client(view_permission(label), *ALSO.get(label, []))
-
-    assert client.get(url_of(label)).status_code == 200
-    if row is not None:
-        assert client.get(url_of(label, "change", row.pk), follow=True).status_code == 200
+@pytest.fixture
+def a_row(a_row_to_act_on):
+    """A row for each page, by the label of its model; None for a page without rows of its own, such as the overview."""
+    others = {
+        "exactly_once.FailureNote": partial(FailureNote.objects.create, app="outbox", written_at=DatabaseTime()),
+        "exactly_once.AuditEntry": partial(AuditEntry.objects.create, app="outbox", at=DatabaseTime()),
+    }
+    actions = dict(ACTIONS)
+    return lambda label: (
+        a_row_to_act_on(label, actions[label]) if label in actions else others[label]() if label in others else None
+    )
 
 
-@pytest.mark.parametrize("label", sorted(ALSO))
-def test_page_about_messages_is_refused_without_either_of_its_permissions(label, a_row):
-    row = a_row(label)
+@pytest.mark.parametrize("label", sorted(PAGES))
+def test_page_is_refused_without_the_view_permission_and_shown_with_it_alone(label, a_row):
+    row, needed = a_row(label), [view_permission(label), *ALSO.get(label, [])]
+    urls = [url_of(label), *([] if row is None else [url_of(label, "change", row.pk)])]
 
-    for codename in (view_permission(label), *ALSO[label]):
-        client = staff_client(codename)
-        assert [client.get(url_of(label, *page)).status_code for page in ((), ("change", row.pk))] == [403, 403]
+    def answers(*codenames):
+        client = staff_client(*codenames)
+        return {client.get(url, follow=True).status_code for url in urls}
+
+    assert answers() == answers("view_user") == {403}
+    for codename in ALSO.get(label, []):
+        assert answers(codename) == answers(view_permission(label)) == {403}
+    assert answers(*needed) == {200}
 
 
-@pytest.mark.parametrize("label", sorted(OURS.keys() - PAGES))
+@pytest.mark.parametrize("label", sorted(PAGES.keys() - WITHOUT_ROWS))
 def test_row_is_changed_and_deleted_by_actions_only_and_added_only_where_there_is_a_form_for_it(label, a_row):
     row = a_row(label)
     client = superuser_client()
@@ -219,37 +111,39 @@ def test_row_is_changed_and_deleted_by_actions_only_and_added_only_where_there_i
 
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])  # a dry run has a connection of its own
 @pytest.mark.parametrize(("label", "action"), ACTIONS)
-def test_action_does_nothing_without_its_permission_and_is_done_and_recorded_with_it(label, action, a_row_to_act_on):
+def test_action_does_nothing_without_permission_csrf_token_or_confirmation_and_is_done_and_recorded_with_them(
+    label, action, a_row_to_act_on
+):
     row = a_row_to_act_on(label, action)
     before = values_of(row)
-    own = name_of(DECLARED[label, action], OURS[label])
-    others = set(Permission.objects.filter(content_type__app_label__in=APPS).values_list("codename", flat=True))
-    assert own in others, "the permission exists"
-    posted = {"action": action, "_selected_action": [str(row.pk)], **CONFIRMED, **FIELDS}
-    if action == "run_conflicting":
-        posted["shown"] = conflict_token(row)
+    own = name_of(ACTIONS[label, action], PAGES[label])
+    every = set(Permission.objects.filter(content_type__app_label__in=APPS).values_list("codename", flat=True))
+    assert own in every, "the permission exists"
+    chosen = {"action": action, "_selected_action": [str(row.pk)]}
+    given = {**chosen, **GIVEN, **({"shown": conflict_token(row)} if action == "run_conflicting" else {})}
 
-    response = staff_client(*(others - {own})).post(url_of(label), posted)
+    refused = [
+        (staff_client(*(every - {own})), given, {200, 302, 403}),
+        (without_a_csrf_token(), given, {403}),
+        *([(superuser_client(), chosen, {200})] if ACTIONS[label, action].question else []),
+    ]
+    for client, fields, statuses in refused:
+        response = client.post(url_of(label), fields)
+        assert response.status_code in statuses
+        assert (values_of(row), recorded()) == (before, [])
+    if ACTIONS[label, action].question:
+        assert f'name="_selected_action" value="{row.pk}"' in response.content.decode()
 
-    assert response.status_code in {200, 302, 403}
-    assert values_of(row) == before
-    assert recorded() == []
-
-    response = staff_client(*others).post(url_of(label), posted)
+    response = staff_client(*every).post(url_of(label), given)
 
     assert response.status_code in {200, 302}
     assert recorded() == [action]
 
 
-@pytest.mark.parametrize(("label", "action"), [one for one in ACTIONS if DECLARED[one].question])
-def test_action_with_a_question_names_its_rows_and_does_nothing_until_it_is_confirmed(label, action, a_row_to_act_on):
-    row = a_row_to_act_on(label, action)
-    before = values_of(row)
-
-    response = superuser_client().post(url_of(label), {"action": action, "_selected_action": [str(row.pk)]})
-
-    assert f'name="_selected_action" value="{row.pk}"' in response.content.decode()
-    assert (values_of(row), recorded()) == (before, [])
+def without_a_csrf_token():
+    client = Client(enforce_csrf_checks=True)
+    client.force_login(User.objects.create_superuser("root"))
+    return client
 
 
 def recorded():
@@ -257,21 +151,7 @@ def recorded():
     return list(AuditEntry.objects.values_list("action", flat=True))
 
 
-@pytest.mark.parametrize(("label", "action"), ACTIONS)
-def test_action_without_a_csrf_token_is_refused(label, action, a_row):
-    row = a_row(label)
-    before = values_of(row)
-    user = User.objects.create_superuser("root")
-    client = Client(enforce_csrf_checks=True)
-    client.force_login(user)
-
-    response = client.post(url_of(label), {"action": action, "_selected_action": [str(row.pk)], **CONFIRMED})
-
-    assert response.status_code == 403
-    assert values_of(row) == before
-
-
-def forms_beside_the_actions(a_row):
+def forms_beside_the_actions():
     """Path and fields of every form that changes something and is not an action of a list."""
     for app in ("outbox", "inbox"):
         group = f"{reverse('admin:exactly_once_failurenote_group')}?app={app}&class=x&place=y"
@@ -285,22 +165,17 @@ def forms_beside_the_actions(a_row):
     )
 
 
-def test_forms_beside_the_actions_are_refused_without_a_csrf_token_and_change_nothing_by_get(a_row):
-    forms = list(forms_beside_the_actions(a_row))
-    client = Client(enforce_csrf_checks=True)
-    client.force_login(User.objects.create_superuser("root"))
+def test_forms_beside_the_actions_are_refused_without_a_csrf_token_and_change_nothing_by_get():
+    forms = list(forms_beside_the_actions())
+    client = without_a_csrf_token()
 
     for path, fields in forms:
         assert client.post(path, fields).status_code == 403, path
         asked = f"{path}{'&' if '?' in path else '?'}{urlencode(fields)}"
         assert client.get(asked).status_code in {200, 405}, path
 
-    assert not FailureNote.objects.exists()
-    assert not Operation.objects.exists()
-    assert not AuditEntry.objects.exists()
-    assert not PausedTopic.objects.exists()
-    assert not PausedHandler.objects.exists()
-    assert not Endpoint.objects.exists()
+    for model in (FailureNote, Operation, AuditEntry, PausedTopic, PausedHandler, Endpoint):
+        assert not model.objects.exists(), model
 
 
 @pytest.mark.parametrize("label", ["outbox.PausedTopic", "inbox.PausedHandler"])
@@ -339,11 +214,11 @@ class TestRoles:
         client = Client()
         client.force_login(user)
 
-        for label in OURS:
+        for label in PAGES:
             response = client.get(url_of(label))
             assert response.status_code == 200, label
             assert b'name="_selected_action"' not in response.content, label
-            if label not in PAGES:
+            if label not in WITHOUT_ROWS:
                 assert client.get(url_of(label, "add")).status_code == 403, label
 
     def test_command_may_be_run_again_and_removes_what_was_added_by_hand(self):
@@ -366,7 +241,7 @@ def test_table_of_the_actions_is_that_of_the_declared_actions():
     declared = [
         f"| {model_admin.opts.verbose_name_plural.capitalize()} | {action.label} | `{name_of(action, model_admin)}` | "
         f"{', '.join(f'`{state}`' for state in action.sources)} | {'yes' if action.is_operation else ''} |"
-        for model_admin in OURS.values()
+        for model_admin in PAGES.values()
         if not model_admin.model._meta.proxy  # their actions are among those of all messages
         for action in (*(model_admin.actions or ()), *filter(None, [getattr(model_admin, "adds", None)]))
         if not action.may  # that of another action

@@ -11,20 +11,8 @@ from outbox.callbacks import Answer, checker, checkers
 from outbox.conf import outbox_options
 from outbox.models import TrailEntry
 from outbox.states import State
-from tests.support.admin_pages import (
-    CANCEL,
-    DECIDE,
-    DETAIL,
-    LIST,
-    RESCHEDULE,
-    RESTORE,
-    VIEW,
-    Page,
-    a_message,
-    act,
-    listed,
-    staff_client,
-)
+from tests.support.admin_names import CANCEL, DECIDE, DETAIL, LIST, RESCHEDULE, RESTORE, VIEW
+from tests.support.admin_pages import Page, a_message, act, listed, staff_client
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
@@ -52,10 +40,13 @@ def trail_of(row):
 
 
 class TestPreparedList:
-    def test_prepared_messages_are_listed_in_the_order_of_their_checks(self):
+    def test_prepared_messages_are_listed_in_the_order_of_their_checks_and_the_list_warns_of_stuck_ones(self):
         later, next_one = undecided(due_ago=-timedelta(hours=1)), undecided()
-        stuck = undecided(State.STUCK)
         client = staff_client(VIEW)
+        assert "An operator must decide" not in Page(client.get(reverse(LIST))).text
+        stuck = undecided(State.STUCK)
+
+        assert "Stuck prepared messages: 1." in Page(client.get(reverse(LIST))).text
 
         assert listed(client, state="prepared") == [next_one.pk, later.pk]
         assert listed(client, state="stuck") == [stuck.pk]
@@ -67,15 +58,6 @@ class TestPreparedList:
 
         for words in ("check due 3 min ago", "3 attempts", "its checker answered unknown"):
             assert words in text
-
-    def test_message_list_warns_about_stuck_prepared_messages(self):
-        undecided()
-        everything = staff_client(VIEW)
-        assert "An operator must decide" not in Page(everything.get(reverse(LIST))).text
-
-        undecided(State.STUCK)
-
-        assert "Stuck prepared messages: 1." in Page(everything.get(reverse(LIST))).text
 
 
 class TestDecision:
@@ -93,11 +75,6 @@ class TestDecision:
 
 
 class TestPreparedMessagePage:
-    def test_prepared_message_page_offers_only_the_decisions(self):
-        page = page_of(undecided(), RESTORE, RESCHEDULE, CANCEL, DECIDE)
-
-        assert {found["value"] for found in page.all("button", name="action")} == {"commit", "roll_back", "ask_again"}
-
     @pytest.mark.parametrize(
         ("state", "topic", "expected"),
         [
@@ -106,5 +83,8 @@ class TestPreparedMessagePage:
             (State.PREPARED, "bank.without_a_checker", "This process has no checker for its topic"),
         ],
     )
-    def test_prepared_message_page_says_whether_a_checker_or_a_person_decides(self, state, topic, expected):
-        assert expected in page_of(undecided(state, topic=topic, attempts=4)).text
+    def test_page_offers_only_the_decisions_and_says_whether_a_checker_or_a_person_decides(self, state, topic, expected):
+        page = page_of(undecided(state, topic=topic, attempts=4), RESTORE, RESCHEDULE, CANCEL, DECIDE)
+
+        assert expected in page.text
+        assert {found["value"] for found in page.all("button", name="action")} == {"commit", "roll_back", "ask_again"}

@@ -11,18 +11,14 @@ from exactly_once.console.operators.redaction import Redaction, RedactionFailed
 from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage
 from outbox import publish
-from tests.support.admin_pages import VIEW, Page, a_message, act, an_inbox_message, staff_client
+from tests.support.admin_names import VIEW
+from tests.support.admin_pages import Page, a_message, act, an_inbox_message, staff_client
 from tests.support.deliveries import an_envelope, deliver, fails, options, the_effect, the_row
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 REDACTORS = "tests.support.redactors"
-INBOX_VIEW, EDIT, DRY_RUN, UNREDACTED = (
-    "view_inboxmessage",
-    "edit_inboxmessage",
-    "dry_run_inboxmessage",
-    "unredacted_inboxmessage",
-)
+INBOX_VIEW, EDIT, DRY_RUN, UNREDACTED = (f"{may}_inboxmessage" for may in ("view", "edit", "dry_run", "unredacted"))
 INBOX_LIST, INBOX_DETAIL = "admin:inbox_inboxmessage_changelist", "admin:inbox_inboxmessage_change"
 SECRET = "DE02120300000000202051"
 PAYLOAD = {"iban": SECRET}
@@ -32,8 +28,8 @@ PAYLOAD = {"iban": SECRET}
 def redacting(settings):
     """Set the function of both apps."""
 
-    def use(name):
-        settings.OUTBOX = {**getattr(settings, "OUTBOX", {}), "REDACT": f"{REDACTORS}.{name}"}
+    def use(name, option="REDACT"):
+        settings.OUTBOX = {**getattr(settings, "OUTBOX", {}), option: f"{REDACTORS}.{name}"}
 
     return use
 
@@ -52,23 +48,22 @@ PAGES = pytest.mark.parametrize("page_of", [outbox_page, inbox_page], ids=["outb
 
 
 @PAGES
-def test_payload_is_hidden_until_the_operator_asks_for_it(page_of):
+def test_payload_is_hidden_until_the_operator_asks_for_it_and_shown_as_the_function_returns_it(page_of, redacting):
     page = page_of()
-
     assert SECRET in page.text
     (details,) = (attributes for attributes in page.all("details") if "message-folded" in attributes.get("class", ""))
     assert "open" not in details
-
-
-@PAGES
-def test_payload_is_shown_as_the_function_returns_it(page_of, redacting):
     redacting("mask")
 
-    page = page_of(headers={"tenant": "acme"})
+    page = page_of(headers={"tenant": "acme", "argsrepr": f"('{SECRET}',)", "kwargsrepr": f"{PAYLOAD}", "task": "shop.pay"})
+    undecodable = page_of(body=f"{SECRET}, not JSON".encode())
 
     assert SECRET not in page.text
     for expected in ('"iban": "masked"', '"of": "shop.order.placed"', '"for": "acme"'):
         assert expected in page.text
+    assert "shop.pay" in page.text, "of the headers of a Celery task only the copies of its arguments are removed"
+    assert SECRET not in undecodable.text
+    assert "The body cannot be decoded, so it cannot be redacted." in undecodable.text
 
 
 @PAGES
@@ -83,62 +78,22 @@ def test_function_that_fails_shows_nothing_of_the_payload_and_the_page_says_so(p
     assert f"The function {REDACTORS}.{name} failed to redact the payload" in page.text
 
 
-@PAGES
-def test_body_that_cannot_be_decoded_is_not_shown_if_it_would_have_to_be_redacted(page_of, redacting):
+def test_every_stored_copy_of_a_payload_is_redacted(redacting):
+    """In the stored form of a Celery message, in the body of a webhook, and beside a conflicting one."""
     redacting("mask")
+    wire = json.dumps({"exchange": "", "headers": {"argsrepr": SECRET, "task": "shop.tasks.pay"}})
+    body = json.dumps({"type": "shop.order.placed", "timestamp": "2026-01-01T00:00:00Z", "data": PAYLOAD}).encode()
+    other = {"conflicting_id": "m-2", "conflicting_body": json.dumps(PAYLOAD).encode(), "conflicting_at": utcnow()}
 
-    page = page_of(body=f"{SECRET}, not JSON".encode())
+    celery, webhook = outbox_page(wire=wire), inbox_page(handler="webhook/partner", body=body)
+    conflict = inbox_page(state="done", duplicates=1, conflicts=1, **other)
 
-    assert SECRET not in page.text
-    assert "The body cannot be decoded, so it cannot be redacted." in page.text
-
-
-@PAGES
-def test_copies_of_the_arguments_of_a_celery_task_in_its_headers_are_removed(page_of, redacting):
-    redacting("mask")
-
-    page = page_of(headers={"argsrepr": f"('{SECRET}',)", "kwargsrepr": f"{PAYLOAD}", "task": "shop.tasks.pay"})
-
-    assert SECRET not in page.text
-    assert "shop.tasks.pay" in page.text
-
-
-def test_stored_form_of_a_celery_message_has_no_arguments(redacting):
-    redacting("mask")
-
-    page = outbox_page(wire=json.dumps({"exchange": "", "headers": {"argsrepr": SECRET, "task": "shop.tasks.pay"}}))
-
-    assert SECRET not in page.text
-    assert "shop.tasks.pay" in page.text
-
-
-def test_payload_in_the_body_of_a_webhook_is_redacted(redacting):
-    redacting("mask")
-    row = an_inbox_message(
-        handler="webhook/partner", payload={"type": "shop.order.placed", "timestamp": "2026-01-01T00:00:00Z", "data": PAYLOAD}
-    )
-
-    page = Page(staff_client(INBOX_VIEW).get(reverse(INBOX_DETAIL, args=[row.pk])))
-
-    assert SECRET not in page.text
+    for page in (celery, webhook, conflict):
+        assert SECRET not in page.text
+    assert "shop.tasks.pay" in celery.text
     for expected in ('"iban": "masked"', '"of": "shop.order.placed"', '"timestamp": "2026-01-01T00:00:00Z"'):
-        assert expected in page.text
-
-
-def test_both_payloads_of_a_conflict_are_redacted(redacting):
-    redacting("mask")
-
-    page = inbox_page(
-        state="done",
-        duplicates=1,
-        conflicts=1,
-        conflicting_id="m-2",
-        conflicting_body=json.dumps(PAYLOAD).encode(),
-        conflicting_at=utcnow(),
-    )
-
-    assert SECRET not in page.text
-    assert page.text.count('"iban": "masked"') == 2
+        assert expected in webhook.text
+    assert conflict.text.count('"iban": "masked"') == 2
 
 
 def test_dry_run_shows_redacted_payloads_and_statements_without_parameters(redacting, handles):
@@ -162,31 +117,23 @@ def test_dry_run_shows_redacted_payloads_and_statements_without_parameters(redac
         assert expected in page.text
 
 
-class TestCorrection:
-    """The page of a correction needs the payload as it is stored."""
+@pytest.mark.parametrize(("may", "is_shown"), [([EDIT], False), ([EDIT, UNREDACTED], True)])
+def test_correction_shows_the_stored_payload_and_needs_the_permission_to_see_payloads_unredacted(
+    handles, redacting, settings, may, is_shown
+):
+    deliver(handles(fails), an_envelope(PAYLOAD), given=options(MAX_ATTEMPTS=1))
+    redacting("mask")
+    client = staff_client(INBOX_VIEW, *may)
 
-    @pytest.fixture(autouse=True)
-    def _dead(self, handles, redacting):
-        deliver(handles(fails), an_envelope(PAYLOAD), given=options(MAX_ATTEMPTS=1))
-        redacting("mask")
+    def page():
+        return act(client, "edit", the_row(), page=INBOX_LIST).content.decode()
 
-    def edit(self, client):
-        return act(client, "edit", the_row(), page=INBOX_LIST)
-
-    def test_correction_is_refused_without_the_permission_to_see_payloads_unredacted(self):
-        client = staff_client(INBOX_VIEW, EDIT)
-
-        assert not Page(client.get(reverse(INBOX_DETAIL, args=[the_row().pk]))).all("button", name="action", value="edit")
-        assert SECRET not in self.edit(client).content.decode()
-        assert InboxMessage.objects.count() == 1
-
-    def test_correction_shows_the_stored_payload_with_that_permission(self):
-        assert SECRET in Page(self.edit(staff_client(INBOX_VIEW, EDIT, UNREDACTED))).text
-
-    def test_correction_needs_no_such_permission_without_a_function(self, settings):
-        settings.OUTBOX = {}
-
-        assert SECRET in Page(self.edit(staff_client(INBOX_VIEW, EDIT))).text
+    own = Page(client.get(reverse(INBOX_DETAIL, args=[the_row().pk])))
+    assert bool(own.all("button", name="action", value="edit")) == is_shown
+    assert (SECRET in page()) == is_shown
+    assert InboxMessage.objects.count() == 1
+    settings.OUTBOX = {}
+    assert SECRET in page(), "without a function, no permission is needed"
 
 
 def refuse(message):
@@ -196,15 +143,8 @@ def refuse(message):
 class TestErrors:
     """`REDACT_ERRORS` changes errors and tracebacks before they are stored, so no page, command or export has to."""
 
-    @pytest.fixture
-    def redacting_errors(self, settings):
-        def use(name):
-            settings.OUTBOX = {**getattr(settings, "OUTBOX", {}), "REDACT_ERRORS": f"{REDACTORS}.{name}"}
-
-        return use
-
-    def test_error_frames_and_traceback_of_a_handler_are_stored_redacted(self, redacting_errors, handles, caplog):
-        redacting_errors("mask_ibans")
+    def test_error_frames_and_traceback_of_a_handler_are_stored_redacted(self, redacting, handles, caplog):
+        redacting("mask_ibans", "REDACT_ERRORS")
 
         deliver(handles(refuse), an_envelope(PAYLOAD), given=options(MAX_ATTEMPTS=1))
 
@@ -217,8 +157,8 @@ class TestErrors:
         assert SECRET not in caplog.text
 
     @pytest.mark.parametrize("name", ["echo_and_fail", "return_no_text", "missing"])
-    def test_function_that_fails_lets_nothing_be_stored_but_class_and_place(self, redacting_errors, handles, name, caplog):
-        redacting_errors(name)
+    def test_function_that_fails_lets_nothing_be_stored_but_class_and_place(self, redacting, handles, name, caplog):
+        redacting(name, "REDACT_ERRORS")
 
         with caplog.at_level(logging.CRITICAL, logger="exactly_once.conf.redactors"):
             deliver(handles(refuse), an_envelope(PAYLOAD), given=options(MAX_ATTEMPTS=1))
@@ -228,10 +168,10 @@ class TestErrors:
         assert (row.error_class, "refuse" in row.error_place) == ("ValueError", True)
         assert SECRET not in json.dumps([row.last_error, row.traceback, row.failures])
 
-    def test_dry_run_shows_the_redacted_error(self, redacting_errors, handles):
+    def test_dry_run_shows_the_redacted_error(self, redacting, handles):
         deliver(handles(refuse), an_envelope(PAYLOAD), given=options(MAX_ATTEMPTS=1))
         InboxMessage.objects.update(last_error="", traceback="", failures=None)
-        redacting_errors("mask_ibans")
+        redacting("mask_ibans", "REDACT_ERRORS")
 
         client = staff_client(INBOX_VIEW, DRY_RUN)
         page = Page(act(client, "dry_run", the_row(), page=INBOX_LIST, confirmed="yes", seconds="10"))
@@ -239,13 +179,11 @@ class TestErrors:
         assert "cannot book DE…" in page.text
         assert f"cannot book {SECRET}" not in page.text
 
-    def test_inbox_has_a_function_of_its_own_if_it_names_one(self, settings, handles):
-        settings.OUTBOX, settings.INBOX = (
-            {"REDACT_ERRORS": f"{REDACTORS}.missing"},
-            {"REDACT_ERRORS": f"{REDACTORS}.mask_ibans"},
-        )
+    def test_inbox_has_a_function_of_its_own_if_it_names_one(self, settings, redacting, handles):
+        redacting("missing", "REDACT_ERRORS")
+        settings.INBOX = own = {"REDACT_ERRORS": f"{REDACTORS}.mask_ibans"}
 
-        deliver(handles(refuse), an_envelope(PAYLOAD), given=options(MAX_ATTEMPTS=1, REDACT_ERRORS=f"{REDACTORS}.mask_ibans"))
+        deliver(handles(refuse), an_envelope(PAYLOAD), given=options(MAX_ATTEMPTS=1, **own))
 
         assert the_row().last_error == "ValueError: cannot book DE…"
 
@@ -265,24 +203,16 @@ def test_export_gets_the_redacted_payload_or_an_error():
     assert SECRET not in str(failed.value)
 
 
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        (f"{REDACTORS}.maks", f"has no function 'maks'; did you mean '{REDACTORS}.mask'?"),
-        (f"{REDACTORS}.NOT_CALLABLE", "has no function 'NOT_CALLABLE'"),
-        ("tests.support.nowhere.mask", "No module named 'tests.support.nowhere'"),
-        ("mask", "is not a dotted path"),
-    ],
-)
 @pytest.mark.parametrize("option", ["REDACT", "REDACT_ERRORS"])
 @pytest.mark.parametrize("setting", ["OUTBOX", "INBOX"])
-def test_check_names_a_function_that_cannot_be_loaded_once(settings, path, said, option, setting):
-    settings.OUTBOX, settings.INBOX = ({option: path} if name == setting else {} for name in ("OUTBOX", "INBOX"))
-    (problem,) = (found for found in run_checks() if "REDACT" in found.msg)
-    assert (problem.id, said in problem.msg) == ("exactly_once.E003", True)
-
-
-def test_check_accepts_a_function_that_can_be_loaded(settings):
-    settings.OUTBOX, settings.INBOX = {"REDACT": f"{REDACTORS}.mask"}, {}
-
-    assert not [found for found in run_checks() if "REDACT" in found.msg]
+def test_check_names_a_function_that_cannot_be_loaded_once(settings, option, setting):
+    for path, said in {
+        f"{REDACTORS}.maks": f"has no function 'maks'; did you mean '{REDACTORS}.mask'?",
+        f"{REDACTORS}.NOT_CALLABLE": "has no function 'NOT_CALLABLE'",
+        "tests.support.nowhere.mask": "No module named 'tests.support.nowhere'",
+        "mask": "is not a dotted path",
+        f"{REDACTORS}.mask": "",
+    }.items():
+        settings.OUTBOX, settings.INBOX = ({option: path} if name == setting else {} for name in ("OUTBOX", "INBOX"))
+        problems = [found for found in run_checks() if "REDACT" in found.msg]
+        assert [(problem.id, said in problem.msg) for problem in problems] == [("exactly_once.E003", True)] * bool(said)

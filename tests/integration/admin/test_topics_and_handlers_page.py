@@ -5,6 +5,7 @@ from datetime import timedelta
 from html import unescape
 
 import pytest
+from django.contrib.admin.models import LogEntry
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
@@ -73,20 +74,16 @@ def test_each_topic_and_handler_has_its_backlog_its_oldest_message_and_what_fail
     assert (found[SMS]["Failing"], found[CHARGE]["Failing"]) == ("1 retrying 1 dead", "1 dead")
 
 
-def test_scheduled_messages_belong_to_the_backlog_of_their_topic_once_they_are_due():
+def test_due_scheduled_messages_belong_to_the_backlog_and_a_handler_is_shown_with_all_of_its_topics(handles):
+    handles(print, name=RESERVE, topic=[PLACED, SMS])
     a_message(State.SCHEDULED, topic=PLACED, due_ago=2 * MINUTE)
     a_message(State.SCHEDULED, topic=PLACED, due_ago=-2 * MINUTE)
 
-    found = rows(opened())[PLACED]
+    found = rows(opened())
 
-    assert found["Backlog"] == "1"
-    assert "2 min ago" in found["Oldest"]
-
-
-def test_a_handler_of_several_topics_is_shown_with_all_of_them(handles):
-    handles(print, name=RESERVE, topic=[PLACED, SMS])
-
-    assert rows(opened())[RESERVE]["further"] == f"{PLACED},{SMS}"
+    assert found[PLACED]["Backlog"] == "1"
+    assert "2 min ago" in found[PLACED]["Oldest"]
+    assert found[RESERVE]["further"] == f"{PLACED},{SMS}"
 
 
 @pytest.mark.every_database
@@ -144,6 +141,8 @@ def test_pause_asks_for_a_reason_and_is_audited_and_resume_is_offered_then(handl
         assert model.objects.get(**{kind: name}).reason == "the provider is down"
         entry = AuditEntry.objects.get(kind=kind)
         assert (entry.action, entry.object_id) == ("pause", name)
+        assert entry.parameters == {kind: name, "reason": "the provider is down"}
+        assert LogEntry.objects.get(object_repr=name)
 
     response = client.get(reverse(PAGE))
     assert [name for name, row in rows(response).items() if not row["pause"]] == [SMS, RESERVE]
@@ -156,26 +155,20 @@ def test_pause_asks_for_a_reason_and_is_audited_and_resume_is_offered_then(handl
     assert "Resume these topics?" in asked.content.decode()
 
 
-def test_limited_topic_is_shown_as_limited_and_may_be_paused_but_not_resumed():
+def test_limited_topic_is_shown_as_limited_and_may_be_paused_but_not_resumed_with_the_permissions_only():
     PausedTopic.objects.create(topic=SMS, paused_at=utcnow(), is_resuming=True, allowed_at=utcnow())
     a_message(State.PAUSED, topic=SMS)
 
     response = opened(*PAUSED, "pause_pausedtopic", "resume_pausedtopic")
+    PausedTopic.objects.create(topic=PLACED, paused_by="ada", paused_at=utcnow())
+    without = Page(opened(*PAUSED))
 
     row = rows(response)[SMS]
     assert row["pause"]
     assert "Limited" in row["State"]
     assert not Page(response).all("input", name="_selected_action")
-
-
-def test_pause_and_resume_are_not_offered_without_their_permissions():
-    a_message(State.READY, topic=SMS)
-    PausedTopic.objects.create(topic=PLACED, paused_by="ada", paused_at=utcnow())
-
-    page = Page(opened(*PAUSED))
-
-    assert not page.all("a", **{"class": "traffic-pause"})
-    assert not page.all("input", name="_selected_action")
+    assert not without.all("a", **{"class": "traffic-pause"})
+    assert not without.all("input", name="_selected_action")
 
 
 def test_page_is_refused_without_its_permission_and_shows_no_app_whose_messages_the_user_may_not_view():

@@ -1,26 +1,21 @@
 """Every action of the admin in a real browser: the pages on the way, the posted forms, the audit log, and running processes."""
 
-import json
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import pytest
-from django.contrib import admin
 
-from exactly_once.models import Alert, AuditEntry, FailureNote, Operation
+from exactly_once.models import AuditEntry, FailureNote, Operation
 from exactly_once.models import Process as ProcessRow
 from exactly_once.sql.now import DatabaseTime
 from inbox.contrib.joins.models import Run
-from inbox.contrib.outgoing_webhooks import Endpoint
 from inbox.models import InboxMessage, PausedHandler
-from outbox.models import OutboxMessage, PausedTopic, PendingCallback
+from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import State
-from tests.support.admin_pages import NASTY, a_message
+from tests.support.admin_actions import ACTIONS, TEXTS, rows_to_act_on
+from tests.support.admin_pages import NASTY
 from tests.support.apps.worker import JOB
 from tests.support.browser import DESKTOP, PHONE
-from tests.support.heartbeats import a_relay
-from tests.support.joins import TOPICS, comes, report
+from tests.support.joins import report
 from tests.support.layout import faults
 from tests.support.relaying import published
 from tests.support.shop_day import AMOUNT, CHARGE, PLACED, TEXT, failing
@@ -29,109 +24,6 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 PROCESSES = {"inbox": "consumer", "outbox": "relay"}
-OURS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks"}
-EVERY = {
-    (model._meta.label, action.name)
-    for model, model_admin in admin.site._registry.items()
-    if model._meta.app_label in OURS
-    for action in model_admin.actions or ()
-}
-WORDS = {
-    "reason": "asked by the customer",
-    "delay": "30m",
-    "payload": '{"amount": 12.5}',
-    "payloads": json.dumps({topic: {} for topic in TOPICS[1:]}),
-}
-"""What is filled into the fields of the confirmation pages."""
-
-
-A_CONFLICT = {
-    **dict.fromkeys(("key", "source", "correlation_id", "causation_id", "traceparent"), ""),
-    "content_type": "application/json",
-    "headers": "{}",
-    "created_at": None,
-}
-
-
-def a_hostile(state, **given):
-    names = {"topic": NASTY, "biz_id": NASTY, "last_error": NASTY, "payload": {NASTY: NASTY}}
-    return a_message(state, ago=timedelta(minutes=5), due_ago=-timedelta(minutes=5), **names, **given)
-
-
-def a_callback():
-    times = {"settled_at": DatabaseTime(), "available_at": DatabaseTime()}
-    message = a_hostile(State.PUBLISHED, settled_at=DatabaseTime())
-    return PendingCallback.objects.create(message=message, event="published", callback=NASTY, **times)
-
-
-def an_alert():
-    times = {"first_seen_at": DatabaseTime(), "seen_at": DatabaseTime(), "raised_at": DatabaseTime()}
-    return Alert.objects.create(app="outbox", condition=NASTY[:64], object=NASTY, summary=NASTY, state="raised", **times)
-
-
-def a_paused(model, **given):
-    return model.objects.create(paused_by=NASTY, reason=NASTY, paused_at=DatabaseTime(), **given)
-
-
-def a_process(**given):
-    return ProcessRow.objects.get(pk=a_relay(host=NASTY, **given).id)
-
-
-def a_dead_letter(biz_id, **given):
-    return failing(CHARGE, biz_id, (NASTY, NASTY, NASTY), dead=True, **given)
-
-
-def an_operation(**given):
-    texts = {"action": "retry", "selection": NASTY, "requested_by": NASTY, "planned_at": DatabaseTime()}
-    operation = Operation.objects.create(app="inbox", **texts, **given)
-    operation.parts.create(rows=[1])
-    return operation
-
-
-def a_run(run_id):
-    comes(TOPICS[0], run_id)
-    return Run.objects.get(run_id=run_id)
-
-
-def an_endpoint(**given):
-    return Endpoint.objects.create(name=NASTY[:64], url=f"https://example.com/{NASTY}", reason=NASTY, **given)
-
-
-def rows_to_act_on():
-    """What makes a row for each action."""
-    found = {("outbox.OutboxMessage", action): partial(a_hostile, State.DEAD) for action in ("restore", "export")}
-    for action in ("publish_now", "reschedule", "cancel"):
-        found["outbox.OutboxMessage", action] = partial(a_hostile, State.SCHEDULED)
-    for action in ("commit", "roll_back", "ask_again"):
-        found["outbox.OutboxMessage", action] = partial(a_hostile, State.STUCK)
-    found["outbox.PausedTopic", "resume"] = partial(a_paused, PausedTopic, topic=NASTY)
-    found["inbox.PausedHandler", "resume"] = partial(a_paused, PausedHandler, handler=NASTY)
-    for action in ("pause", "resume", "drain", "stop"):
-        mode = {"mode": "paused"} if action == "resume" else {}
-        found["exactly_once.Process", action] = partial(a_process, **mode)
-    for action in ("call_now", "discard"):
-        found["outbox.PendingCallback", action] = a_callback
-    found["exactly_once.Alert", "acknowledge"] = an_alert
-    for action in ("retry", "edit", "dry_run", "skip", "export"):
-        found["inbox.InboxMessage", action] = partial(a_dead_letter, f"{NASTY} {action}")
-    found["inbox.InboxMessage", "override_maximum_age"] = partial(a_dead_letter, NASTY, quarantined=True)
-    found["inbox.InboxMessage", "run_conflicting"] = partial(
-        a_dead_letter,
-        f"{NASTY} conflict",
-        conflicts=1,
-        duplicates=1,
-        conflicting_id=NASTY,
-        conflicting_body=b"{}",
-        conflicting_attributes=A_CONFLICT,
-    )
-    found["exactly_once.Operation", "cancel"] = partial(an_operation, state="planned")
-    found["exactly_once.Operation", "continue"] = partial(an_operation, state="stopped")
-    for action in ("complete", "extend", "start"):
-        found["inbox_joins.Run", action] = partial(a_run, f"{NASTY} {action}")
-    for action in ("test", "edit", "rotate", "enable", "disable"):
-        state = "disabled" if action == "enable" else "active"
-        found["inbox_outgoing_webhooks.Endpoint", action] = partial(an_endpoint, state=state)
-    return found
 
 
 def require_good_layout(page):
@@ -151,7 +43,7 @@ def choose(page, row, action):
         if not page.locator("input[name=confirmed]").count():
             return
         require_good_layout(page)
-        for name, value in WORDS.items():
+        for name, value in TEXTS.items():
             for field in page.locator(f"form [name={name}]:visible").all():
                 field.fill(value)
         page.locator("form input[type=submit]").click()
@@ -163,7 +55,7 @@ def test_every_action_is_confirmed_posted_with_csrf_and_logged(operator, handles
     handles(lambda message: None, name=CHARGE, topic=PLACED)
     joins(report)
     makers = rows_to_act_on()
-    assert set(makers) == EVERY
+    assert set(makers) == set(ACTIONS)
 
     for (label, action), make in makers.items():
         row = make()
@@ -208,17 +100,9 @@ def test_topic_and_handler_are_paused_by_a_form(operator, handles):
 
 
 def test_audit_log_is_filtered_and_exported(operator):
+    texts = {"place": "admin", "address": "203.0.113.7", "action": "retry", "kind": "message", "name": NASTY}
     for actor in ("ada", NASTY):
-        AuditEntry.objects.create(
-            app="inbox",
-            at=DatabaseTime(),
-            actor=actor,
-            place="admin",
-            address="203.0.113.7",
-            action="retry",
-            kind="message",
-            name=NASTY,
-        )
+        AuditEntry.objects.create(app="inbox", at=DatabaseTime(), actor=actor, **texts)
     page = operator.visit("admin:exactly_once_auditentry_changelist")
     page.locator(".message-filters summary", has_text="Who").first.click()
     page.locator(".message-filters a", has_text="ada").click()

@@ -1,16 +1,19 @@
-"""Topics and handlers, what runs now, and flow, as an operator uses them in a real browser, with real processes behind."""
+"""Pages of the console as an operator uses them in a real browser, with real processes behind: also on a bad day."""
 
 import re
 
 import pytest
 from django.urls import reverse
 
-from exactly_once.models import AuditEntry
+from exactly_once.models import AuditEntry, Minute
+from exactly_once.telemetry.statistics import ALL
 from inbox.models import InboxMessage
+from inbox.states import State as InboxState
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import State
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.worker import CHAINED, JOB
+from tests.support.layout import faults
 from tests.support.relaying import published
 from tests.support.waiting import wait_until
 from tests.support.workers import OF_THE_WORKERS
@@ -87,3 +90,76 @@ def test_operator_follows_a_chain_from_the_page_of_a_message_and_finds_it_again_
     page.locator(".flow-meant", has_text=CHAINED).wait_for()
     page.locator(".flow-name a").first.click()
     page.wait_for_url(f"**/outboxmessage/{OutboxMessage.objects.get(message_id=sent.id).pk}/change/")
+
+
+OVERVIEW = "admin:exactly_once_overview_changelist"
+CHARTS = 4
+
+
+def test_overview_draws_charts_refreshes_its_figures_and_its_counts_lead_to_the_messages(operator, running):
+    for number in range(5):
+        published(topic=JOB, payload={"do": "fail"} if number == 0 else {})
+    running.until(lambda: Minute.objects.filter(app="outbox", subject=ALL, counts__published__gt=0).exists())
+    running.until(lambda: Minute.objects.filter(app="inbox", subject=ALL, counts__handled__gt=0).exists())
+
+    page = operator.visit(OVERVIEW)
+    page.locator(".overview-charts canvas").nth(CHARTS - 1).wait_for()
+    assert page.locator(".overview-charts canvas").count() == CHARTS
+    page.get_by_role("button", name="Last day").click()
+    page.locator("[data-range=day][aria-pressed=true]").wait_for()
+    page.locator(".overview-charts canvas").nth(CHARTS - 1).wait_for()
+
+    published(topic="nobody.listens", payload={})
+    page.locator("[data-part=states]").get_by_text("Retrying").first.wait_for()
+    page.locator("[data-part=figures]").get_by_text("Failing topics").wait_for()
+    page.locator(".overview-states a[href*='outbox'][href*='state=retrying']", has_text="1").wait_for()
+
+    page.locator("[data-app=outbox] a[href*='state=published']").click()
+    page.wait_for_url("**/outboxmessage/?state=published")
+    assert page.locator("#result_list tbody tr").count() >= 4
+
+
+def test_overview_says_so_if_it_cannot_be_refreshed(operator):
+    page = operator.visit(OVERVIEW)
+    page.locator(".overview-charts figure").first.wait_for()
+
+    page.context.clear_cookies()
+
+    page.get_by_text("These figures could not be refreshed.").wait_for()
+    # The browser reports the redirect to the login page, which the script refuses to follow.
+    page.goto("about:blank")
+    operator.errors.clear()
+
+
+def test_operator_finds_a_failed_message_in_two_clicks_corrects_it_and_sees_its_effect(operator, running, handles):
+    handles(print, name=OF_THE_WORKERS.name, topic=JOB)  # the web process knows the handler, too
+    sent = published(topic=JOB, payload={"do": "what it cannot"})
+    running.until(lambda: InboxMessage.objects.filter(state=InboxState.DEAD).exists())
+    original = InboxMessage.objects.get()
+
+    page = operator.visit(OVERVIEW)
+    page.get_by_role("link", name="1 message is a dead letter.").click()
+    page.locator("#result_list .field-summary a").click()
+    page.wait_for_url(f"**/inboxmessage/{original.pk}/change/**")
+    assert page.get_by_text("KeyError: 'what it cannot'").first.is_visible()
+    assert page.get_by_text("tests/support/apps/worker/handlers.py").first.is_visible()
+    assert not faults(page)
+
+    page.get_by_role("button", name="Edit").click()
+    payload = page.get_by_label("Payload")
+    assert "what it cannot" in payload.input_value()
+    payload.fill('{"do": "work"}')
+    page.get_by_role("button", name="Show the changes").click()
+    page.locator(".message-del", has_text="what it cannot").wait_for()
+    assert not faults(page)
+    page.get_by_role("button", name="Replace the message and run it").click()
+    page.locator(".messagelist .success", has_text="replaced by a corrected message").wait_for()
+
+    running.until(lambda: Effect.objects.filter(name=sent.biz_id).exists())
+    running.until(lambda: InboxMessage.objects.get(replaces=original).state == InboxState.DONE)
+    corrected = InboxMessage.objects.get(replaces=original)
+    page.locator(".field-replacing_row a").click()
+    page.wait_for_url(f"**/inboxmessage/{corrected.pk}/change/")
+    page.locator(".field-state_explained .message-state-done").wait_for()
+    assert page.locator(".field-replaced_row a", has_text=str(original.pk)).is_visible()
+    assert Effect.objects.filter(name=sent.biz_id).count() == 1

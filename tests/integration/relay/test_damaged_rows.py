@@ -12,7 +12,8 @@ from outbox import cancel, on_dead, publish_now, reschedule, restore
 from outbox.callbacks import registry
 from outbox.models import OutboxMessage
 from outbox.states import State
-from tests.support.admin_pages import DETAIL, LIST, VIEW, staff_client
+from tests.support.admin_names import DETAIL, LIST, VIEW
+from tests.support.admin_pages import staff_client
 from tests.support.commands import output_of
 from tests.support.relaying import TOPIC, Queue, a_backlog, ids, published, relaying, row_of, state_of
 from tests.support.sql import executed

@@ -23,7 +23,8 @@ from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.testing import assert_published, run_relay
 from tests.support import ROOT
-from tests.support.admin_pages import DETAIL, LIST, VIEW, Page, shown, staff_client
+from tests.support.admin_names import DETAIL, LIST, VIEW
+from tests.support.admin_pages import Page, shown, staff_client
 from tests.support.apps.effects.models import Effect
 from tests.support.relaying import drained
 
