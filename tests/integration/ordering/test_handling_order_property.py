@@ -27,6 +27,7 @@ from inbox.consumer.runner import Runner
 from inbox.errors import Reject
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
+from inbox.operators import decisions
 from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
@@ -34,7 +35,7 @@ from inbox.states import State
 from inbox.store import admitting, arrivals, claims, dialect, due, failure_columns, ordering, sentinel
 from inbox.transactions.running import DatabaseUnavailable
 from tests.integration.ordering.actors import Actor, Killed, gates, this_actor
-from tests.support import decisions
+from tests.support import decisions as by_operators
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, options
 from tests.support.inbox_rows import delete_messages
@@ -53,7 +54,8 @@ GATES = {
     sentinel: ["promote_next", "finish"],
     claims: ["begin_stored", "fail_stored", "give_back"],
     ordering: ["hold_gates", "promote_next"],
-    decisions: ["hold_gates", "is_head", "promote_next", "_write", "retry", "skip"],
+    decisions: ["hold_gates", "is_head", "promote_next", "_write"],
+    by_operators: ["decide"],
 }
 
 
@@ -293,9 +295,9 @@ class Machine:
             return
         row = self.chance.choice(rows)
         if self.chance.random() < 0.6:
-            _ = decisions.retry("default", row) or decisions.override_maximum_age("default", row)
+            _ = by_operators.retry("default", row) or by_operators.override_maximum_age("default", row)
         else:
-            decisions.skip("default", row, "not wanted")
+            by_operators.skip("default", row, "not wanted")
 
     def _make_due(self):
         waiting = InboxMessage.objects.filter(state__in=[State.RECEIVED, State.RETRYING], next_attempt_at__isnull=False)
@@ -325,7 +327,7 @@ class Machine:
         while InboxMessage.objects.filter(state__in=OPEN).exists() and self.rounds_left:
             self.rounds_left -= 1
             for row in InboxMessage.objects.filter(state=State.DEAD).values_list("pk", flat=True):
-                _ = decisions.retry("default", row) or decisions.override_maximum_age("default", row)
+                _ = by_operators.retry("default", row) or by_operators.override_maximum_age("default", row)
             InboxMessage.objects.filter(state__in=[State.RECEIVED, State.RETRYING]).update(next_attempt_at=DatabaseTime())
             Runner(OPTIONS).drain(StopRequest())
         self._judge()

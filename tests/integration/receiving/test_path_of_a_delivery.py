@@ -11,11 +11,11 @@ BUDGETS = {
     "group commit of 50": {"calls": 1694, "modules": 21, "moves": 895, "round trips": 2},
     "batch of 100": {"calls": 2599, "modules": 21, "moves": 1149, "round trips": 2},
     "stored message": {"calls": 171, "modules": 28, "moves": 92, "round trips": 3},
-    "lease in the database": {"calls": 130, "modules": 25, "moves": 71, "round trips": 2},
-    "ordered": {"calls": 278, "modules": 33, "moves": 146, "round trips": 7},
+    "lease in the database": {"calls": 130, "modules": 25, "moves": 72, "round trips": 2},
+    "ordered": {"calls": 283, "modules": 33, "moves": 148, "round trips": 7},
     "idempotent Celery task": {"calls": 119, "modules": 25, "moves": 70, "round trips": 2},
     "first failure": {"calls": 236, "modules": 33, "moves": 99, "round trips": 3},
-    "failing retry": {"calls": 277, "modules": 40, "moves": 127, "round trips": 4},
+    "failing retry": {"calls": 281, "modules": 40, "moves": 128, "round trips": 4},
 }
 """What each takes today. A change that needs less lowers its figures; one that needs more has to say why."""
 

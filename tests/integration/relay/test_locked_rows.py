@@ -175,10 +175,9 @@ def test_relay_frozen_while_the_database_writes_to_it_keeps_no_message_from_anot
     with FakeAmqpPeer() as peer, FaultProxy("127.0.0.1", int(urlsplit(url).port)) as proxy:
         process_environment["DATABASE_URL"] = proxy.through(url)
         outbox = {"BROKER_URL": peer.url, "BATCH_DEADLINE": deadline, "BATCH_BYTES": 2**26}
+        proxy.freeze_after(1_000_000)
         with command("outbox_relay", OUTBOX=outbox) as frozen:
-            frozen.until(lambda: proxy.bytes_to_client > 1_000_000)
-            proxy.freeze()
-            wait_until(waiting_for_their_client)
+            frozen.until(waiting_for_their_client)
             with relaying(peer.url, BATCH_DEADLINE=deadline):
                 wait_until(lambda: states() == [State.PUBLISHED] * len(messages))
             ended = reports(caplog, "did not read what the database sent")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import struct
 import threading
@@ -60,6 +61,7 @@ class FaultProxy:
         self._delay_seconds = 0.0
         self._drops_server_to_client = False
         self._cut_after: dict[Direction, int] = {}
+        self._freeze_at = math.inf
         self._listener: asyncio.Server | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"fault-proxy-{self.port}", daemon=True)
@@ -92,6 +94,10 @@ class FaultProxy:
     def freeze(self) -> None:
         """Half-open: connections are accepted and stay open, nothing is forwarded, and neither side sees the other close."""
         self._order(self._flows.clear)
+
+    def freeze_after(self, nbytes: int) -> None:
+        """Freeze when this many more bytes have arrived at clients, before any other is forwarded."""
+        self._order(lambda: setattr(self, "_freeze_at", self.bytes_to_client + nbytes))
 
     def thaw(self) -> None:
         """Forward again, beginning with what was sent meanwhile."""
@@ -196,6 +202,9 @@ class FaultProxy:
             target.write(sent)
             await target.drain()
             setattr(self, f"bytes_{direction}", getattr(self, f"bytes_{direction}") + len(sent))
+            if self.bytes_to_client >= self._freeze_at:
+                self._freeze_at = math.inf
+                self._flows.clear()
             if self._cut_after.get(direction) == 0:
                 del self._cut_after[direction]
                 self._close_all()
