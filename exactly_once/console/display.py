@@ -18,14 +18,15 @@ from typing import Any
 from django.apps import apps
 from django.template.defaultfilters import filesizeformat
 from django.utils import timezone
+from django.utils.formats import number_format
 from django.utils.functional import Promise
 from django.utils.html import format_html, format_html_join
 from django.utils.http import urlencode
 from django.utils.safestring import SafeString
 from django.utils.text import Truncator
 from django.utils.translation import gettext
+from django.utils.translation import ngettext as translated
 
-from exactly_once.console.plurals import number as number  # noqa: PLC0414 - pages have it from here
 from exactly_once.wire.body import Undecodable, decode_payload
 from exactly_once.wire.text import visible as visible  # noqa: PLC0414 - pages have it from here
 
@@ -140,6 +141,16 @@ def _hex_lines(body: bytes) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------- small parts
+
+
+def number(value: float, digits: int = 0) -> str:
+    """A number as the language of the page writes it: "1,234.5", "1.234,5"."""
+    return str(number_format(round(value, digits), decimal_pos=digits, force_grouping=True))
+
+
+def ngettext(singular: str, plural: str, count: int, **values: object) -> str:
+    """The form of the sentence for `count`, with `%(count)s` and `values` filled in; makemessages finds it by its name."""
+    return translated(singular, plural, count) % {"count": number(count), **values}
 
 
 class Tone(Enum):

@@ -17,10 +17,9 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin import filters
 from exactly_once.console.admin.actions import Action
-from exactly_once.console.admin.columns import instant, shown, text
 from exactly_once.console.admin.failure_groups import FailureFilter, failure_text
 from exactly_once.console.admin.messages import EXPORT, MessageAdmin
-from exactly_once.console.admin.read_only import counted
+from exactly_once.console.admin.pages import counted, instant, shown, text
 from exactly_once.console.admin.sections import named
 from exactly_once.console.admin.trail import attempts
 from exactly_once.console.display import (

@@ -10,9 +10,8 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.actions import Action
-from exactly_once.console.admin.columns import shown
+from exactly_once.console.admin.pages import counted, shown
 from exactly_once.console.admin.paused import PausedAdmin, PauseForm
-from exactly_once.console.admin.read_only import counted
 from exactly_once.console.display import identifier, stacked
 from exactly_once.console.operators.actions import DELETED, each
 from exactly_once.upkeep.operation_rows import Given

@@ -7,7 +7,7 @@ from typing import Any
 
 from django.utils.translation import gettext
 
-from exactly_once.console.plurals import number
+from exactly_once.console.display import number
 from exactly_once.transport.broker import is_local
 from exactly_once.upkeep.heartbeat_table import long_runs
 from inbox.conf import inbox_options

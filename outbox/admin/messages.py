@@ -15,10 +15,9 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin import filters
 from exactly_once.console.admin.actions import Action
-from exactly_once.console.admin.columns import computed, instant
 from exactly_once.console.admin.failure_groups import FailureFilter, failure_text
 from exactly_once.console.admin.messages import EXPORT, MessageAdmin
-from exactly_once.console.admin.read_only import counted
+from exactly_once.console.admin.pages import computed, counted, instant
 from exactly_once.console.admin.sections import count_text
 from exactly_once.console.display import (
     NOTHING,
@@ -28,13 +27,13 @@ from exactly_once.console.display import (
     folded,
     headline,
     identifier,
+    ngettext,
     note,
     number,
     stacked,
     warning,
 )
 from exactly_once.console.operators.redaction import Redaction
-from exactly_once.console.plurals import ngettext
 from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import JSON

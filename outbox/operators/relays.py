@@ -6,7 +6,7 @@ from typing import Any
 from django.db.models import Q
 from django.utils.translation import gettext
 
-from exactly_once.console.plurals import number
+from exactly_once.console.display import number
 from exactly_once.sql.connections import with_table
 from exactly_once.sql.counts import LIMIT
 from exactly_once.sql.now import DatabaseTime

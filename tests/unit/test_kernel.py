@@ -27,7 +27,7 @@ from django.db import (
 )
 
 from exactly_once.console.cli import command, live_view, terminal
-from exactly_once.console.plurals import ngettext
+from exactly_once.console.display import ngettext
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import EXIT_SILENT, StopRequest, running_until_signalled
 from exactly_once.process.main_thread import run_until_signalled

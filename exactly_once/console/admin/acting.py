@@ -27,8 +27,8 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.actions import Action, ActionForm
+from exactly_once.console.admin.pages import BoundedPaginator, LeanChangeList, ReadOnlyAdmin
 from exactly_once.console.admin.planning import plan
-from exactly_once.console.admin.read_only import BoundedPaginator, LeanChangeList, ReadOnlyAdmin
 from exactly_once.console.display import number, visible
 from exactly_once.console.operators.actions import DELETED
 from exactly_once.console.operators.audit import Subject, actor_of, posted, record

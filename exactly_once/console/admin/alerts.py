@@ -13,8 +13,8 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action
-from exactly_once.console.admin.columns import computed, instant, shown, text
 from exactly_once.console.admin.filters import AppFilter, ConditionFilter
+from exactly_once.console.admin.pages import computed, instant, shown, text
 from exactly_once.console.admin.sections import link_of_alert
 from exactly_once.console.display import NOTHING, Tone, age, app_name, badge, headline, identifier, stacked, visible, warning
 from exactly_once.console.operators.actions import each

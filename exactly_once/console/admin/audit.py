@@ -17,9 +17,8 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
-from exactly_once.console.admin.columns import computed, instant
-from exactly_once.console.admin.downloads import download
 from exactly_once.console.admin.filters import AppFilter, ConditionFilter, ValueFilter
+from exactly_once.console.admin.pages import computed, download, instant
 from exactly_once.console.display import NOTHING, app_name, as_json, clock, flow_link, identifier, stacked, visible
 from exactly_once.models import AuditEntry
 from exactly_once.sql.now import DatabaseTime

@@ -15,8 +15,7 @@ from django.http import HttpRequest
 from django.utils.translation import gettext as _
 
 from exactly_once.console.admin.pages import PageAdmin
-from exactly_once.console.display import duration, number, visible
-from exactly_once.console.plurals import ngettext
+from exactly_once.console.display import duration, ngettext, number, visible
 from exactly_once.models import DatabaseHealth
 from exactly_once.sql.connections import is_postgresql
 

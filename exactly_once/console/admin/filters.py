@@ -18,7 +18,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.message_search import newest
-from exactly_once.console.admin.read_only import counted
+from exactly_once.console.admin.pages import counted
 from exactly_once.console.display import app_name, duration, visible
 from exactly_once.half import registered, required
 from exactly_once.sql.labels import package_of

@@ -19,18 +19,25 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.console.admin import message_search as searching
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action
-from exactly_once.console.admin.columns import computed, instant, shown, text
-from exactly_once.console.admin.downloads import download
 from exactly_once.console.admin.filters import FAILING, in_states
-from exactly_once.console.admin.read_only import LeanChangeList
+from exactly_once.console.admin.pages import LeanChangeList, computed, download, instant, shown, text
 from exactly_once.console.admin.sections import listed, view_permission
 from exactly_once.console.admin.trail import timeline
-from exactly_once.console.display import NOTHING, as_json, flow_link, headline, identifier, number, state_badge, visible
+from exactly_once.console.display import (
+    NOTHING,
+    as_json,
+    flow_link,
+    headline,
+    identifier,
+    ngettext,
+    number,
+    state_badge,
+    visible,
+)
 from exactly_once.console.operators.audit import Subject, actor_of, record
 from exactly_once.console.operators.dead_letters import Letters
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.console.operators.trail import history_of
-from exactly_once.console.plurals import ngettext
 from exactly_once.half import halves
 
 

@@ -14,9 +14,8 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action
-from exactly_once.console.admin.columns import computed, instant, shown
 from exactly_once.console.admin.filters import AppFilter, ConditionFilter
-from exactly_once.console.admin.pages import message_url
+from exactly_once.console.admin.pages import computed, instant, message_url, shown
 from exactly_once.console.display import (
     NOTHING,
     Tone,

@@ -32,9 +32,8 @@ from exactly_once.console.admin.sections import (
     sections,
     view_permission,
 )
-from exactly_once.console.display import age, headline, identifier, number, state_badge, visible
+from exactly_once.console.display import age, headline, identifier, ngettext, number, state_badge, visible
 from exactly_once.console.operators.alerts import raised as raised_alerts
-from exactly_once.console.plurals import ngettext
 from exactly_once.models import Alert, DatabaseHealth, Operation, OperationState, Overview
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.telemetry.statistics import Counted, percentile

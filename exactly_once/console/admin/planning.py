@@ -13,7 +13,7 @@ from django.urls import reverse
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.actions import Action, ReasonForm
-from exactly_once.console.admin.read_only import ReadOnlyAdmin
+from exactly_once.console.admin.pages import ReadOnlyAdmin
 from exactly_once.console.display import number
 from exactly_once.console.operators.audit import Subject, actor_of, record
 from exactly_once.sql.connections import decision_transaction

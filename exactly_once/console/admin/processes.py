@@ -17,9 +17,8 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action
-from exactly_once.console.admin.columns import computed
 from exactly_once.console.admin.filters import AppFilter
-from exactly_once.console.admin.pages import PageAdmin
+from exactly_once.console.admin.pages import PageAdmin, computed
 from exactly_once.console.admin.sections import sections
 from exactly_once.console.display import (
     NOTHING,

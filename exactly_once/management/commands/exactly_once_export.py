@@ -6,8 +6,8 @@ from django.utils.translation import gettext_lazy
 
 from exactly_once.console.cli.halves import HalvesCommand
 from exactly_once.console.cli.terminal import STANDARD, Progress, opened
+from exactly_once.console.display import ngettext
 from exactly_once.console.operators.audit import Subject, actor_of_command, record
-from exactly_once.console.plurals import ngettext
 from exactly_once.half import Half
 
 

@@ -14,7 +14,7 @@ from django.utils.translation import gettext_lazy
 
 from exactly_once.console.cli.command import TranslatedCommand
 from exactly_once.console.cli.terminal import BOLD, Line, Table, show
-from exactly_once.console.display import exact
+from exactly_once.console.display import exact, ngettext
 from exactly_once.console.operators.trail import (
     HistoryEvent,
     MessageHistory,
@@ -23,7 +23,6 @@ from exactly_once.console.operators.trail import (
     ids_of,
     searched,
 )
-from exactly_once.console.plurals import ngettext
 from exactly_once.half import registered
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.schema import why_unmigrated

@@ -17,9 +17,8 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action, NeededReasonForm
-from exactly_once.console.admin.columns import computed, shown
 from exactly_once.console.admin.filters import ConditionFilter
-from exactly_once.console.admin.pages import message_link
+from exactly_once.console.admin.pages import computed, message_link, shown
 from exactly_once.console.display import (
     NOTHING,
     Tone,

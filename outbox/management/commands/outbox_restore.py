@@ -18,8 +18,8 @@ from exactly_once.console.cli.terminal import (
     sentence,
     show,
 )
+from exactly_once.console.display import ngettext
 from exactly_once.console.operators.audit import Actor, Subject, record
-from exactly_once.console.plurals import ngettext
 from exactly_once.sql.connections import decision_transaction
 from outbox.operators.previews import Restorable, preview_restoring
 from outbox.states import RESTORE

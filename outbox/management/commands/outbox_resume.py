@@ -7,8 +7,8 @@ from django.utils.translation import gettext_lazy
 
 from exactly_once.console.cli.command import DatabaseCommand
 from exactly_once.console.cli.terminal import Progress, message_id, refuse_unknown
+from exactly_once.console.display import ngettext
 from exactly_once.console.operators.audit import Actor, Subject, record
-from exactly_once.console.plurals import ngettext
 from exactly_once.sql.connections import decision_transaction
 from outbox.errors import InvalidMessage
 from outbox.models import OutboxMessage

@@ -13,7 +13,7 @@ from django.test import AsyncClient
 from django.urls import reverse
 
 from exactly_once.console.admin import acting as acting_admin
-from exactly_once.console.admin import downloads
+from exactly_once.console.admin import pages
 from exactly_once.console.operators.audit import Actor, Subject, record
 from exactly_once.models import AuditEntry
 from exactly_once.sql.now import DatabaseTime
@@ -168,7 +168,7 @@ class TestExport:
         assert (last["action"], first["action"], first["name"]) == ("pause", "cancel", "=HYPERLINK(1)")
 
     def test_under_asgi_lines_are_read_while_they_are_sent(self, monkeypatch):
-        monkeypatch.setattr(downloads, "_AT_ONCE", 1)
+        monkeypatch.setattr(pages, "_AT_ONCE", 1)
         for _ in range(3):
             an_entry()
         client = AsyncClient()

@@ -13,7 +13,7 @@ from django.core.management import get_commands, load_command_class
 from django.urls import reverse
 from django.utils import translation
 
-from exactly_once.console.plurals import number
+from exactly_once.console.display import number
 from exactly_once.models import Alert, Minute
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
