@@ -33,7 +33,7 @@ from exactly_once.wire.text import visible as visible  # noqa: PLC0414 - pages h
 TEXT_LIMIT_BYTES = 64 * 1024
 HEX_LIMIT_BYTES = 4 * 1024
 EDITABLE_LIMIT = 16 * 1024 * 1024
-NOTHING = "-"
+NOTHING = SafeString("-")
 _ONE_DIGIT = 10
 
 
@@ -57,7 +57,7 @@ class Shown:
 
     def as_html(self) -> SafeString:
         if not (self.text or self.note):
-            return format_html("{}", NOTHING)
+            return NOTHING
         remark = note(self.note) if self.note else ""
         text = format_html('<pre class="message-text" tabindex="0">{}</pre>', self.text) if self.text else ""
         return format_html('<div class="message-block">{}{}</div>', remark, text)
@@ -270,7 +270,7 @@ def exact(instant: datetime) -> str:
 def age(instant: datetime | None, now: datetime, prefix: str = "") -> SafeString:
     """The time since or until `instant`; a tooltip shows the exact instant."""
     if instant is None:
-        return format_html("{}", NOTHING)
+        return NOTHING
     return format_html(
         '<time class="message-age" datetime="{}" title="{}">{}{}</time>',
         instant.isoformat(),
@@ -287,9 +287,7 @@ def clock(instant: datetime) -> SafeString:
 
 def moment(instant: datetime | None, now: datetime) -> SafeString:
     """The exact instant and its age."""
-    if instant is None:
-        return format_html("{}", NOTHING)
-    return format_html('<span class="message-name">{}</span> ({})', exact(instant), age(instant, now))
+    return format_html('<span class="message-name">{}</span> ({})', exact(instant), age(instant, now)) if instant else NOTHING
 
 
 def identifier(text: str) -> SafeString:
@@ -325,12 +323,12 @@ def folded(summary: object, content: SafeString) -> SafeString:
     return format_html('<details class="message-block message-folded"><summary>{}</summary>{}</details>', summary, content)
 
 
-def stacked(*lines: SafeString) -> SafeString:
+def stacked(*lines: object) -> SafeString:
     """Several lines in one cell of a list."""
     return format_html_join("", '<span class="message-line">{}</span>', ((line,) for line in lines))
 
 
-def labelled(label: object, value: SafeString) -> SafeString:
+def labelled(label: object, value: object) -> SafeString:
     """A cell of a list whose label is shown where the list has no columns, on a narrow window."""
     return format_html('<span class="message-label">{}: </span>{}', label, value)
 

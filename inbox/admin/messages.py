@@ -235,23 +235,18 @@ class InboxMessageAdmin(MessageAdmin):
     @admin.display(description=_("state"))
     def state_badges(self, row: Any) -> SafeString:
         """For the list: the state, and whether the message is quarantined, corrected, or has duplicates."""
-        lines = [self.badge_of(row)]
+        lines: list[str] = [self.badge_of(row)]
         if states.OVERRIDE.allows(row):
-            lines.append(format_html("{}", gettext("in quarantine")))
+            lines.append(gettext("in quarantine"))
         if row.replaces_id is not None:
-            lines.append(format_html("{}", gettext("corrected")))
+            lines.append(gettext("corrected"))
         if row.conflicts:
             lines.append(badge(gettext("%(count)s conflicting") % {"count": number(row.conflicts)}, Tone.STOPPED))
         elif row.duplicates:
             lines.append(format_html(gettext("{} more"), number(row.duplicates)))
         return stacked(*lines)
 
-    @admin.display(description=_("state"))
-    def state_explained(self, row: Any) -> SafeString:
-        """For the message's page: the badge and an explanation."""
-        return format_html("{}{}", self.badge_of(row), self._explanation(row))
-
-    def _explanation(self, row: Any) -> SafeString:
+    def explanation(self, row: Any) -> SafeString:
         if states.OVERRIDE.allows(row):
             return warning(gettext("In quarantine: the inbox no longer knows whether it was handled before."))
         if row.state == State.WAITING:
@@ -330,7 +325,7 @@ class InboxMessageAdmin(MessageAdmin):
     def further_deliveries(self, row: Any) -> SafeString:
         """The number of duplicates by cause."""
         if not row.duplicates:
-            return format_html("{}", NOTHING)
+            return NOTHING
         business = row.duplicates - row.redeliveries - row.resends - row.replays
         causes = (
             (row.redeliveries, gettext("delivered again by the broker")),
@@ -351,20 +346,18 @@ class InboxMessageAdmin(MessageAdmin):
             "body": "" if row.conflicting_body is None else self._shown(row, row.conflicting_body),
             "flow": row.flow_url,
         }
-        return render_to_string("exactly_once/conflict.html", content) if row.conflicts else format_html("{}", NOTHING)
+        return render_to_string("exactly_once/conflict.html", content) if row.conflicts else NOTHING
 
     @admin.display(description=_("steps taken"))
     def steps_text(self, row: Any) -> SafeString:
         """Named steps whose results a retry reuses."""
-        steps = list(row.steps.order_by("taken_at", "pk")[:_STEPS])
-        if not steps:
-            return format_html("{}", NOTHING)
-        shown = [(step, self._shown_result(step.result)) for step in steps]
-        return render_to_string("exactly_once/steps.html", {"steps": shown, "now": row.database_now})
+        steps = [(step, self._shown_result(step.result)) for step in row.steps.order_by("taken_at", "pk")[:_STEPS]]
+        content = {"steps": steps, "now": row.database_now}
+        return render_to_string("exactly_once/steps.html", content) if steps else NOTHING
 
     @admin.display(description=_("result"))
     def result_text(self, row: Any) -> SafeString:
-        return self._shown_result(row.result) if row.result is not None else format_html("{}", NOTHING)
+        return self._shown_result(row.result) if row.result is not None else NOTHING
 
     def _shown_result(self, result: Any) -> SafeString:
         # It is not a payload, and REDACT gets payloads only.
@@ -372,9 +365,7 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.display(description=_("payload"))
     def payload(self, row: Any) -> SafeString:
-        if _has_no_body(row):
-            return note(_NOT_STORED)
-        return self._shown(row, row.body)
+        return note(_NOT_STORED) if _has_no_body(row) else self._shown(row, row.body)
 
     def _shown(self, row: Any, body: Any) -> SafeString:
         # The body of a webhook contains the payload in the field "data".
@@ -402,7 +393,7 @@ class InboxMessageAdmin(MessageAdmin):
 
     def _of_a_correction(self, other: Any, known: int | None) -> SafeString:
         if other is None:
-            return note(gettext("Row %(number)s has been purged.") % {"number": known}) if known else format_html("{}", NOTHING)
+            return note(gettext("Row %(number)s has been purged.") % {"number": known}) if known else NOTHING
         return format_html(
             gettext('<a href="{}">row {}</a> {} {}'),
             self.own_url(other.pk),

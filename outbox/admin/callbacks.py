@@ -5,7 +5,6 @@ from typing import Any
 from django.contrib import admin
 from django.db.models import F, Q, QuerySet
 from django.http import HttpRequest
-from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
@@ -121,7 +120,7 @@ class PendingCallbackAdmin(ActingAdmin):
         name = f"{row.uuid} ({row.topic} {row.biz_id})"
         return message_link(self.admin_site, self.package, row.message.pk, name)
 
-    calls = computed(_("attempts"), lambda row: labelled(_("attempts"), format_html("{}", number(row.attempts))))
+    calls = computed(_("attempts"), lambda row: labelled(_("attempts"), number(row.attempts)))
     due_in = instant(_("due"), "available_at", age)
     due = instant(_("due"), "available_at")
     settled = instant(_("settled"), "settled_at")

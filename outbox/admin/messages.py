@@ -56,6 +56,7 @@ _OPEN = Q(state=State.PREPARED) | Q(state=State.SCHEDULED) | _READY | Q(state=St
 _WHY = {
     State.READY: _("A relay sends it in its next pass."),
     State.SCHEDULED: _("It is sent when it is due."),
+    State.PAUSED: _("Its topic is paused. It is sent when the topic is resumed."),
     State.RETRYING: _("It could not be sent. A relay tries again when it is due."),
     State.DEAD: _("It could not be sent, and no relay tries again unless an operator restores it."),
     State.PUBLISHED: _("It is confirmed: the broker, or with local:// the inbox, has stored it."),
@@ -199,24 +200,18 @@ class OutboxMessageAdmin(MessageAdmin):
         named = Q(topic__in=[term, f"{CELERY_TOPICS}{term}"]) | Q(topic__in=selecting.topics(self.using), biz_id=term)
         return named | Q(message_id=name) if (name := uuid_in(term)) else named
 
-    @admin.display(description=_("state"))
-    def state_explained(self, row: Any) -> SafeString:
-        """The badge, with a note about the ordering key or the checker."""
+    def explanation(self, row: Any) -> SafeString:
         if row.state in UNDECIDED:
-            return format_html("{}{}", self.badge_of(row), _undecided(row))
+            return _undecided(row)
         if row.state == State.WAITING:
-            return format_html("{}{}", self.badge_of(row), self._behind(row))
-        if row.state == State.PAUSED:
-            return format_html(
-                "{}{}", self.badge_of(row), note(gettext("Its topic is paused. It is sent when the topic is resumed."))
-            )
+            return self._behind(row)
         if row.state in IN_TROUBLE and row.key:
             held = self._of_its_key(row).filter(pk__gt=row.pk, state=State.WAITING)
             words = gettext("It blocks the later messages of its ordering key. Waiting behind it: %(count)s.") % {
                 "count": counted(held)
             }
-            return format_html("{}{}", self.badge_of(row), note(words))
-        return format_html("{}{}", self.badge_of(row), note(_WHY.get(row.state, "")))
+            return note(words)
+        return note(_WHY.get(row.state, ""))
 
     def _behind(self, row: Any) -> SafeString:
         stopping = (*IN_TROUBLE, State.PAUSED)
@@ -262,7 +257,7 @@ class OutboxMessageAdmin(MessageAdmin):
         """For a message in the format of another protocol: its exchange, routing key, properties and headers."""
         form = _form_of(row)
         if form is None:
-            return format_html("{}", NOTHING)
+            return NOTHING
         if isinstance(form, str):
             if self.redaction():
                 return note(gettext("It is not JSON, so it cannot be redacted. It is not shown."))

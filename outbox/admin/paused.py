@@ -5,7 +5,6 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin
-from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
@@ -105,10 +104,8 @@ class PausedTopicAdmin(PausedAdmin):
     @admin.display(description=_("messages"))
     def messages(self, row: Any) -> SafeString:
         waiting = OutboxMessage.objects.using(self.using).filter(topic=row.topic, state=State.PAUSED)
-        return labelled(_("messages"), format_html("{}", counted(waiting)))
+        return labelled(_("messages"), counted(waiting))
 
     @admin.display(description=_("next probe"))
     def next_try(self, row: Any) -> SafeString:
-        if row.probe_at is None or row.is_resuming:
-            return format_html("{}", NOTHING)
-        return age(row.probe_at, row.database_now)
+        return NOTHING if row.is_resuming else age(row.probe_at, row.database_now)

@@ -21,6 +21,7 @@ from django.db import DatabaseError
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 from django.utils.translation import gettext
@@ -85,6 +86,14 @@ class ActingAdmin(ReadOnlyAdmin):
     @admin.display(description=_("state"))
     def state_badge(self, row: Any) -> SafeString:
         return self.badge_of(row)
+
+    def explanation(self, row: Any) -> SafeString | str:
+        """Why the row is in its state, for its page."""
+        return ""
+
+    @admin.display(description=_("state"))
+    def state_explained(self, row: Any) -> SafeString:
+        return format_html("{}{}", self.badge_of(row), self.explanation(row))
 
     def remark(self, action: Action, row: Any) -> SafeString | str:
         """The effect of the action on the row, where it is not obvious."""

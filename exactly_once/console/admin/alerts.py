@@ -132,17 +132,15 @@ class AlertAdmin(ActingAdmin):
 
     @admin.display(description=_("acknowledged"))
     def acknowledged(self, row: Any) -> SafeString:
-        if not row.acknowledged_at:
-            return format_html("{}", NOTHING)
-        return stacked(identifier(row.acknowledged_by), age(row.acknowledged_at, row.database_now))
+        by_whom = identifier(row.acknowledged_by)
+        return stacked(by_whom, age(row.acknowledged_at, row.database_now)) if row.acknowledged_at else NOTHING
 
     @admin.display(description=_("notifications"))
     def deliveries(self, row: Any) -> SafeString:
         if not row.unsent:
-            return format_html("{}", NOTHING)
+            return NOTHING
         lines = [format_html(gettext("not sent by {}: {}"), channel, event) for event, channel in row.unsent]
-        if row.send_at is None:
-            return stacked(*lines, format_html("{}", gettext("given up")))
-        return stacked(*lines, format_html(gettext("next try {}"), age(row.send_at, row.database_now)))
+        next_try = format_html(gettext("next try {}"), age(row.send_at, row.database_now))
+        return stacked(*lines, next_try if row.send_at else gettext("given up"))
 
     error_text = shown(_("last error of a notification"), "send_error", text)

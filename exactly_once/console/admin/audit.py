@@ -11,7 +11,6 @@ from django.core.exceptions import PermissionDenied
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseNotFound
 from django.urls import path, reverse
-from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
@@ -121,11 +120,11 @@ class AuditAdmin(ActingAdmin):
 
     @admin.display(description=_("who, where"))
     def who(self, row: Any) -> SafeString:
-        return stacked(identifier(row.actor), format_html("{}", visible(row.place)), identifier(row.address))
+        return stacked(identifier(row.actor), visible(row.place), identifier(row.address))
 
     @admin.display(description=_("action"))
     def what(self, row: Any) -> SafeString:
-        return stacked(format_html("{}", visible(row.action)), format_html("{}", visible(row.kind)), app_name(row.app))
+        return stacked(visible(row.action), visible(row.kind), app_name(row.app))
 
     object = computed(_("object"), lambda row: identifier(row.name or row.object_id))
 
@@ -136,9 +135,8 @@ class AuditAdmin(ActingAdmin):
 
     @admin.display(description=_("parameters"))
     def given(self, row: Any) -> SafeString:
-        if not row.parameters:
-            return format_html("{}", NOTHING)
-        return stacked(*(format_html("{}: {}", visible(name), _short(value)) for name, value in row.parameters.items()))
+        lines = (f"{visible(name)}: {_short(value)}" for name, value in row.parameters.items())
+        return stacked(*lines) if row.parameters else NOTHING
 
     all_given = computed(_("parameters"), lambda row: as_json(row.parameters).as_html() if row.parameters else NOTHING)
 

@@ -246,7 +246,7 @@ def _trend(group: FailureGroup) -> str:
 def failure_text(model_admin: Any, row: Any, error_class: str, place: str) -> SafeString:
     """Class and place of a message's failure on its page, with a link to its group while it belongs to one."""
     if not error_class:
-        return format_html("{}", NOTHING)
+        return NOTHING
     name = identifier(f"{error_class} {place}".strip())
     if row.failing_since is None or row.state not in {"retrying", "dead"}:
         return name

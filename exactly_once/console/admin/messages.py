@@ -215,9 +215,7 @@ class MessageAdmin(ActingAdmin):
 
     @admin.display(description=_("headers"))
     def headers_text(self, row: Any) -> SafeString:
-        if row.headers == {}:
-            return format_html("{}", NOTHING)
-        return as_json(self.redaction().headers(row.headers)).as_html()
+        return NOTHING if row.headers == {} else as_json(self.redaction().headers(row.headers)).as_html()
 
     created = instant(_("created"), "created_at")
     settled = instant(_("settled"), "settled_at")

@@ -133,22 +133,20 @@ class OperationAdmin(ActingAdmin):
 
     def badge_of(self, row: Any) -> SafeString:
         state = badge(row.get_state_display(), _TONES.get(row.state, Tone.OVER))
-        return stacked(state, format_html("{}", _("being cancelled"))) if row.is_open and row.cancelled_by else state
+        return stacked(state, _("being cancelled")) if row.is_open and row.cancelled_by else state
 
-    @admin.display(description=_("state"))
-    def state_explained(self, row: Any) -> SafeString:
-        shown = self.badge_of(row)
+    def explanation(self, row: Any) -> SafeString | str:
         if row.state == OperationState.STOPPED:
-            return format_html("{}{}", shown, warning(_("It stopped by itself: %s.") % visible(row.stopped_because)))
+            return warning(_("It stopped by itself: %s.") % visible(row.stopped_because))
         if row.state == OperationState.CANCELLED:
-            return format_html("{}{}", shown, note(_("Cancelled by %s.") % visible(row.cancelled_by)))
+            return note(_("Cancelled by %s.") % visible(row.cancelled_by))
         if row.state == OperationState.PLANNED and row.database_now - row.planned_at > timedelta(seconds=15):
-            return format_html("{}{}", shown, warning(_("No process has begun it. Is a relay or a consumer running?")))
-        return shown
+            return warning(_("No process has begun it. Is a relay or a consumer running?"))
+        return ""
 
     @admin.display(description=_("operation"))
     def what(self, row: Any) -> SafeString:
-        return stacked(format_html("{}", self.action_label(row)), identifier(row.selection), app_name(row.app))
+        return stacked(self.action_label(row), identifier(row.selection), app_name(row.app))
 
     @admin.display(description=_("action"))
     def action_label(self, row: Any) -> str:
@@ -188,7 +186,7 @@ class OperationAdmin(ActingAdmin):
     def failing_messages(self, row: Any) -> SafeString:
         """The messages that have stopped a canary."""
         if row.state != OperationState.STOPPED:
-            return format_html("{}", NOTHING)
+            return NOTHING
         url, words = partial(message_url, self.admin_site, row.app), _("message %s")
         shown = ((url(pk), words % pk, visible(failure)) for pk, failure in row.wave_rows[:_MOST_FAILED_AGAIN])
         return stacked(*(format_html('<a href="{}">{}</a>: {}', *each) for each in shown))
@@ -202,7 +200,7 @@ class OperationAdmin(ActingAdmin):
     def unchanged_table(self, row: Any) -> SafeString:
         more = row.refused + row.failed - len(row.unchanged)
         content = {"unchanged": row.unchanged, "kept": UNCHANGED_KEPT, "more": more}
-        return render_to_string("exactly_once/unchanged.html", content) if row.unchanged else format_html("{}", NOTHING)
+        return render_to_string("exactly_once/unchanged.html", content) if row.unchanged else NOTHING
 
     requested = shown(_("requested by"), "requested_by", identifier)
     reason_text = computed(_("reason"), lambda row: visible(row.reason) or NOTHING)

@@ -77,11 +77,10 @@ def _of(process: Any) -> list[Half]:
 def _work(row: Any, most: int | None = None) -> SafeString:
     # The present rate of a silent process is unknown.
     rate = NOTHING if row.silent or row.has_stopped else number(row.rate, 1)
-    counts = [format_html("{}", count) for half in _of(row) for count in half.counts(row)]
     handlers = row.facts.get("handlers", [])
     more = len(handlers[most:]) if most else 0
     return stacked(
-        *counts,
+        *(count for half in _of(row) for count in half.counts(row)),
         format_html(gettext("{} per second"), rate),
         *map(identifier, handlers[:most]),
         *([format_html(gettext("and {} more"), more)] if more else []),
@@ -162,19 +161,18 @@ class ProcessAdmin(ActingAdmin):
 
     @admin.display(description=_("process, version"))
     def process(self, row: Any) -> SafeString:
-        kinds = [format_html("{}", half.kind_label) for half in _of(row)]
-        return stacked(identifier(f"{row.host}:{row.pid}"), *kinds, identifier(row.version))
+        return stacked(identifier(f"{row.host}:{row.pid}"), *(half.kind_label for half in _of(row)), identifier(row.version))
 
     @admin.display(description=_("state"))
     def state(self, row: Any) -> SafeString:
-        lines = [self.badge_of(row)]
+        lines: list[str] = [self.badge_of(row)]
         if row.stopped_at:
             return stacked(*lines, age(row.stopped_at, row.database_now))
         if row.has_stopped:
             words = gettext("killed {}, because it did not end in time")
             return stacked(*lines, format_html(words, age(row.beat_at, row.database_now)))
         if row.silent and is_ahead(row):
-            lines.append(format_html("{}", gettext("its last heartbeat is ahead of the database's clock")))
+            lines.append(gettext("its last heartbeat is ahead of the database's clock"))
         elif row.silent:
             lines.append(format_html(gettext("for {}"), duration(row.database_now - row.beat_at)))
         elif row.mode not in _MODES:

@@ -10,7 +10,6 @@ from django.contrib import admin
 from django.db.models import Prefetch, Q, QuerySet
 from django.http import HttpRequest
 from django.template.loader import render_to_string
-from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
@@ -189,7 +188,7 @@ class RunAdmin(ActingAdmin):
     @admin.display(description=_("waits for"))
     def waits_for(self, row: Any) -> SafeString:
         topics = missing(row)
-        return labelled(_("waits for"), stacked(*map(identifier, topics)) if topics else format_html("{}", NOTHING))
+        return labelled(_("waits for"), stacked(*map(identifier, topics)) if topics else NOTHING)
 
     since = computed(_("since"), lambda row: labelled(_("since"), age(row.opened_at, row.database_now)))
     deadline = computed(_("deadline"), lambda row: labelled(_("deadline"), moment(row.deadline_at, row.database_now)))

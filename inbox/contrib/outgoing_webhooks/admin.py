@@ -180,9 +180,7 @@ class EndpointAdmin(ActingAdmin):
     shown_url = computed("URL", lambda row: identifier(masked(row.url)))
     shown_topics = computed(_("topics"), lambda row: stacked(*map(identifier, row.topics)) if row.topics else gettext("all"))
 
-    waiting = computed(
-        _("messages that wait"), lambda row: labelled(_("messages that wait"), format_html("{}", number(row.messages)))
-    )
+    waiting = computed(_("messages that wait"), lambda row: labelled(_("messages that wait"), number(row.messages)))
 
     since = instant(_("since"), "state_since", age)
     next_try = instant(_("next try"), "probe_at")
