@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, ClassVar
 
 from django.contrib import admin
-from django.db.models import BigIntegerField, OuterRef, Q, QuerySet
+from django.db.models import BigIntegerField, Q, QuerySet
 from django.db.models.functions import Coalesce
 from django.http import HttpRequest
 from django.template.loader import render_to_string
@@ -53,14 +52,12 @@ from inbox.admin.actions import EDIT, OVERRIDE, RETRY, RUN_CONFLICTING, SKIP
 from inbox.admin.dry_run import DRY_RUN
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
-from inbox.models import InboxMessage, PausedHandler, Receipt, TrailEntry
+from inbox.models import InboxMessage, PausedHandler, Receipt
 from inbox.operators import accounting
-from inbox.operators.dead_letters import letters
 from inbox.operators.decisions import REFUSALS
 from inbox.operators.processes import hanging, unattended, what_to_start, where_run
 from inbox.states import DUE, State
 from inbox.store import receipts
-from inbox.store.heartbeats import consumers
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""
@@ -140,7 +137,7 @@ class HandlerFilter(filters.ValueFilter):
 @admin.register(InboxMessage)
 class InboxMessageAdmin(MessageAdmin):
     large_columns = ("body", "headers", "traceback", "failures", "result", "conflicting_body")
-    letters = letters
+    identity = ("message_id", "handler")
     refusals = REFUSALS
     actions = (RETRY, EDIT, DRY_RUN, SKIP, OVERRIDE, RUN_CONFLICTING, EXPORT)
 
@@ -178,25 +175,12 @@ class InboxMessageAdmin(MessageAdmin):
     )
     nothing = _("No messages yet. Every message that a handler of this database receives is listed here, the newest first.")
 
-    def stuck_after(self) -> timedelta:
-        return inbox_options().STUCK_AFTER
-
     def topics(self) -> Sequence[str]:
         """Those that the handlers of this process receive: a query for those in the table would read all of it."""
         return sorted({topic for handler in registry.all() for topic in handler.topics})
 
-    def hosts(self) -> Sequence[str]:
-        return sorted({consumer.host for consumer in consumers.known(self.using)})
-
-    def failed_attempts_in_trail(self) -> QuerySet[Any]:
-        entries = TrailEntry.objects.using(self.using)
-        return entries.filter(message_id=OuterRef("message_id"), handler=OuterRef("handler"))
-
     def redaction(self) -> Redaction:
         return Redaction(inbox_options().redact)
-
-    def is_here(self, where: str) -> bool:
-        return where != "outbox"
 
     def subject(self, row: Any) -> str:
         return visible(f"{row.message_id} ({row.topic} {row.biz_id}, {row.handler})")

@@ -16,7 +16,6 @@ from exactly_once.console.admin.pages import computed, instant, message_link, sh
 from exactly_once.console.display import Tone, age, badge, headline, identifier, labelled, number, stacked, visible
 from exactly_once.console.operators.actions import each
 from exactly_once.wire.identity import uuid_in
-from exactly_once.wire.text import fit
 from outbox.callbacks import registry
 from outbox.models import PendingCallback
 from outbox.operators import pending_calls
@@ -67,7 +66,7 @@ class PendingCallbackAdmin(ActingAdmin):
     hint = _("The next one to be called comes first. A relay calls it until it returns; then its row is deleted.")
 
     ordering = ("available_at", "id")
-    search_fields = ("callback",)  # Makes the search box appear; get_search_results() reads it.
+    search_fields = ("callback",)  # Makes the search box appear; called() reads it.
     search_help_text = _("The name of a callback, or a message id, biz-id or topic, exactly.")
     list_display = ("callback_name", "summary", "due_in", "calls", "error_headline")
     list_filter = (TroubleFilter,)
@@ -89,14 +88,9 @@ class PendingCallbackAdmin(ActingAdmin):
         rows: QuerySet[Any] = super().get_queryset(request).annotate(**named)
         return rows
 
-    def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
-        term = fit(search_term.strip())
-        if not term:
-            return queryset, False
+    def called(self, term: str) -> Q:
         named = Q(callback=term) | Q(message__topic=term) | Q(message__biz_id=term)
-        if name := uuid_in(term):
-            named |= Q(message__message_id=name)
-        return queryset.filter(named), False
+        return named | Q(message__message_id=name) if (name := uuid_in(term)) else named
 
     def subject(self, row: Any) -> str:
         name = f"{row.uuid} ({row.topic} {row.biz_id})"

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from django.contrib import admin
-from django.db.models import OuterRef, Q, QuerySet
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -42,12 +42,10 @@ from exactly_once.wire.identity import uuid_in
 from outbox.admin.actions import OF_A_MESSAGE, RESTORE_THEM
 from outbox.callbacks import checkers
 from outbox.conf import outbox_options
-from outbox.models import SECONDARY, STREAM, OutboxMessage, TrailEntry
+from outbox.models import SECONDARY, STREAM, OutboxMessage
 from outbox.operators import figures
-from outbox.operators.dead_letters import letters
 from outbox.states import IN_TROUBLE, SETTLED, UNDECIDED, State
 from outbox.store import selecting, unique
-from outbox.store.heartbeats import relays
 
 _DUE = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING, State.RETRYING)
 _READY = STREAM | SECONDARY
@@ -115,7 +113,6 @@ class OutboxMessageAdmin(MessageAdmin):
     """The list of all messages, and the page of each message."""
 
     large_columns = (*MessageAdmin.large_columns, "wire")
-    letters = letters
     actions: Any = (*OF_A_MESSAGE, EXPORT)
 
     list_display: Any = ("state_badge", "summary", "age", "error_headline")
@@ -152,9 +149,6 @@ class OutboxMessageAdmin(MessageAdmin):
         by_time = request.GET.get("due") or request.GET.get("state") in (State.SCHEDULED, *UNDECIDED)
         return ("available_at", "id") if by_time else self.ordering
 
-    def is_here(self, where: str) -> bool:
-        return where == "outbox"
-
     def remark(self, action: Action, row: Any) -> SafeString | str:
         words = super().remark(action, row)
         if words:
@@ -167,17 +161,8 @@ class OutboxMessageAdmin(MessageAdmin):
             return age(row.deliver_at, row.database_now, gettext("Scheduled again, due "))
         return age(row.available_at, row.database_now, gettext("Due ")) if row.state == State.SCHEDULED else ""
 
-    def stuck_after(self) -> timedelta:
-        return outbox_options().STUCK_AFTER
-
     def topics(self) -> Sequence[str]:
         return selecting.topics(self.using, filters.MOST_OFFERED)
-
-    def hosts(self) -> Sequence[str]:
-        return sorted({relay.host for relay in relays.known(self.using)})
-
-    def failed_attempts_in_trail(self) -> QuerySet[Any]:
-        return TrailEntry.objects.using(self.using).filter(message_id=OuterRef("message_id"))
 
     def redaction(self) -> Redaction:
         return Redaction(outbox_options().REDACT)

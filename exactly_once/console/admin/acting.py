@@ -18,7 +18,7 @@ from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.views.main import ChangeList
 from django.core.exceptions import PermissionDenied
 from django.db import DatabaseError
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
 from django.utils.html import format_html
@@ -36,6 +36,7 @@ from exactly_once.console.operators.audit import Subject, actor_of, posted, reco
 from exactly_once.sql.connections import decision_transaction
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.operation_rows import Given, RowOutcome
+from exactly_once.wire.text import fit
 
 if TYPE_CHECKING:
     from django_stubs_ext import StrOrPromise
@@ -124,6 +125,14 @@ class ActingAdmin(ReadOnlyAdmin):
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         rows: QuerySet[Any] = super().get_queryset(request).using(self.using).annotate(database_now=DatabaseTime())
         return rows
+
+    def called(self, term: str) -> Q:
+        """The rows that a search finds."""
+        return Q()
+
+    def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
+        term = fit(search_term.strip())
+        return (queryset.filter(self.called(term)) if term else queryset), False
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         return LeanChangeList

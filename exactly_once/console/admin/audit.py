@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from django.contrib import admin
 from django.core.exceptions import PermissionDenied
-from django.db.models import Q, QuerySet
+from django.db.models import Q
 from django.http import HttpRequest, HttpResponse, HttpResponseNotFound
 from django.urls import path, reverse
 from django.utils.safestring import SafeString
@@ -21,7 +21,6 @@ from exactly_once.console.admin.pages import computed, download, instant
 from exactly_once.console.display import NOTHING, app_name, as_json, clock, flow_link, identifier, stacked, visible
 from exactly_once.models import AuditEntry
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.wire.text import fit
 
 _LONGEST_SHOWN = 120
 _FIELDS = ("id", "at", "app", "actor", "place", "address", "action", "kind", "object_id", "name", "parameters")
@@ -78,7 +77,7 @@ class AuditAdmin(ActingAdmin):
     ordering = ("-id",)
     actions = None
     list_filter: ClassVar[Any] = (TimeFilter, AppFilter, ActorFilter, ActionFilter, KindFilter)
-    search_fields = ("object_id",)  # Makes the search box appear; get_search_results() reads it.
+    search_fields = ("object_id",)  # Makes the search box appear; called() reads it.
     search_help_text = _("The exact id or name of an object, a user name or an address.")
     list_display = ("when", "who", "what", "object", "given")
     list_display_links = ("when",)
@@ -87,11 +86,8 @@ class AuditAdmin(ActingAdmin):
     def has_export_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("exactly_once.export_auditentry")
 
-    def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
-        term = fit(search_term.strip())
-        if not term:
-            return queryset, False
-        return queryset.filter(Q(object_id=term) | Q(actor=term) | Q(address=term) | Q(name=term)), False
+    def called(self, term: str) -> Q:
+        return Q(object_id=term) | Q(actor=term) | Q(address=term) | Q(name=term)
 
     def get_urls(self) -> Any:
         name = "exactly_once_auditentry_export"

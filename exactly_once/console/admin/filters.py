@@ -12,7 +12,7 @@ from operator import or_
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.contrib import admin
-from django.db.models import Exists, Q, QuerySet
+from django.db.models import Exists, OuterRef, Q, QuerySet
 from django.http import HttpRequest
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
@@ -23,6 +23,7 @@ from exactly_once.console.display import app_name, duration, visible
 from exactly_once.half import registered, required
 from exactly_once.sql.labels import package_of
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep.heartbeat_table import HeartbeatTable
 from exactly_once.wire.text import fit
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class StuckFilter(ConditionFilter):
     failing: ClassVar[Sequence[str]]
 
     def conditions(self, model_admin: Any) -> Conditions:
-        after = model_admin.stuck_after()
+        after = model_admin.half.options().STUCK_AFTER
         overdue = self.overdue(DatabaseTime(-after))
         return {
             "any": (self.words, self.failed() | overdue),
@@ -180,7 +181,7 @@ class ErrorClassFilter(ValueFilter):
     parameter_name = "error"
 
     def known(self, model_admin: Any) -> Sequence[str]:
-        return required(model_admin.package).groups.classes(model_admin.using)
+        return model_admin.half.groups.classes(model_admin.using)
 
     def of(self, queryset: QuerySet[Any], value: str) -> QuerySet[Any]:
         return queryset.filter(required(package_of(queryset.model)).groups.of_class(value))
@@ -248,11 +249,13 @@ class HostFilter(UnindexedFilter, ValueFilter):
     parameter_name = "host"
 
     def known(self, model_admin: Any) -> Sequence[str]:
-        return list(model_admin.hosts())
+        return sorted({process.host for process in HeartbeatTable(model_admin.package).known(model_admin.using)})
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         value = self.value()
         if not value:
             return queryset
-        attempts = self._page.failed_attempts_in_trail().filter(became__in=FAILING, process__startswith=f"{fit(value)}:")
+        same = {name: OuterRef(name) for name in self._page.identity}
+        entries: QuerySet[Any] = QuerySet(self._page.half.entries, using=queryset.db)
+        attempts = entries.filter(**same, became__in=FAILING, process__startswith=f"{fit(value)}:")
         return self.failing(request, queryset).filter(Exists(attempts))

@@ -4,7 +4,6 @@ This module contains no model: its subclasses declare theirs.
 """
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any, ClassVar
 
 from django.contrib import admin, messages
@@ -35,7 +34,6 @@ from exactly_once.console.display import (
     visible,
 )
 from exactly_once.console.operators.audit import Subject, actor_of, record
-from exactly_once.console.operators.dead_letters import Letters
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.console.operators.trail import history_of
 from exactly_once.half import halves
@@ -105,7 +103,8 @@ class MessageAdmin(ActingAdmin):
     unsettled: ClassVar[Q]
     life_after: ClassVar[int] = 2
     """After so many parts of its page a message's life is shown."""
-    letters: ClassVar[Letters]
+    identity: ClassVar[Sequence[str]] = ("message_id",)
+    """The columns that name a message in the trail."""
     ordering: ClassVar[Any] = ("-id",)
     sortable_by: ClassVar[Any] = ("age",)  # Anything else would sort the whole table.
     search_fields = ("message_id",)  # Makes the search box appear; get_search_results() reads it.
@@ -114,19 +113,8 @@ class MessageAdmin(ActingAdmin):
         "key:customer-4 or headers.tenant:acme."
     )
 
-    def stuck_after(self) -> timedelta:
-        raise NotImplementedError
-
     def topics(self) -> Sequence[str]:
         """The topics to offer in the filter."""
-        raise NotImplementedError
-
-    def hosts(self) -> Sequence[str]:
-        """The hosts to offer in the filter."""
-        raise NotImplementedError
-
-    def failed_attempts_in_trail(self) -> QuerySet[Any]:
-        """The entries of the trail of a message in an outer query."""
         raise NotImplementedError
 
     def redaction(self) -> Redaction:
@@ -189,10 +177,6 @@ class MessageAdmin(ActingAdmin):
         failing = rows.filter(in_states(FAILING))
         return searching.newest(request, failing, self.age_column).filter(last_error__icontains=text)
 
-    def called(self, term: str) -> Q:
-        """The messages that `term` names, by columns with an index."""
-        raise NotImplementedError
-
     def badge_of(self, row: Any) -> SafeString:
         return state_badge(row.state)
 
@@ -220,10 +204,6 @@ class MessageAdmin(ActingAdmin):
     created = instant(_("created"), "created_at")
     settled = instant(_("settled"), "settled_at")
 
-    def is_here(self, where: str) -> bool:
-        """Does a moment with this `where` belong to this app?"""
-        raise NotImplementedError
-
     def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
         row: Any = kwargs.get("obj")
         context |= {"has_reason": True, "life_after": self.life_after}
@@ -240,7 +220,7 @@ class MessageAdmin(ActingAdmin):
         hidden = gettext("Users with the permission to view %(what)s see more of its history here.")
         return timeline(
             history_of(str(row.message_id)),
-            lambda where: may_see_all or self.is_here(where),
+            lambda where: may_see_all or (where == "outbox") == (self.package == "outbox"),
             row.flow_url,
             hidden % {"what": model and model._meta.verbose_name_plural},
             row.last_error,
@@ -258,7 +238,9 @@ class MessageAdmin(ActingAdmin):
         else:
             subjects = [Subject(kind=self.kind, id=self.audited_id(row), name=self.subject(row)) for row in rows]
         record(self.package, queryset.db, actor_of(request), "export", subjects, {"messages": total})
-        return download(request, f"{self.opts.app_label}-dead-letters.jsonl", "application/jsonl", self.letters.lines(rows))
+        return download(
+            request, f"{self.opts.app_label}-dead-letters.jsonl", "application/jsonl", self.half.letters.lines(rows)
+        )
 
 
 EXPORT = Action(

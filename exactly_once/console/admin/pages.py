@@ -33,7 +33,7 @@ from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 
 from exactly_once.console.display import NOTHING, as_text, identifier, moment, number
-from exactly_once.half import halves
+from exactly_once.half import Half, halves, required
 from exactly_once.sql.connections import without_atomic_requests
 from exactly_once.sql.labels import label_of, package_of
 
@@ -181,6 +181,10 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg] # no generic at
     def package(self) -> str:
         """The half that the rows are about, "outbox" or "inbox", also for the models of its optional packages."""
         return package_of(self.model)
+
+    @property
+    def half(self) -> Half:
+        return required(self.package)
 
     def respond(self, request: HttpRequest, template: str, content: Mapping[str, Any]) -> HttpResponse:
         """A page of this site with this content."""

@@ -34,7 +34,6 @@ from exactly_once.console.display import (
 )
 from exactly_once.console.operators.actions import Perform, each, state_now
 from exactly_once.console.operators.redaction import Redaction
-from exactly_once.half import required
 from exactly_once.upkeep.operation_rows import Given
 from inbox.conf import inbox_options
 from inbox.contrib.joins.deciding import NotDecidable, complete, extend, missing, start
@@ -163,12 +162,11 @@ class RunAdmin(ActingAdmin):
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
         row = super().get_object(request, object_id, from_field)
         if row is not None:
-            row.shows_payloads = required(self.package).is_visible(request.user)
+            row.shows_payloads = self.half.is_visible(request.user)
         return row
 
-    def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
-        term = search_term.strip()
-        return (queryset.filter(run_id=term) | queryset.filter(handler=term) if term else queryset), False
+    def called(self, term: str) -> Q:
+        return Q(run_id=term) | Q(handler=term)
 
     def audited_id(self, row: Any) -> str:
         return str(row.row.message_id)
