@@ -145,6 +145,11 @@ def halves() -> list[Half]:
     return [required(app) for app in _names]
 
 
+def visible_halves(user: Any) -> list[Half]:
+    """Those whose messages the user may view."""
+    return [half for half in halves() if half.is_visible(user)]
+
+
 def half_of(app: str) -> Half | None:
     """The half of this app; None if it is not registered, as one of rows that are left of an app which was removed."""
     return required(app) if app in _names else None

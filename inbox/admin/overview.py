@@ -9,25 +9,8 @@ from django.utils.html import format_html
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.console.admin.sections import (
-    Attention,
-    Condition,
-    Fact,
-    LeasedRun,
-    Link,
-    Reading,
-    Section,
-    Text,
-    Traffic,
-    clock_was_ahead,
-    count_text,
-    failing,
-    failing_dead,
-    listed,
-    named,
-    silent,
-    waiting,
-)
+from exactly_once.console.admin import sections
+from exactly_once.console.admin.sections import Attention, Condition, Fact, Link, Text, listed, named
 from exactly_once.console.display import duration, identifier, number, visible
 from exactly_once.models import Busy, Process, TopicsAndHandlers
 from exactly_once.sql.connections import with_table
@@ -63,13 +46,13 @@ def _topic_of(handler: str) -> str:
     return ", ".join(registry.topics_of(handler)) or (handler if handler.startswith(CELERY_TOPICS) else "")
 
 
-def _read(alias: str) -> Reading:
+def _read(alias: str) -> sections.Reading:
     counts, now = accounting.counts(alias), database_time(alias)
     processes = list(consumers.rows(alias))
     alive = [process for process in processes if not process.silent]
     oldest = min((found for state in _OPEN if (found := counts[state].oldest)), default=None)
     paused = PausedHandler.objects.using(alias).count()
-    return Reading(
+    return sections.Reading(
         counts=counts,
         facts=[
             Fact(name=_("Oldest open message"), value=_("none is open") if oldest is None else duration(now - oldest)),
@@ -92,11 +75,11 @@ def _attention(alias: str, counts: Mapping[State, Count], processes: Sequence[An
             "No consumer is running for the handler {}. {}", "No consumer is running for the handlers {}. {}", len(names)
         )
         yield Attention(condition="no_consumer", objects=names, text=format_html(words, named(names), what_to_start()))
-    yield from clock_was_ahead(alias, DATED)
-    yield from waiting(
+    yield from sections.clock_was_ahead(alias, DATED)
+    yield from sections.waiting(
         [process for process in processes if not process.silent], _("Consumer {} waits for {}."), _("Consumers {} wait for {}.")
     )
-    yield from silent(
+    yield from sections.silent(
         processes,
         _("Consumer {} has sent no heartbeat for {}: it was killed, or is frozen."),
         _("Consumers {} have sent no heartbeat, the first for {}: they were killed, or are frozen."),
@@ -108,8 +91,8 @@ def _attention(alias: str, counts: Mapping[State, Count], processes: Sequence[An
         yield Attention(condition="lag", objects=None, text=words % {"duration": duration(now - received)})
     if dead := counts[State.DEAD].number:
         words = ngettext("%(count)s message is a dead letter.", "%(count)s messages are dead letters.", dead)
-        text = words % {"count": count_text(counts[State.DEAD])}
-        yield Attention(condition="dead", text=text, more=failing_dead("inbox", groups, alias))
+        text = words % {"count": sections.count_text(counts[State.DEAD])}
+        yield Attention(condition="dead", text=text, more=sections.failing_dead("inbox", groups, alias))
     for name, conflicting in newly_conflicting(alias, _DAY).items():
         words = ngettext(
             "Within a day, {count} message of {handler} got different content under its biz-id, which was not run.",
@@ -130,7 +113,7 @@ def _of_handlers(alias: str) -> Iterator[Attention]:
         text = format_html("{} {}.", identifier(name), _lasting(one))
         yield Attention(condition="hanging", objects=[name], text=text, is_urgent=one.fills or one.blocks)
     options, paused = inbox_options().alerts, paused_handlers(alias)
-    yield from failing(MINUTES, alias, paused, "handled", "failed")
+    yield from sections.failing(MINUTES, alias, paused, "handled", "failed")
     for name, count in queued(alias).items():
         if count > options.BACKLOG and name not in paused:
             text = format_html(gettext("{} messages wait at the broker for {}."), number(count), identifier(name))
@@ -150,10 +133,6 @@ def _depths(alias: str) -> Mapping[str, int]:
     return found | {name: sum(known.get(queue, 0) for queue in of) for name, of in queues.items() if known.keys() & {*of}}
 
 
-def _remarks(alias: str) -> Mapping[str, Text]:
-    return {name: _lasting(one) for name, one in hanging(alias).items()}
-
-
 def _lagging(handler: str) -> Link:
     """Without a handler: all received messages, the oldest first. One that is run now is not overdue, but in this list."""
     if handler:
@@ -161,18 +140,15 @@ def _lagging(handler: str) -> Link:
     return listed(InboxMessage, state=State.RECEIVED, o=_BY_AGE)
 
 
-def _leased(alias: str, most: int) -> list[LeasedRun]:
+def _leased(alias: str, most: int) -> list[sections.LeasedRun]:
     if not with_table(InboxMessage, [alias])[0]:
         return []
     running = InboxMessage.objects.using(alias).filter(state=State.RUNNING, next_attempt_at__isnull=False)
     columns = running.order_by("next_attempt_at").values_list("handler", "message_id", "next_attempt_at")
-    return [LeasedRun(*columns) for columns in columns[:most]]
+    return [sections.LeasedRun(*columns) for columns in columns[:most]]
 
 
-SECTION = Section(
-    app="inbox",
-    title=_("Inbox"),
-    model=InboxMessage,
+SECTION = sections.Section(
     conditions={
         "no_consumer": Condition(link=lambda name: listed(Process, app="inbox")),
         "waiting": Condition(link=lambda name: listed(Process, app="inbox")),
@@ -204,16 +180,13 @@ SECTION = Section(
     lag=("to_effect", _("Received → effect, seconds")),
     failures=["failed"],
     failing=_("Failing handlers, last hour"),
-    traffic=Traffic(
-        kind="handler",
-        title=_("Handlers"),
-        backlog=_BACKLOG,
-        counts=partial(accounting.counts_by_handler, states=(*_BACKLOG, State.RETRYING, State.DEAD)),
-        names=_names,
-        paused=PausedHandler,
-        depths=_depths,
-        remarks=_remarks,
-    ),
     topic_of=_topic_of,
     leased=_leased,
+    kind="handler",
+    backlog=_BACKLOG,
+    traffic=partial(accounting.counts_by_handler, states=(*_BACKLOG, State.RETRYING, State.DEAD)),
+    names=_names,
+    paused=PausedHandler,
+    depths=_depths,
+    remarks=lambda alias: {name: _lasting(one) for name, one in hanging(alias).items()},
 )

@@ -92,10 +92,6 @@ def _attention(
         yield sections.Attention(condition="topic_paused", objects=[topic.topic], text=text, is_urgent=is_urgent)
 
 
-def _remarks(alias: str) -> Mapping[str, sections.Text]:
-    return dict.fromkeys(alerting.unroutable(alias), gettext("no queue takes its messages"))
-
-
 def _waiting_for_the_clock(name: str) -> sections.Link:
     """By the table of the rows, or the state of messages."""
     for model in (PendingCallback, PausedTopic):
@@ -105,9 +101,6 @@ def _waiting_for_the_clock(name: str) -> sections.Link:
 
 
 SECTION = sections.Section(
-    app="outbox",
-    title=_("Outbox"),
-    model=OutboxMessage,
     conditions={
         "no_relay": sections.Condition(link=lambda name: sections.listed(Process, app="outbox")),
         "waiting": sections.Condition(link=lambda name: sections.listed(Process, app="outbox")),
@@ -134,13 +127,10 @@ SECTION = sections.Section(
     lag=("to_broker", _("Due → confirmed, seconds")),
     failures=["retried", "dead"],
     failing=_("Failing topics, last hour"),
-    traffic=sections.Traffic(
-        kind="topic",
-        title=_("Topics"),
-        backlog=_BACKLOG,
-        counts=partial(figures.counts_by_topic, states=(*_BACKLOG, State.RETRYING, State.DEAD)),
-        names=selecting.topics,
-        paused=PausedTopic,
-        remarks=_remarks,
-    ),
+    kind="topic",
+    backlog=_BACKLOG,
+    traffic=partial(figures.counts_by_topic, states=(*_BACKLOG, State.RETRYING, State.DEAD)),
+    names=selecting.topics,
+    paused=PausedTopic,
+    remarks=lambda alias: dict.fromkeys(alerting.unroutable(alias), gettext("no queue takes its messages")),
 )

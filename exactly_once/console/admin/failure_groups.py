@@ -21,7 +21,7 @@ from exactly_once.console.admin.sections import listed, named
 from exactly_once.console.display import NOTHING, identifier, moment, number, stacked
 from exactly_once.console.operators.audit import Subject, actor_of, record
 from exactly_once.console.operators.failure_groups import MOST_GROUPS, FailureGroup, Notes
-from exactly_once.half import Half, half_of, halves, required
+from exactly_once.half import Half, half_of, required, visible_halves
 from exactly_once.models import FailureNote
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.connections import decision_transaction, without_atomic_requests
@@ -92,7 +92,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
     adds = NOTE
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return any(half.is_visible(request.user) for half in halves())
+        return bool(visible_halves(request.user))
 
     def has_module_permission(self, request: HttpRequest) -> bool:
         return self.has_view_permission(request)
@@ -107,7 +107,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         if not self.has_view_permission(request):
             raise PermissionDenied
-        seen = [half for half in halves() if half.is_visible(request.user)]
+        seen = visible_halves(request.user)
         found = [(failing, group) for failing in seen for group in failing.groups.all(self.using)]
         notes = {half.app: Notes(half.app).all(self.using) for half in seen}
         found.sort(key=lambda each: -each[1].count)

@@ -30,9 +30,8 @@ from exactly_once.console.display import (
     warning,
 )
 from exactly_once.console.operators.actions import each
-from exactly_once.half import half_of, halves, required
+from exactly_once.half import half_of, halves, required, visible_halves
 from exactly_once.models import Operation, OperationState
-from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.operation_rows import UNCHANGED_KEPT, Given, OperationTable
 
 _MOST_FAILED_AGAIN = 20
@@ -113,15 +112,11 @@ class OperationAdmin(ActingAdmin):
     )
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        rows: QuerySet[Any] = (
-            Operation.objects.using(self.using).filter(app__in=_visible_apps(request)).exclude(state=OperationState.PREVIEWED)
-        )
-        annotated: QuerySet[Any] = rows.annotate(database_now=DatabaseTime())
-        return annotated
+        apps = [half.app for half in visible_halves(request.user)]
+        return super().get_queryset(request).filter(app__in=apps).exclude(state=OperationState.PREVIEWED)
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        visible_apps = _visible_apps(request)
-        return bool(visible_apps) if obj is None else obj.app in visible_apps
+        return any(obj is None or half.app == obj.app for half in visible_halves(request.user))
 
     def has_module_permission(self, request: HttpRequest) -> bool:
         return self.has_view_permission(request)
@@ -216,7 +211,3 @@ class OperationAdmin(ActingAdmin):
     planned_exactly = instant(_("planned"), "planned_at")
     started_exactly = instant(_("started"), "started_at")
     ended_exactly = instant(_("ended"), "ended_at")
-
-
-def _visible_apps(request: HttpRequest) -> list[str]:
-    return [half.app for half in halves() if half.is_visible(request.user)]

@@ -29,11 +29,11 @@ from exactly_once.console.admin.sections import (
     Text,
     count_text,
     listed,
-    sections,
     view_permission,
 )
-from exactly_once.console.display import age, headline, identifier, ngettext, number, state_badge, visible
+from exactly_once.console.display import age, app_name, headline, identifier, ngettext, number, state_badge, visible
 from exactly_once.console.operators.alerts import raised as raised_alerts
+from exactly_once.half import Half, visible_halves
 from exactly_once.models import Alert, DatabaseHealth, Operation, OperationState, Overview
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.telemetry.statistics import Counted, percentile
@@ -81,7 +81,7 @@ class OverviewAdmin(PageAdmin):
         self.require_permission(request)
         content = {
             "title": _("Latency by topic"),
-            "stages": list(stages(sections(request), self.using)),
+            "stages": list(stages([half.section for half in visible_halves(request.user)], self.using)),
             "overview_url": self._url("changelist"),
         }
         return self.respond(request, "exactly_once/latency.html", content)
@@ -94,32 +94,30 @@ class OverviewAdmin(PageAdmin):
             read(term)
         except BadSearch as error:
             problem = visible(str(error))
-        known = [section for section in sections(request) if self.admin_site.is_registered(section.model)]
+        known = [half for half in visible_halves(request.user) if self.admin_site.is_registered(half.messages)]
         content = {
             "title": _("Search"),
             "term": term,
             "problem": problem,
-            "parts": [self._found(request, section, term) for section in known if term and not problem],
+            "parts": [self._found(request, half, term) for half in known if term and not problem],
             "overview_url": self._url("changelist"),
             "search_url": self._url("search"),
         }
         return self.respond(request, "exactly_once/search.html", content)
 
-    def _found(self, request: HttpRequest, section: Section, term: str) -> dict[str, Any]:
+    def _found(self, request: HttpRequest, half: Half, term: str) -> dict[str, Any]:
         """The first messages of a half, as their list shows them."""
-        page: Any = self.admin_site.get_model_admin(section.model)
+        page: Any = self.admin_site.get_model_admin(half.messages)
         rows, _is_distinct = page.get_search_results(request, page.get_queryset(request), term)
         found = list(rows.defer(*page.large_columns).order_by(*page.ordering)[: _MOST_FOUND + 1])
-        shown = found[:_MOST_FOUND]
         return {
-            "app": section.app,
-            "title": section.title,
+            "app": half.app,
             "rows": [
                 (page.own_url(row.pk), page.summary(row), page.badge_of(row), page.age(row), page.error_headline(row))
-                for row in shown
+                for row in found[:_MOST_FOUND]
             ],
-            "is_cut": len(found) > len(shown),
-            "url": listed(section.model, q=term).url(self.admin_site, request),
+            "is_cut": len(found) > _MOST_FOUND,
+            "url": listed(half.messages, q=term).url(self.admin_site, request),
         }
 
     def figures_view(self, request: HttpRequest) -> HttpResponse:
@@ -127,7 +125,7 @@ class OverviewAdmin(PageAdmin):
         self.require_permission(request)
         found: dict[str, Any] = self._parts(request)
         if duration := _RANGES.get(request.GET.get("charts", "")):
-            found["charts"] = [chart for section in sections(request) for chart in charts(section, self.using, duration)]
+            found["charts"] = [chart for half in visible_halves(request.user) for chart in charts(half, self.using, duration)]
         response = JsonResponse(found)
         response["Cache-Control"] = "no-store"
         return response
@@ -146,7 +144,7 @@ class OverviewAdmin(PageAdmin):
 class Line:
     """What needs attention, as it is shown; `app` is empty if it is about the database, `rank` is that of the condition."""
 
-    app: Text = ""
+    app: str = ""
     text: Text
     url: str
     is_urgent: bool
@@ -159,7 +157,7 @@ class View:
 
     def __init__(self, model_admin: OverviewAdmin, request: HttpRequest) -> None:
         self._site, self._request, self._alias = model_admin.admin_site, request, model_admin.using
-        self._read = [(section, section.read(self._alias)) for section in sections(request)]
+        self._read = [(half, half.section.read(self._alias)) for half in visible_halves(request.user)]
         self._sees_alerts = request.user.has_perm(view_permission(Alert))
 
     def _url(self, link: Link | None) -> str:
@@ -170,49 +168,51 @@ class View:
     def lines(self) -> list[Line]:
         """What needs attention: the urgent lines first; of these what stops all messages before what stops some."""
         alerts = list(raised_alerts(self._alias)[:_MOST_ALERTS_READ]) if self._sees_alerts else []
-        found = [line for section, reading in self._read for line in self._of_section(section, reading, alerts)]
-        found += [line for section, _reading in self._read for line in self._stopped(section)]
+        found = [line for half, reading in self._read for line in self._of_half(half, reading, alerts)]
+        found += [line for half, _reading in self._read for line in self._stopped(half)]
         found += [
             Line(text=text, url=self._url(listed(DatabaseHealth)), is_urgent=True)
             for text in horizon_warnings(pins(self._alias))
         ]
         return sorted(found, key=lambda line: (not line.is_urgent, line.rank))
 
-    def _of_section(self, section: Section, reading: Reading, alerts: Sequence[Any]) -> Iterator[Line]:
-        left = [alert for alert in alerts if alert.app == section.app]
+    def _of_half(self, half: Half, reading: Reading, alerts: Sequence[Any]) -> Iterator[Line]:
+        left = [alert for alert in alerts if alert.app == half.app]
         for each in reading.attention:
-            same = [alert for alert in left if _is_about(each, alert)]
+            of_condition = [alert for alert in left if alert.condition == each.condition]
+            same = [alert for alert in of_condition if each.objects is None or alert.object in each.objects]
             left = [alert for alert in left if alert not in same]
-            yield self._line(section, each, same)
+            yield self._line(half, each, same)
         for alert in left[:_MOST_ALERTS]:
             text = format_html("{}: {}", identifier(str(alert)), headline(alert.summary))
             is_urgent = False if alert.acknowledged_at else None
             each = Attention(condition=alert.condition, text=text, objects=[alert.object], is_urgent=is_urgent)
-            yield self._line(section, each, [alert])
+            yield self._line(half, each, [alert])
         if (more := len(left) - _MOST_ALERTS) > 0:
             words = ngettext("%(count)s more alert is raised.", "%(count)s more alerts are raised.", more)
-            yield Line(app=section.title, text=words, url=self._url(listed(Alert, app=section.app)), is_urgent=True)
+            yield Line(app=half.app, text=words, url=self._url(listed(Alert, app=half.app)), is_urgent=True)
 
-    def _line(self, section: Section, each: Attention, alerts: Sequence[Any]) -> Line:
-        condition = section.conditions.get(each.condition, _UNKNOWN)
+    def _line(self, half: Half, each: Attention, alerts: Sequence[Any]) -> Line:
+        conditions = half.section.conditions
+        condition = conditions.get(each.condition, _UNKNOWN)
         more = [(text, self._url(link)) for text, link in each.more]
         if len(alerts) > 1:
             words = ngettext("%(count)s alert is raised.", "%(count)s alerts are raised.", len(alerts))
-            more.append((words, self._url(listed(Alert, app=alerts[0].app))))
+            more.append((words, self._url(listed(Alert, app=half.app))))
         elif alerts:
             more.append(self._told(alerts[0]))
         return Line(
-            app=section.title,
+            app=half.app,
             text=each.text,
             url=self._url(condition.link(each.objects[0] if each.objects and len(each.objects) == 1 else "")),
             is_urgent=condition.is_urgent if each.is_urgent is None else each.is_urgent,
-            rank=[*section.conditions].index(each.condition) if each.condition in section.conditions else _LAST,
+            rank=[*conditions].index(each.condition) if each.condition in conditions else _LAST,
             more=more,
         )
 
-    def _stopped(self, section: Section) -> Iterator[Line]:
+    def _stopped(self, half: Half) -> Iterator[Line]:
         """The operations that have stopped by themselves lately. Each stays so until an operator continues it."""
-        stopped = Operation.objects.using(self._alias).filter(app=section.app, state=OperationState.STOPPED)
+        stopped = Operation.objects.using(self._alias).filter(app=half.app, state=OperationState.STOPPED)
         rows = stopped.filter(ended_at__gte=DatabaseTime(-DAY)).order_by("-ended_at")
         if count := rows.count():
             words = ngettext(
@@ -220,18 +220,17 @@ class View:
                 "Within a day, %(count)s operations have stopped by themselves.",
                 count,
             )
-            may_view, page = view_permission(section.model), "exactly_once_operation"
-            query = {"state": OperationState.STOPPED, "app": section.app}
+            may_view, page = view_permission(half.messages), "exactly_once_operation"
+            query = {"state": OperationState.STOPPED, "app": half.app}
             shown = [
-                (headline(row.stopped_because), Link(page=f"{page}_change", permission=may_view, arguments=[row.pk]))
-                for row in rows[:_MOST_STOPPED]
+                (row, Link(page=f"{page}_change", permission=may_view, arguments=[row.pk])) for row in rows[:_MOST_STOPPED]
             ]
             yield Line(
-                app=section.title,
+                app=half.app,
                 text=words,
                 url=self._url(Link(page=f"{page}_changelist", permission=may_view, query=query)),
                 is_urgent=True,
-                more=[(text, self._url(link)) for text, link in shown],
+                more=[(headline(row.stopped_because), self._url(link)) for row, link in shown],
             )
 
     def _told(self, alert: Any) -> tuple[Text, str]:
@@ -245,27 +244,24 @@ class View:
 
     def figures(self) -> dict[str, Any]:
         """For the template."""
-        facts = [fact for _section, reading in self._read for fact in reading.facts]
+        facts = [fact for _half, reading in self._read for fact in reading.facts]
+        if self._sees_alerts:
+            facts.append(Fact(name=_("Raised alerts"), value=number(raised_alerts(self._alias).count()), link=listed(Alert)))
         return {
-            "sections": [self._of(section, reading) for section, reading in self._read],
-            "facts": [(fact.name, fact.value, self._url(fact.link)) for fact in (*facts, *self._common())],
+            "sections": [self._of(half, reading) for half, reading in self._read],
+            "facts": [(fact.name, fact.value, self._url(fact.link)) for fact in facts],
         }
 
-    def _common(self) -> Iterator[Fact]:
-        if self._sees_alerts:
-            yield Fact(name=_("Raised alerts"), value=number(raised_alerts(self._alias).count()), link=listed(Alert))
-
-    def _of(self, section: Section, reading: Reading) -> dict[str, Any]:
-        minutes = section.minutes
+    def _of(self, half: Half, reading: Reading) -> dict[str, Any]:
+        section, minutes = half.section, half.section.minutes
         is_kept = minutes.is_kept(self._alias)
         hour = minutes.sum(self._alias, HOUR) if is_kept else None
         day = minutes.counts(self._alias, DAY) if is_kept else None
         return {
-            "app": section.app,
-            "title": section.title,
+            "app": half.app,
             "is_kept": is_kept,
             "states": [
-                (state_badge(state), count_text(count), self._url(listed(section.model, state=state)))
+                (state_badge(state), count_text(count), self._url(listed(half.messages, state=state)))
                 for state, count in reading.counts.items()
             ],
             "numbers": [(label, _sum(hour, names), _sum(day, names)) for label, names in section.numbers],
@@ -275,14 +271,10 @@ class View:
             ],
             "failing_title": section.failing,
             "failing": [
-                (subject, failed, self._url(listed(section.model, q=subject, stuck="any")))
+                (subject, failed, self._url(listed(half.messages, q=subject, stuck="any")))
                 for subject, failed in minutes.failing(self._alias, HOUR, section.failures, _MOST_FAILING)
             ],
         }
-
-
-def _is_about(line: Attention, alert: Any) -> bool:
-    return line.condition == alert.condition and (line.objects is None or alert.object in line.objects)
 
 
 def _sum(counted: Counted | None, names: Sequence[str]) -> int | None:
@@ -293,15 +285,15 @@ def _percentile(counted: Counted | None, name: str, share: float) -> float | Non
     return None if counted is None else percentile(counted.times.get(name, {}), share)
 
 
-def charts(section: Section, alias: str, duration: timedelta) -> list[dict[str, Any]]:
-    """The charts of a section for the script: the counts of each minute, and the lag. A minute without messages has no lag."""
-    step = MINUTE if duration <= HOUR else _DAY_STEP
+def charts(half: Half, alias: str, duration: timedelta) -> list[dict[str, Any]]:
+    """The charts of a half for the script: the counts of each minute, and the lag. A minute without messages has no lag."""
+    section, step = half.section, MINUTE if duration <= HOUR else _DAY_STEP
     lag, lag_title = section.lag
     steps = section.minutes.steps(alias, duration, step, timed=[lag]) if section.minutes.is_kept(alias) else []
     times = [int(each.at.timestamp()) for each in steps]
     return [
         {
-            "title": _("%(app)s: messages per minute") % {"app": section.title},
+            "title": _("%(app)s: messages per minute") % {"app": app_name(half.app)},
             "times": times,
             "series": [
                 {"label": str(label), "values": [_rate(each, names, step) for each in steps]}

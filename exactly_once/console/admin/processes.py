@@ -19,7 +19,6 @@ from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.filters import AppFilter
 from exactly_once.console.admin.pages import PageAdmin, computed
-from exactly_once.console.admin.sections import sections
 from exactly_once.console.display import (
     NOTHING,
     Tone,
@@ -34,7 +33,7 @@ from exactly_once.console.display import (
     warning,
 )
 from exactly_once.console.operators.actions import each
-from exactly_once.half import Half, halves
+from exactly_once.half import Half, halves, visible_halves
 from exactly_once.models import Busy, Process
 from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.process.loop import ALLOWED_IN, Mode, Request
@@ -233,9 +232,9 @@ class BusyAdmin(PageAdmin):
         named = {(run["what"], run["message"]) for row in seen for run in row.running}
         leased = {
             run: database_time(alias)
-            for section in sections(request)
+            for half in visible_halves(request.user)
             for alias in aliases
-            for run in section.leased(alias, _MOST_BUSY)
+            for run in half.section.leased(alias, _MOST_BUSY)
             if (run.handler, run.message) not in named
         }
         return {

@@ -22,7 +22,7 @@ from django.utils.translation import gettext
 from exactly_once.console.display import duration, identifier, number, visible
 from exactly_once.console.operators.clock_ahead import Dated, ahead
 from exactly_once.console.operators.failure_groups import FailureGroups
-from exactly_once.half import half_of, halves
+from exactly_once.half import half_of
 from exactly_once.sql.counts import Count
 from exactly_once.upkeep.heartbeat_table import is_ahead, lost
 from exactly_once.upkeep.minutes import LATELY, Minutes
@@ -199,30 +199,6 @@ class Reading:
     attention: Sequence[Attention]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """What an app shows on the page of topics and handlers, a row for each name.
-
-    Attributes:
-        kind: "topic" or "handler": the column of its paused names, and the filter of its messages.
-        backlog: the states of messages that wait for their turn, and are due.
-        counts: the messages by state and name, of the states in `backlog`, "retrying" and "dead".
-        names: those that are known otherwise, up to a number.
-        paused: the model of the paused names.
-        depths: the number of messages in the queues of each name, as far as it is known; None if none is. Takes the database.
-        remarks: what is wrong with a name now. Takes the database.
-    """
-
-    kind: str
-    title: Text
-    backlog: Sequence[str]
-    counts: Callable[[str], Mapping[str, Mapping[str, Count]]]
-    names: Callable[[str, int], Sequence[str]]
-    paused: Any
-    depths: Callable[[str], Mapping[str, int] | None] = lambda alias: None
-    remarks: Callable[[str], Mapping[str, Text]] = lambda alias: {}
-
-
 class LeasedRun(NamedTuple):
     """A message that runs under a lease until `ends_at`."""
 
@@ -236,8 +212,6 @@ class Section:
     """What one app shows.
 
     Attributes:
-        app: its package.
-        model: its messages.
         conditions: by name, the gravest first.
         read: reads the present figures from the database of this alias.
         minutes: its statistics.
@@ -249,11 +223,15 @@ class Section:
         failing: the heading of the subjects with the most failures.
         topic_of: the topic of a subject; "" if it is unknown. None: a subject is a topic.
         leased: reads up to a number of runs under leases from a database.
+        kind: "topic" or "handler": the column of its paused names, and the filter of its messages.
+        backlog: the states of messages that wait for their turn, and are due.
+        traffic: the messages by state and topic or handler, of the states in `backlog`, "retrying" and "dead".
+        names: the topics or handlers that are known otherwise, up to a number.
+        paused: the model of the paused ones.
+        depths: the number of messages in the queues of each, as far as it is known. Takes the database.
+        remarks: what is wrong with each now. Takes the database.
     """
 
-    app: str
-    title: Text
-    model: type[Model]
     conditions: Mapping[str, Condition]
     read: Callable[[str], Reading]
     minutes: Minutes
@@ -263,14 +241,15 @@ class Section:
     lag: tuple[str, Text]
     failures: Sequence[str]
     failing: Text
-    traffic: Traffic
     topic_of: Callable[[str], str] | None = None
     leased: Callable[[str, int], Sequence[LeasedRun]] = lambda alias, most: ()
-
-
-def sections(request: HttpRequest) -> list[Section]:
-    """The sections whose messages the user may view."""
-    return [half.section for half in halves() if half.is_visible(request.user)]
+    kind: str
+    backlog: Sequence[str]
+    traffic: Callable[[str], Mapping[str, Mapping[str, Count]]]
+    names: Callable[[str, int], Sequence[str]]
+    paused: Any
+    depths: Callable[[str], Mapping[str, int]] = lambda alias: {}
+    remarks: Callable[[str], Mapping[str, Text]] = lambda alias: {}
 
 
 def link_of_alert(app: str, condition: str, name: str) -> Link | None:
@@ -283,9 +262,7 @@ def link_of_alert(app: str, condition: str, name: str) -> Link | None:
 # --------------------------------------------------------------------------------------------------------------- in words
 
 
-def count_text(count: Count | None) -> str:
-    if count is None:
-        return gettext("unknown")
+def count_text(count: Count) -> str:
     counted = number(count.number)
     if count.is_estimate:
         return gettext("about %(number)s") % {"number": counted}

@@ -14,9 +14,10 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.pages import PageAdmin
 from exactly_once.console.admin.paused import pause_badge, paused_by
-from exactly_once.console.admin.sections import Section, Text, Traffic, listed, sections
+from exactly_once.console.admin.sections import Text, listed
 from exactly_once.console.display import number
 from exactly_once.console.operators.actions import permission
+from exactly_once.half import Half, visible_halves
 from exactly_once.models import TopicsAndHandlers
 from exactly_once.sql.counts import Count
 from exactly_once.telemetry.statistics import Counted, percentile
@@ -32,24 +33,24 @@ class TopicsAndHandlersAdmin(PageAdmin):
 
     def content(self, request: HttpRequest) -> dict[str, Any]:
         return {
-            "parts": [self._part(request, section, section.traffic) for section in sections(request)],
+            "parts": [self._part(request, half) for half in visible_halves(request.user)],
             "action_checkbox_name": ACTION_CHECKBOX_NAME,
             "minutes": LATELY // timedelta(minutes=1),
         }
 
-    def _part(self, request: HttpRequest, section: Section, traffic: Traffic) -> dict[str, Any]:
-        alias, now = self.using, database_time(self.using)
-        counts = traffic.counts(alias)
-        paused = {getattr(row, traffic.kind): row for row in traffic.paused.objects.using(alias)}
+    def _part(self, request: HttpRequest, half: Half) -> dict[str, Any]:
+        alias, now, section = self.using, database_time(self.using), half.section
+        counts = section.traffic(alias)
+        paused = {getattr(row, section.kind): row for row in section.paused.objects.using(alias)}
         lately = section.minutes.by_subject(alias, LATELY)
         busy = {name for each in counts.values() for name in each} | paused.keys() | (lately.keys() - {OTHER})
-        names = dict.fromkeys([*sorted(busy), *traffic.names(alias, _MOST + 1)])
-        depths, remarks = traffic.depths(alias) or {}, traffic.remarks(alias)
+        names = dict.fromkeys([*sorted(busy), *section.names(alias, _MOST + 1)])
+        depths, remarks = section.depths(alias), section.remarks(alias)
         rows = [
             _Row(
                 name,
                 {state: _count(each, name) for state, each in counts.items()},
-                traffic.backlog,
+                section.backlog,
                 paused.get(name),
                 remarks.get(name, ""),
                 depths.get(name),
@@ -57,25 +58,26 @@ class TopicsAndHandlersAdmin(PageAdmin):
             for name in names
         ]
         rows.sort(key=lambda row: row.rank)
-        paused_url = listed(traffic.paused).url(self.admin_site, request)
+        paused_url = listed(section.paused).url(self.admin_site, request)
         return {
-            "title": traffic.title,
-            "kind": traffic.kind,
+            "title": half.groups_label,
+            "kind": section.kind,
             "has_queues": bool(depths),
             "is_cut": len(rows) > _MOST,
             "most": _MOST,
-            "may_pause": request.user.has_perm(permission(traffic.paused, "pause")),
-            "may_resume": paused_url and request.user.has_perm(permission(traffic.paused, "resume")),
+            "may_pause": request.user.has_perm(permission(section.paused, "pause")),
+            "may_resume": paused_url and request.user.has_perm(permission(section.paused, "resume")),
             "paused_url": paused_url,
-            "rows": [self._shown(section, row, lately.get(row.name)) for row in rows[:_MOST]],
+            "rows": [self._shown(half, row, lately.get(row.name)) for row in rows[:_MOST]],
             "now": now,
         }
 
-    def _shown(self, section: Section, row: _Row, counted: Counted | None) -> dict[str, Any]:
-        query = {section.traffic.kind: row.name}
+    def _shown(self, half: Half, row: _Row, counted: Counted | None) -> dict[str, Any]:
+        section = half.section
+        query = {section.kind: row.name}
         url, pause_url = (
             reverse(f"{self.admin_site.name}:{model._meta.app_label}_{model._meta.model_name}_{page}", query=query)
-            for model, page in ((section.model, "changelist"), (section.traffic.paused, "add"))
+            for model, page in ((half.messages, "changelist"), (section.paused, "add"))
         )
         counted = counted or Counted()
         histogram: Mapping[int, int] = counted.times.get(section.lag[0], {})

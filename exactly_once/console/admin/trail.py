@@ -17,7 +17,7 @@ from django.utils.safestring import SafeString
 from exactly_once.console.admin.pages import PageAdmin, message_url
 from exactly_once.console.display import exact, visible
 from exactly_once.console.operators.trail import MOST_ROWS, ChainRow, MessageHistory, chain_of
-from exactly_once.half import halves
+from exactly_once.half import visible_halves
 from exactly_once.models import Flow
 from exactly_once.process.clock import utcnow
 from exactly_once.wire.text import fit
@@ -92,7 +92,7 @@ class FlowAdmin(PageAdmin):
         name = fit(request.GET.get("id", "").strip())
         if not name:
             return {"name": ""}
-        chain = chain_of(name, apps=[half.app for half in halves() if half.is_visible(request.user)])
+        chain = chain_of(name, apps=[half.app for half in visible_halves(request.user)])
         by_id = {message.message_id: message for message in chain.messages}
         return {
             "name": name,
