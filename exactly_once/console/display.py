@@ -116,12 +116,8 @@ def as_payload(body: bytes, content_type: str, compression: str = "") -> Shown:
         shown, reason = _undecoded(body), str(error)
     except RecursionError:
         shown, reason = _undecoded(body), gettext("The body is nested too deeply to be formatted.")
-    if shown.note:
-        shown = Shown(
-            text=shown.text,
-            note=gettext("%(note)s The body has %(size)s bytes.") % {"note": shown.note, "size": number(len(body))},
-        )
-    return Shown(text=shown.text, note=visible(f"{reason} {shown.note}".strip()))
+    words = gettext("%(note)s The body has %(size)s bytes.") % {"note": shown.note, "size": number(len(body))}
+    return Shown(text=shown.text, note=visible(f"{reason} {words if shown.note else ''}".strip()))
 
 
 def _undecoded(body: bytes) -> Shown:
@@ -165,28 +161,16 @@ class Tone(Enum):
 
 
 def badge(label: object, tone: Tone) -> SafeString:
-    return format_html(
-        '<span class="message-state message-state-{}"><span aria-hidden="true">{}</span> {}</span>',
-        tone.name.lower(),
-        tone.value,
-        label,
-    )
+    sign = format_html('<span aria-hidden="true">{}</span>', tone.value)
+    return format_html('<span class="message-state message-state-{}">{} {}</span>', tone.name.lower(), sign, label)
 
 
 _TONES = {
-    "prepared": Tone.LATER,
-    "stuck": Tone.STOPPED,
-    "scheduled": Tone.LATER,
-    "ready": Tone.OPEN,
-    "received": Tone.OPEN,
-    "running": Tone.OPEN,
-    "retrying": Tone.FAILING,
-    "paused": Tone.LATER,
-    "later": Tone.LATER,
-    "waiting": Tone.LATER,
-    "published": Tone.DONE,
-    "done": Tone.DONE,
-    "dead": Tone.STOPPED,
+    **dict.fromkeys(["published", "done"], Tone.DONE),
+    **dict.fromkeys(["ready", "received", "running"], Tone.OPEN),
+    **dict.fromkeys(["prepared", "scheduled", "waiting", "paused", "later"], Tone.LATER),
+    **dict.fromkeys(["retrying"], Tone.FAILING),
+    **dict.fromkeys(["dead", "stuck"], Tone.STOPPED),
 }
 """By the name of a state in either app; the default is `Tone.OVER`."""
 
@@ -206,18 +190,14 @@ def app_name(app: str) -> SafeString:
     return format_html("{}", next((config.verbose_name for config in apps.get_app_configs() if config.name == app), app))
 
 
-_UNITS = (
-    (timedelta(days=1), "d"),
-    (timedelta(hours=1), "h"),
-    (timedelta(minutes=1), "min"),
-    (timedelta(seconds=1), "s"),
-)
+_SECOND = timedelta(seconds=1)
+_UNITS = {"d": timedelta(days=1), "h": timedelta(hours=1), "min": timedelta(minutes=1)}
 
 
 def relative(instant: datetime, now: datetime) -> str:
     """`instant` as seen from `now`: "3 min ago", "in 20 s"."""
     distance = abs(now - instant)
-    if distance < timedelta(seconds=1):
+    if distance < _SECOND:
         return gettext("now")
     words = gettext("in %(time)s") if instant > now else gettext("%(time)s ago")
     return words % {"time": duration(distance)}
@@ -225,7 +205,7 @@ def relative(instant: datetime, now: datetime) -> str:
 
 def duration(length: timedelta) -> str:
     """A duration in the largest unit of which it has at least two, so that rounding loses little."""
-    unit, symbol = next((unit for unit in _UNITS if length >= 2 * unit[0]), _UNITS[-1])
+    symbol, unit = next(((symbol, unit) for symbol, unit in _UNITS.items() if length >= 2 * unit), ("s", _SECOND))
     return f"{number(length // unit)} {symbol}"
 
 
@@ -255,9 +235,9 @@ def until(begin: datetime, end: datetime) -> str:
 
 def brief(length: timedelta) -> str:
     """A short duration, which may be negative between two clocks: "12 ms", "-3 ms", "1.57 s", "4 s"."""
-    if abs(length) < timedelta(seconds=1):
+    if abs(length) < _SECOND:
         return f"{length // timedelta(milliseconds=1)} ms"
-    return f"{number(length / timedelta(seconds=1), 2)} s" if length < timedelta(seconds=2) else duration(length)
+    return f"{number(length / _SECOND, 2)} s" if length < 2 * _SECOND else duration(length)
 
 
 def exact(instant: datetime) -> str:
@@ -271,13 +251,9 @@ def age(instant: datetime | None, now: datetime, prefix: str = "") -> SafeString
     """The time since or until `instant`; a tooltip shows the exact instant."""
     if instant is None:
         return NOTHING
-    return format_html(
-        '<time class="message-age" datetime="{}" title="{}">{}{}</time>',
-        instant.isoformat(),
-        exact(instant),
-        prefix,
-        relative(instant, now),
-    )
+    words = f"{prefix}{relative(instant, now)}"
+    html = '<time class="message-age" datetime="{}" title="{}">{}</time>'
+    return format_html(html, instant.isoformat(), exact(instant), words)
 
 
 def clock(instant: datetime) -> SafeString:
@@ -377,10 +353,7 @@ def _compared(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
 
 def difference_as_html(lines: Sequence[str]) -> SafeString:
     """The difference for a page. Signs distinguish the kinds of lines, for readers who do not see the colours."""
-    shown = format_html_join("", '<span class="message-{}">{}\n</span>', ((_kind(line), line) for line in lines[:_MOST_SHOWN]))
+    pairs = ((_KINDS.get(line[:1], "same"), line) for line in lines[:_MOST_SHOWN])
+    shown = format_html_join("", '<span class="message-{}">{}\n</span>', pairs)
     rest = f"… and {len(lines) - _MOST_SHOWN:,} lines more." if len(lines) > _MOST_SHOWN else ""
     return format_html('<pre class="message-text message-difference" tabindex="0">{}{}</pre>', shown, rest)
-
-
-def _kind(line: str) -> str:
-    return _KINDS.get(line[:1], "same")

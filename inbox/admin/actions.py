@@ -99,11 +99,7 @@ class EditForm(ActionForm):
         return given
 
 
-RETRY = Action(
-    **vars(operations.RETRY),
-    label=_("Retry now"),
-    done=_("due for a retry now"),
-)
+RETRY = Action(**vars(operations.RETRY), label=_("Retry now"), done=_("due for a retry now"))
 EDIT = Action(
     **vars(operations.EDIT),
     label=_("Edit and retry"),

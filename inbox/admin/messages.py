@@ -267,13 +267,8 @@ class InboxMessageAdmin(MessageAdmin):
         head = self._of_its_key(row).filter(at__lt=row.place or row.pk).order_by("at").first()
         if head is None:
             return note(gettext("No earlier message of its ordering key is open: a consumer will run it shortly."))
-        words = format_html(
-            gettext('It waits for an earlier message of its ordering key: <a href="{}">{}</a> ({}).'),
-            self.own_url(head.pk),
-            identifier(f"{head.topic} {head.biz_id}"),
-            head.get_state_display().lower(),
-        )
-        return note(words)
+        words = gettext('It waits for an earlier message of its ordering key: <a href="{}">{}</a> ({}).')
+        return note(format_html(words, *self.link_to(head)))
 
     def _lease(self, row: Any) -> SafeString:
         if row.next_attempt_at is None or row.next_attempt_at <= row.database_now:
@@ -308,8 +303,6 @@ class InboxMessageAdmin(MessageAdmin):
     @admin.display(description=_("duplicates"))
     def further_deliveries(self, row: Any) -> SafeString:
         """The number of duplicates by cause."""
-        if not row.duplicates:
-            return NOTHING
         business = row.duplicates - row.redeliveries - row.resends - row.replays
         causes = (
             (row.redeliveries, gettext("delivered again by the broker")),
@@ -318,7 +311,8 @@ class InboxMessageAdmin(MessageAdmin):
             (business, gettext("published again with another message id")),
         )
         lines = [format_html("{} {}", number(count), words) for count, words in causes if count]
-        return stacked(format_html(gettext("{} in total; none was run"), number(row.duplicates)), *lines)
+        total = format_html(gettext("{} in total; none was run"), number(row.duplicates))
+        return stacked(total, *lines) if row.duplicates else NOTHING
 
     @admin.display(description=_("different content"))
     def conflict(self, row: Any) -> SafeString:
@@ -378,13 +372,8 @@ class InboxMessageAdmin(MessageAdmin):
     def _of_a_correction(self, other: Any, known: int | None) -> SafeString:
         if other is None:
             return note(gettext("Row %(number)s has been purged.") % {"number": known}) if known else NOTHING
-        return format_html(
-            gettext('<a href="{}">row {}</a> {} {}'),
-            self.own_url(other.pk),
-            other.pk,
-            identifier(other.biz_id),
-            self.badge_of(other),
-        )
+        words = gettext('<a href="{}">row {}</a> {} {}')
+        return format_html(words, self.own_url(other.pk), other.pk, identifier(other.biz_id), self.badge_of(other))
 
     @admin.display(description=_("last error, or reason"))
     def error_headline(self, row: Any) -> SafeString:

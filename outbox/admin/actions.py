@@ -55,9 +55,8 @@ class RescheduleForm(ReasonForm):
         text = "".join(self.cleaned_data["delay"].split()).lower()
         if not text:
             return None
-        levels = outbox_options().delays
         try:
-            delay = levels[text] if text in levels else span_of(text)
+            delay = outbox_options().delays.get(text) or span_of(text)
         except ValueError as error:
             raise forms.ValidationError(str(error)) from error
         _must_be_near(delay)

@@ -171,14 +171,11 @@ class OutboxMessageAdmin(MessageAdmin):
         stuck = OutboxMessage.objects.using(self.using).filter(state=State.STUCK)
         if not stuck.exists():
             return ()
-        words = format_html(
-            gettext(
-                'Stuck prepared messages: {}. <a href="?state=stuck">An operator must decide</a>, because no checker knows '
-                "whether their effect has happened."
-            ),
-            counted(stuck),
+        words = gettext(
+            'Stuck prepared messages: {}. <a href="?state=stuck">An operator must decide</a>, because no checker knows '
+            "whether their effect has happened."
         )
-        return (warning(words),)
+        return (warning(format_html(words, counted(stuck))),)
 
     def called(self, term: str) -> Q:
         """The name of a Celery task also finds its messages. The index of biz-ids begins with the topic."""
@@ -203,17 +200,12 @@ class OutboxMessageAdmin(MessageAdmin):
         head = self._of_its_key(row).filter(pk__lt=row.pk, state__in=stopping).order_by("pk").first()
         if head is None:
             return note(gettext("Nothing blocks it any more: a relay makes it ready in its next pass."))
-        words = format_html(
-            gettext(
-                'It waits behind an earlier message of its ordering key, which {}: <a href="{}">{}</a> ({}). '
-                "It is sent automatically after that one is published or cancelled."
-            ),
-            gettext("is paused") if head.state == State.PAUSED else gettext("failed"),
-            self.own_url(head.pk),
-            identifier(f"{head.topic} {head.biz_id}"),
-            head.get_state_display().lower(),
+        words = gettext(
+            'It waits behind an earlier message of its ordering key, which {}: <a href="{}">{}</a> ({}). '
+            "It is sent automatically after that one is published or cancelled."
         )
-        return note(words)
+        why = gettext("is paused") if head.state == State.PAUSED else gettext("failed")
+        return note(format_html(words, why, *self.link_to(head)))
 
     def _of_its_key(self, row: Any) -> QuerySet[Any]:
         return OutboxMessage.objects.using(self.using).exclude(key="").filter(key=row.key).defer(*self.large_columns)
@@ -241,31 +233,24 @@ class OutboxMessageAdmin(MessageAdmin):
     def form_text(self, row: Any) -> SafeString:
         """For a message in the format of another protocol: its exchange, routing key, properties and headers."""
         form = _form_of(row)
-        if form is None:
-            return NOTHING
         if isinstance(form, str):
-            if self.redaction():
-                return note(gettext("It is not JSON, so it cannot be redacted. It is not shown."))
-            return as_text(form).as_html()
-        return as_json(self.redaction().headers(form)).as_html()
+            refused = gettext("It is not JSON, so it cannot be redacted. It is not shown.")
+            return note(refused) if self.redaction() else as_text(form).as_html()
+        return NOTHING if form is None else as_json(self.redaction().headers(form)).as_html()
 
     @admin.display(description=_("to be called"))
     def callbacks(self, row: Any) -> SafeString:
         """The pending callbacks of the message."""
         pending = row.pendingcallback_set.using(self.using).order_by("available_at", "pk")[:_CALLBACKS]
-        return stacked(
-            *(
-                format_html(
-                    gettext("{} ({}), {} so far, {}{}"),
-                    identifier(one.callback),
-                    one.event,
-                    ngettext("%(count)s call", "%(count)s calls", one.attempts),
-                    age(one.available_at, row.database_now, gettext("due ")),
-                    format_html(": {}", headline(one.last_error)) if one.last_error else "",
-                )
-                for one in pending
+        lines = []
+        for one in pending:
+            calls = ngettext("%(count)s call", "%(count)s calls", one.attempts)
+            due = age(one.available_at, row.database_now, gettext("due "))
+            error = format_html(": {}", headline(one.last_error)) if one.last_error else ""
+            lines.append(
+                format_html(gettext("{} ({}), {} so far, {}{}"), identifier(one.callback), one.event, calls, due, error)
             )
-        )
+        return stacked(*lines)
 
     @admin.display(description=_("failure group"))
     def failing(self, row: Any) -> SafeString:
@@ -285,21 +270,13 @@ def _undecided(row: Any) -> SafeString:
         "limit": number(outbox_options().CHECKS.LIMIT),
     }
     if row.state == State.STUCK:
-        return warning(
-            gettext("Its checker does not know whether its effect has happened. %(unknown)s Find out, then decide.")
-            % {"unknown": unknown}
-        )
+        words = gettext("Its checker does not know whether its effect has happened. %(unknown)s Find out, then decide.")
+        return warning(words % {"unknown": unknown})
     if checkers.of(row.topic) is None:
-        return warning(
-            gettext("This process has no checker for its topic. Without a checker, an operator must decide about it.")
-        )
-    return note(
-        format_html(
-            gettext("It is not known yet whether its effect has happened. Its checker is asked {}. {}"),
-            age(row.available_at, row.database_now, gettext("next: ")),
-            unknown,
-        )
-    )
+        words = gettext("This process has no checker for its topic. Without a checker, an operator must decide about it.")
+        return warning(words)
+    words = gettext("It is not known yet whether its effect has happened. Its checker is asked {}. {}")
+    return note(format_html(words, age(row.available_at, row.database_now, gettext("next: ")), unknown))
 
 
 def _form_of(row: Any) -> Any:

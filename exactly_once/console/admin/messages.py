@@ -167,18 +167,18 @@ class MessageAdmin(ActingAdmin):
     def _found(self, request: HttpRequest, rows: QuerySet[Any], search: searching.Search) -> QuerySet[Any]:
         if search.name:
             named = rows.filter(self.called(search.name))
-            return named if named.exists() else self._failing_with(request, rows, search.name)
-        if search.condition is None:
-            return rows
-        return searching.newest(request, rows, self.age_column).filter(search.condition)
-
-    def _failing_with(self, request: HttpRequest, rows: QuerySet[Any], text: str) -> QuerySet[Any]:
-        """The messages that are retrying or dead, and whose last error has this text."""
-        failing = rows.filter(in_states(FAILING))
-        return searching.newest(request, failing, self.age_column).filter(last_error__icontains=text)
+            if named.exists():
+                return named
+            failing = rows.filter(in_states(FAILING))
+            return searching.newest(request, failing, self.age_column).filter(last_error__icontains=search.name)
+        return searching.newest(request, rows, self.age_column).filter(search.condition) if search.condition else rows
 
     def badge_of(self, row: Any) -> SafeString:
         return state_badge(row.state)
+
+    def link_to(self, row: Any) -> tuple[str, SafeString, str]:
+        """The page of another message, its name and its state, for a sentence."""
+        return self.own_url(row.pk), identifier(f"{row.topic} {row.biz_id}"), row.get_state_display().lower()
 
     topic_name = shown(_("topic"), "topic", identifier)
     biz_id_name = shown(_("biz-id"), "biz_id", identifier)
