@@ -242,14 +242,12 @@ class OutboxMessageAdmin(MessageAdmin):
     def callbacks(self, row: Any) -> SafeString:
         """The pending callbacks of the message."""
         pending = row.pendingcallback_set.using(self.using).order_by("available_at", "pk")[:_CALLBACKS]
-        lines = []
+        lines, words = [], gettext("{} ({}), {} so far, {}{}")
         for one in pending:
             calls = ngettext("%(count)s call", "%(count)s calls", one.attempts)
             due = age(one.available_at, row.database_now, gettext("due "))
             error = format_html(": {}", headline(one.last_error)) if one.last_error else ""
-            lines.append(
-                format_html(gettext("{} ({}), {} so far, {}{}"), identifier(one.callback), one.event, calls, due, error)
-            )
+            lines.append(format_html(words, identifier(one.callback), one.event, calls, due, error))
         return stacked(*lines)
 
     @admin.display(description=_("failure group"))

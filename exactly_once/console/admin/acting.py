@@ -41,7 +41,6 @@ from exactly_once.wire.text import fit
 if TYPE_CHECKING:
     from django_stubs_ext import StrOrPromise
 
-_CONFIRM = "exactly_once/confirm.html"
 _NO_FILTERS = {"o", "p", "all", "_changelist_filters"}
 
 
@@ -245,7 +244,7 @@ class ActingAdmin(ReadOnlyAdmin):
             "changelist_url": self.changelist_url,
             "action_checkbox_name": ACTION_CHECKBOX_NAME,
         }
-        return self.respond(request, _CONFIRM, context)
+        return self.respond(request, "exactly_once/confirm.html", context)
 
     def _picked(self, request: HttpRequest, queryset: QuerySet[Any], action: Action) -> dict[Any, Any] | None:
         """The selected rows by primary key, in its order; None for a row that no longer exists. None if they are too many."""

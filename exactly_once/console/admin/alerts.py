@@ -45,9 +45,7 @@ ACKNOWLEDGE = Action(
     label=_("Acknowledge"),
     done=_("acknowledged"),
     perform=each(
-        Alert,
-        lambda alias, pk, given: acknowledge(alias, pk, given.who) is not None,
-        _("it is cleared, or acknowledged already"),
+        Alert, lambda alias, pk, given: acknowledge(alias, pk, given.who), _("it is cleared, or acknowledged already")
     ),
     offered=lambda row: row.state == _State.RAISED and row.acknowledged_at is None,
 )
@@ -108,11 +106,8 @@ class AlertAdmin(ActingAdmin):
     @admin.display(description=_("state"))
     def status(self, row: Any) -> SafeString:
         """In the list: the badge, since when, and who has acknowledged it."""
-        lines = [
-            self.badge_of(row),
-            self.app_name(row),
-            format_html(gettext("raised {}"), age(row.raised_at, row.database_now)),
-        ]
+        raised = format_html(gettext("raised {}"), age(row.raised_at, row.database_now))
+        lines = [self.badge_of(row), self.app_name(row), raised]
         if row.acknowledged_at:
             lines.append(format_html(gettext("acknowledged by {}"), visible(row.acknowledged_by)))
         if row.cleared_at:

@@ -94,11 +94,10 @@ class AuditAdmin(ActingAdmin):
         return [path("export/<str:form>/", self.admin_site.admin_view(self.export), name=name), *super().get_urls()]
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        links = []
-        if self.has_export_permission(request):
-            name = f"{self.admin_site.name}:exactly_once_auditentry_export"
-            for form, label in (("csv", gettext("Export CSV")), ("jsonl", gettext("Export JSON lines"))):
-                links.append((label, reverse(name, args=[form], query=request.GET)))
+        name = f"{self.admin_site.name}:exactly_once_auditentry_export"
+        forms = {"csv": gettext("Export CSV"), "jsonl": gettext("Export JSON lines")}
+        links = [(label, reverse(name, args=[form], query=request.GET)) for form, label in forms.items()]
+        links = links if self.has_export_permission(request) else []
         return super().changelist_view(request, {"page_links": links, **(extra_context or {})})
 
     def export(self, request: HttpRequest, form: str) -> Any:

@@ -28,8 +28,6 @@ from exactly_once.sql.connections import decision_transaction, without_atomic_re
 from exactly_once.sql.labels import package_of
 from exactly_once.wire.text import NAME_LENGTH
 
-_GROUPS = "exactly_once/failure_groups.html"
-_GROUP = "exactly_once/failure_group.html"
 _SEPARATOR = "|"
 """Between class and place in a URL; no class contains it."""
 _LATEST = 20
@@ -105,8 +103,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         return [path("group/", view, name="exactly_once_failurenote_group"), *super().get_urls()]
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        if not self.has_view_permission(request):
-            raise PermissionDenied
+        self.require_permission(request)
         seen = visible_halves(request.user)
         found = [(failing, group) for failing in seen for group in failing.groups.all(self.using)]
         notes = {half.app: Notes(half.app).all(self.using) for half in seen}
@@ -126,7 +123,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             "is_cut": any(number >= MOST_GROUPS for number in Counter(failing.app for failing, _group in found).values()),
             "most": MOST_GROUPS,
         }
-        return self.respond(request, _GROUPS, context)
+        return self.respond(request, "exactly_once/failure_groups.html", context)
 
     def change_view(self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: Any = None) -> HttpResponse:
         """A note is shown on the page of its group."""
@@ -144,12 +141,9 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         if not failing.is_visible(request.user):
             raise PermissionDenied
         error_class, place = (_column(request.GET.get(name, "")) for name in ("class", "place"))
-        rejected = None
-        if request.method == "POST":
-            answer = self._act(request, failing, error_class, place)
-            if isinstance(answer, HttpResponse):
-                return answer
-            rejected = answer
+        rejected = self._act(request, failing, error_class, place) if request.method == "POST" else None
+        if isinstance(rejected, HttpResponse):
+            return rejected
         group = failing.groups.one(self.using, error_class, place)
         written = Notes(failing.app).of(self.using, error_class, place)
         context = {
@@ -169,7 +163,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
                 for row in failing.failing(self.using, error_class, place).order_by("-failing_since").only(*_OF_A_ROW)[:_LATEST]
             ],
         }
-        return self.respond(request, _GROUP, context)
+        return self.respond(request, "exactly_once/failure_group.html", context)
 
     def _concerned(self, request: HttpRequest, failing: Half, error_class: str, place: str) -> list[tuple[str, str, int, str]]:
         """The ordering keys and values of headers that several of the newest messages share, with the list of each."""
@@ -183,11 +177,11 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             values = {name: value for name, value in values.items() if isinstance(value, str) and _PROTOCOL not in name}
             counted.update(values.items())
             counted.update([("key", key)] if key else [])
-        found = [(name, value, count) for (name, value), count in counted.most_common(_MOST_CONCERNED) if value and count > 1]
         group = encoded(error_class, place)
         return [
             (name, value, count, listed(failing.messages, failure=group, q=f"{name}:{value}").url(self.admin_site, request))
-            for name, value, count in found
+            for (name, value), count in counted.most_common(_MOST_CONCERNED)
+            if value and count > 1
         ]
 
     def _act(self, request: HttpRequest, failing: Half, error_class: str, place: str) -> HttpResponse | NoteForm:
@@ -245,11 +239,9 @@ def _trend(group: FailureGroup) -> str:
 
 def failure_text(model_admin: Any, row: Any, error_class: str, place: str) -> SafeString:
     """Class and place of a message's failure on its page, with a link to its group while it belongs to one."""
-    if not error_class:
-        return NOTHING
     name = identifier(f"{error_class} {place}".strip())
-    if row.failing_since is None or row.state not in {"retrying", "dead"}:
-        return name
+    if not error_class or row.failing_since is None or row.state not in {"retrying", "dead"}:
+        return name if error_class else NOTHING
     url = group_url(model_admin.admin_site.name, model_admin.package, error_class, place)
     return stacked(
         format_html('<a href="{}">{}</a>', url, name),

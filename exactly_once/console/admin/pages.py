@@ -205,6 +205,10 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg] # no generic at
         may_view = request.user.has_perm("exactly_once.view_flow")
         return reverse(f"{self.admin_site.name}:exactly_once_flow_changelist") if may_view else ""
 
+    def require_permission(self, request: HttpRequest) -> None:
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False
 
@@ -234,10 +238,6 @@ class PageAdmin(ReadOnlyAdmin):
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         self.require_permission(request)
         return self.respond(request, self.template, {**self.content(request), **(extra_context or {})})
-
-    def require_permission(self, request: HttpRequest) -> None:
-        if not self.has_view_permission(request):
-            raise PermissionDenied
 
     def respond(self, request: HttpRequest, template: str, content: Mapping[str, Any]) -> HttpResponse:
         hidden = len(visible_halves(request.user)) < len(halves())

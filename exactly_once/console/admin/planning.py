@@ -21,7 +21,6 @@ from exactly_once.sql.labels import package_of
 from exactly_once.upkeep.operation_rows import OperationTable, Plan
 
 MOST_ROWS = 1_000_000
-_PLAN = "exactly_once/plan.html"
 _CONFIRMED = "plan_confirmed"
 _LONGEST_NUMBER = 18
 
@@ -106,7 +105,7 @@ def plan(
         "checkbox_name": ACTION_CHECKBOX_NAME,
         "checked": request.POST.getlist(ACTION_CHECKBOX_NAME)[:1],
     }
-    return model_admin.respond(request, _PLAN, context)
+    return model_admin.respond(request, "exactly_once/plan.html", context)
 
 
 def _previewed(request: HttpRequest) -> int:

@@ -184,9 +184,8 @@ class ProcessAdmin(ActingAdmin):
         return stacked(*lines)
 
     def _request_of(self, row: Any) -> SafeString:
-        words = (
-            gettext("{} was requested {} by {}") if row.acknowledged_at else gettext("{} is requested {} by {}, not yet read")
-        )
+        is_read, unread = row.acknowledged_at, gettext("{} is requested {} by {}, not yet read")
+        words = gettext("{} was requested {} by {}") if is_read else unread
         return format_html(words, row.requested, age(row.requested_at, row.database_now), visible(row.requested_by))
 
     @admin.display(description=_("times"))

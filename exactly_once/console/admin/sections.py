@@ -147,8 +147,8 @@ def silent(rows: Iterable[Any], one: Text, several: Text) -> Iterator[Attention]
 def failing(minutes: Minutes, alias: str, known: Collection[str], succeeded: str, *failed: str) -> Iterator[Attention]:
     """A line for each handler or topic whose attempts fail, except those of which other lines say why: the `known` ones."""
     found = minutes.failing_lately(alias, succeeded, failed)
+    words = gettext("{}: {} of {} attempts have failed within {}.")
     for name, counts in ((name, counts) for name, counts in found.items() if name not in known):
-        words = gettext("{}: {} of {} attempts have failed within {}.")
         text = format_html(words, identifier(name), *map(number, counts), duration(LATELY))
         yield Attention(condition="failing", objects=[name], text=text)
 
@@ -164,9 +164,8 @@ def waiting(processes: Iterable[Any], one: Text, several: Text) -> Iterator[Atte
         for what in process.waits:
             names.setdefault(what, []).append(f"{process.host}:{process.pid}")
     for what, who in names.items():
-        yield Attention(
-            condition="waiting", text=format_html(str(one if len(who) == 1 else several), named(sorted(who)), visible(what))
-        )
+        text = format_html(str(one if len(who) == 1 else several), named(sorted(who)), visible(what))
+        yield Attention(condition="waiting", text=text)
 
 
 def named(names: Sequence[str]) -> SafeString:
