@@ -24,7 +24,6 @@ from inbox.states import DUE
 
 
 class PauseHandlerForm(PauseForm):
-    named_by = "handler"
     handler = forms.CharField(label=_("Handler"), max_length=NAME_LENGTH, help_text=_("Its exact name."))
 
     def known(self) -> list[str]:

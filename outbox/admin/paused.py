@@ -24,7 +24,6 @@ from outbox.store import selecting
 
 
 class PauseTopicForm(PauseForm):
-    named_by = "topic"
     topic = forms.CharField(label=_("Topic"), max_length=NAME_LENGTH, help_text=_("Its exact name."))
 
     def known(self) -> Sequence[str]:

@@ -257,8 +257,8 @@ class ActingAdmin(ReadOnlyAdmin):
             words = gettext(
                 "Nothing was changed: the limit is %(limit)s %(nouns)s at a time. Narrow the list, or use a command "
                 "(python manage.py help)."
-            ) % {"limit": self.ACTION_LIMIT, "nouns": self.nouns}
-            self.message_user(request, words, messages.ERROR)
+            )
+            self.message_user(request, words % {"limit": self.ACTION_LIMIT, "nouns": self.nouns}, messages.ERROR)
             return None
         fresh = self.get_queryset(request).using(queryset.db).defer(*self.large_columns)
         found = {row.pk: row for row in fresh.filter(pk__in=keys)}
@@ -311,25 +311,20 @@ class ActingAdmin(ReadOnlyAdmin):
                 words = gettext("%(succeeded)s of %(all)s %(nouns)s %(done)s.") % counts
                 self.message_user(request, words, messages.SUCCESS)
             if failures:
-                reasons = Counter(failure.unchanged for failure in failures).most_common()
-                listed = "; ".join(f"{number(count)}: {reason}" for reason, count in reasons[: self.LINE_LIMIT])
+                reasons = Counter(failure.unchanged for failure in failures).most_common(self.LINE_LIMIT)
+                listed = "; ".join(f"{number(count)}: {reason}" for reason, count in reasons)
                 words = gettext("%(count)s not %(done)s. %(reasons)s.")
                 counts = {"count": number(len(failures)), "done": done, "reasons": listed}
                 self.message_user(request, words % counts, messages.WARNING)
             outcomes = failures[: self.LINE_LIMIT // 2]
         for outcome in outcomes:
             # The noun comes first, because the admin capitalises the first letter, and ids must be copied unchanged.
+            level, words = messages.SUCCESS, "%(noun)s %(subject)s: %(done)s"
             if outcome.unchanged:
                 level = messages.ERROR if outcome.is_error else messages.WARNING
-                words = gettext("%(noun)s %(subject)s: not %(done)s: %(reason)s") % {
-                    "noun": capfirst(self.noun),
-                    "subject": outcome.name,
-                    "done": done,
-                    "reason": outcome.unchanged,
-                }
-                self.message_user(request, words, level)
-            else:
-                self.message_user(request, f"{capfirst(self.noun)} {outcome.name}: {done}", messages.SUCCESS)
+                words = gettext("%(noun)s %(subject)s: not %(done)s: %(reason)s")
+            told = {"noun": capfirst(self.noun), "subject": outcome.name, "done": done, "reason": outcome.unchanged}
+            self.message_user(request, words % told, level)
 
     @property
     def changelist_url(self) -> str:

@@ -15,10 +15,10 @@ from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.filters import AppFilter, ConditionFilter
 from exactly_once.console.admin.pages import computed, instant, shown, text
-from exactly_once.console.admin.sections import link_of_alert
 from exactly_once.console.display import NOTHING, Tone, age, app_name, badge, headline, identifier, stacked, visible, warning
 from exactly_once.console.operators.actions import each
 from exactly_once.console.operators.alerts import acknowledge
+from exactly_once.half import half_of
 from exactly_once.models import Alert, Lease
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.alerting import intervals, lease_name
@@ -88,10 +88,12 @@ class AlertAdmin(ActingAdmin):
         return [warning(format_html(words, age(one.done_at, one.database_now))) for one in overdue][:1]
 
     def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
-        alert: Any = kwargs.get("obj")
-        link = link_of_alert(alert.app, alert.condition, alert.object) if alert else None
-        if link and (url := link.url(self.admin_site, request)):
-            context["row_links"] = [(link.title, url)]
+        """With a link to where an operator acts on it, unless its app is gone or has no such condition."""
+        alert: Any = kwargs["obj"]
+        half = half_of(alert.app)
+        if half and (condition := half.section.conditions.get(alert.condition)):
+            link = condition.link(alert.object)
+            context["row_links"] = [(link.title, url)] if (url := link.url(self.admin_site, request)) else []
         return super().render_change_form(request, context, *args, **kwargs)
 
     def badge_of(self, row: Any) -> SafeString:

@@ -200,12 +200,12 @@ class UnindexedFilter(admin.SimpleListFilter):
         return newest(request, chosen, self._page.age_column)
 
 
-class AgeFilter(UnindexedFilter):
+class AgeFilter(UnindexedFilter, ConditionFilter):
     """By age, also of messages that are not settled yet."""
 
     title = _("age")
     parameter_name = "age"
-    _choices: ClassVar[dict[str, tuple[Text, timedelta]]] = {
+    fixed: ClassVar[Any] = {
         "hour": (_("Last hour"), timedelta(hours=1)),
         "day": (_("Last 24 hours"), timedelta(days=1)),
         "open-hour": (_("Not settled for an hour"), timedelta(hours=1)),
@@ -213,14 +213,11 @@ class AgeFilter(UnindexedFilter):
         "open-week": (_("Not settled for a week"), timedelta(days=7)),
     }
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, Any]]:
-        return [(value, label) for value, (label, _duration) in self._choices.items()]
-
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         value = self.value()
-        if value not in self._choices:
+        if value not in self.fixed:
             return queryset
-        since = DatabaseTime(-self._choices[value][1])
+        since = DatabaseTime(-self.fixed[value][1])
         age, born = self._page.age_column, self._page.born_column
         if value.startswith("open-"):
             unsettled = queryset.filter(self._page.unsettled)

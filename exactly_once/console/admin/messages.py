@@ -130,20 +130,14 @@ class MessageAdmin(ActingAdmin):
     def _elsewhere(self, request: HttpRequest, term: str) -> dict[str, Any]:
         """For a template: the list of the other half, with a search."""
         model: Any = self.counterpart()
-        link = listed(model, q=term) if model and term else None
-        return {
-            "counterpart": model and model._meta.verbose_name_plural,
-            "counterpart_url": link.url(self.admin_site, request) if link else "",
-        }
+        url = listed(model, q=term).url(self.admin_site, request) if model and term else ""
+        return {"counterpart": model and model._meta.verbose_name_plural, "counterpart_url": url}
 
     def selection_text(self, request: HttpRequest) -> str:
-        words = super().selection_text(request)
-        if not searching.is_cut(request):
-            return words
-        return gettext("%(selection)s, of the %(most)s messages that were searched") % {
-            "selection": words,
-            "most": number(searching.MOST_SEARCHED),
-        }
+        selection = super().selection_text(request)
+        words = gettext("%(selection)s, of the %(most)s messages that were searched")
+        limited = words % {"selection": selection, "most": number(searching.MOST_SEARCHED)}
+        return limited if searching.is_cut(request) else selection
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         """With a link to the same search in the other app."""

@@ -180,11 +180,10 @@ class OperationAdmin(ActingAdmin):
     @admin.display(description=_("failed again"))
     def failing_messages(self, row: Any) -> SafeString:
         """The messages that have stopped a canary."""
-        if row.state != OperationState.STOPPED:
-            return NOTHING
         url, words = partial(message_url, self.admin_site, row.app), _("message %s")
         shown = ((url(pk), words % pk, visible(failure)) for pk, failure in row.wave_rows[:_MOST_FAILED_AGAIN])
-        return stacked(*(format_html('<a href="{}">{}</a>: {}', *each) for each in shown))
+        lines = (format_html('<a href="{}">{}</a>: {}', *each) for each in shown)
+        return stacked(*lines) if row.state == OperationState.STOPPED else NOTHING
 
     @admin.display(description=_("unchanged, by reason"))
     def reasons_table(self, row: Any) -> SafeString:

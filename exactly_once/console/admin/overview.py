@@ -79,11 +79,8 @@ class OverviewAdmin(PageAdmin):
     def latency_view(self, request: HttpRequest) -> HttpResponse:
         """The stages of the messages of each topic."""
         self.require_permission(request)
-        content = {
-            "title": _("Latency by topic"),
-            "stages": list(stages([half.section for half in visible_halves(request.user)], self.using)),
-            "overview_url": self._url("changelist"),
-        }
+        found = list(stages([half.section for half in visible_halves(request.user)], self.using))
+        content = {"title": _("Latency by topic"), "stages": found, "overview_url": self._url("changelist")}
         return self.respond(request, "exactly_once/latency.html", content)
 
     def search_view(self, request: HttpRequest) -> HttpResponse:

@@ -45,25 +45,27 @@ _EMPTY = {"", NOTHING, "None"}
 """What a field without a value shows."""
 
 
+class RowCount(int):
+    """A number of rows as lists show it: "10,000+" where it was cut."""
+
+    is_cut = False
+
+    def __str__(self) -> str:
+        return f"{number(int(self))}+" if self.is_cut else number(int(self))
+
+
 class BoundedPaginator(Paginator):  # type: ignore[type-arg] # no generic at runtime
     """Counts up to a limit, because counting millions of rows takes too long."""
 
     LIMIT = 10_000
 
     @cached_property
-    def _counted(self) -> int:
+    def count(self) -> RowCount:
         rows: Any = self.object_list
-        counted: int = rows.order_by().values("pk")[: self.LIMIT + 1].count()
-        return counted
-
-    @property
-    def count(self) -> int:
-        return min(self._counted, self.LIMIT)
-
-    @property
-    def is_cut(self) -> bool:
-        """Are there more rows than were counted?"""
-        return self._counted > self.LIMIT
+        counted = rows.order_by().values("pk")[: self.LIMIT + 1].count()
+        found = RowCount(min(counted, self.LIMIT))
+        found.is_cut = counted > self.LIMIT
+        return found
 
     def page(self, number: int | str) -> Any:
         """The page. If not all rows match, those that do are found as they were counted, and then sorted.
@@ -72,7 +74,7 @@ class BoundedPaginator(Paginator):  # type: ignore[type-arg] # no generic at run
         of the oldest of a million rows are at its other end.
         """
         name = self._sorted_by()
-        if self.is_cut or name is None:
+        if self.count.is_cut or name is None:
             return super().page(number)
         column, valid = name.removeprefix("-"), self.validate_number(number)
         rows: Any = self.object_list
@@ -94,17 +96,7 @@ class BoundedPaginator(Paginator):  # type: ignore[type-arg] # no generic at run
 
 def counted(rows: QuerySet[Any]) -> str:
     """How many rows there are, up to the paginator's limit: "10,000+"."""
-    counter = BoundedPaginator(rows.order_by("pk"), 1)
-    return f"{number(counter.count)}+" if counter.is_cut else number(counter.count)
-
-
-class _RowCount(int):
-    """A number of rows as lists show it: "10,000+" where it was cut."""
-
-    is_cut = False
-
-    def __str__(self) -> str:
-        return f"{number(int(self))}+" if self.is_cut else number(int(self))
+    return str(BoundedPaginator(rows.order_by("pk"), 1).count)
 
 
 class LeanChangeList(ChangeList):
@@ -114,9 +106,6 @@ class LeanChangeList(ChangeList):
         if request.method == "POST":
             self.queryset = self.queryset.none()  # an action finds its rows by itself
         super().get_results(request)
-        paginator: Any = self.paginator
-        self.result_count = _RowCount(self.result_count)
-        self.result_count.is_cut = paginator.is_cut
 
     @property
     def filter_bar(self) -> list[tuple[Any, list[Any], Any]]:

@@ -1,7 +1,7 @@
 """The admin page of pauses: topics in the outbox, handlers in the inbox. Adding a row pauses the topic or handler."""
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 from django import forms
 from django.utils.html import format_html, format_html_join
@@ -28,19 +28,15 @@ class KnownNames(forms.TextInput):
 
 
 class PauseForm(ActionForm):
-    """Asks for a name.
+    """Asks for a name, in its first field."""
 
-    Attributes:
-        named_by: the field of the name.
-    """
-
-    named_by: ClassVar[str]
     reason = reason_field(_("Optional. It is shown on the page of the pauses, and logged."), required=False)
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.fields[self.named_by].widget = KnownNames(self.known())
-        self.order_fields((self.named_by, "reason"))
+        (name,) = self.fields.keys() - {"reason"}
+        self.fields[name].widget = KnownNames(self.known())
+        self.order_fields((name, "reason"))
 
     def known(self) -> Iterable[str]:
         """The names to propose."""

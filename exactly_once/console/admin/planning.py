@@ -53,12 +53,7 @@ def _form(action: Action, data: Any) -> Any:
 
 
 def plan(
-    model_admin: ReadOnlyAdmin,
-    request: HttpRequest,
-    chosen: QuerySet[Any],
-    action: Action,
-    selection: str,
-    back_url: str,
+    model_admin: ReadOnlyAdmin, request: HttpRequest, chosen: QuerySet[Any], action: Action, selection: str, back_url: str
 ) -> HttpResponse:
     """The preview of an operation, or after its confirmation the page of the planned operation.
 
@@ -68,19 +63,18 @@ def plan(
         back_url: where to go without an operation.
     """
     alias, table = chosen.db, OperationTable(package_of(chosen.model))
-    pk = _previewed(request)
+    given = request.POST.get(_CONFIRMED, "")
+    pk = int(given) if given.isdecimal() and len(given) <= _LONGEST_NUMBER else 0
     form = _form(action, request.POST if pk else None)
     user, permission = actor_of(request).name, action.codename(chosen.model)
     planned = Plan(action=action.name, selection=selection, requested_by=user, permission=permission)
     if form.is_valid():
         if operation := _confirmed(request, table, alias, pk, planned, form.cleaned_data):
             messages.success(request, _("The operation is planned. A running process executes it."))
-            return HttpResponseRedirect(
-                reverse(f"{model_admin.admin_site.name}:exactly_once_operation_change", args=[operation.pk])
-            )
-        messages.warning(
-            request, _("Nothing was planned: the preview is out of date, or was confirmed before. This is a new one.")
-        )
+            site = model_admin.admin_site.name
+            return HttpResponseRedirect(reverse(f"{site}:exactly_once_operation_change", args=[operation.pk]))
+        words = _("Nothing was planned: the preview is out of date, or was confirmed before. This is a new one.")
+        messages.warning(request, words)
     rows = chosen.filter(action.condition, state__in=action.sources).order_by("pk").values_list("pk", "state")[:MOST_ROWS]
     operation, changed = table.preview(alias, planned, rows.iterator(chunk_size=10_000), instead_of=pk)
     counts = _counts(chosen, changed)
@@ -108,12 +102,6 @@ def plan(
     return model_admin.respond(request, "exactly_once/plan.html", context)
 
 
-def _previewed(request: HttpRequest) -> int:
-    """The preview that is confirmed; 0 if none is."""
-    given = request.POST.get(_CONFIRMED, "")
-    return int(given) if given.isdecimal() and len(given) <= _LONGEST_NUMBER else 0
-
-
 def _confirmed(
     request: HttpRequest, table: OperationTable, alias: str, pk: int, previewed: Plan, given: Mapping[str, Any]
 ) -> Any | None:
@@ -135,9 +123,8 @@ def _counts(chosen: QuerySet[Any], changed: Mapping[str, int]) -> Sequence[tuple
     Args:
         changed: the messages of the preview by state.
     """
-    bounded: QuerySet[Any] = QuerySet(chosen.model, using=chosen.db).filter(
-        pk__in=chosen.order_by().values("pk")[: MOST_ROWS + 1]
-    )
+    keys = chosen.order_by().values("pk")[: MOST_ROWS + 1]
+    bounded: QuerySet[Any] = QuerySet(chosen.model, using=chosen.db).filter(pk__in=keys)
     by_state = dict(bounded.order_by("state").values_list("state").annotate(Count("pk")))
     parts = (
         (state, ((changed.get(state, 0), True), (by_state.get(state, 0) - changed.get(state, 0), False)))

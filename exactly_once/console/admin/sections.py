@@ -22,7 +22,6 @@ from django.utils.translation import gettext
 from exactly_once.console.display import duration, identifier, number, visible
 from exactly_once.console.operators.clock_ahead import Dated, ahead
 from exactly_once.console.operators.failure_groups import FailureGroups
-from exactly_once.half import half_of
 from exactly_once.sql.counts import Count
 from exactly_once.upkeep.heartbeat_table import is_ahead, lost
 from exactly_once.upkeep.minutes import LATELY, Minutes
@@ -249,13 +248,6 @@ class Section:
     paused: Any
     depths: Callable[[str], Mapping[str, int]] = lambda alias: {}
     remarks: Callable[[str], Mapping[str, Text]] = lambda alias: {}
-
-
-def link_of_alert(app: str, condition: str, name: str) -> Link | None:
-    """Where an operator acts on an alert; None if its app has no such condition."""
-    half = half_of(app)
-    found = half and half.section.conditions.get(condition)
-    return found.link(name) if found else None
 
 
 # --------------------------------------------------------------------------------------------------------------- in words

@@ -46,17 +46,10 @@ class TopicsAndHandlersAdmin(PageAdmin):
         busy = {name for each in counts.values() for name in each} | paused.keys() | (lately.keys() - {OTHER})
         names = dict.fromkeys([*sorted(busy), *section.names(alias, _MOST + 1)])
         depths, remarks = section.depths(alias), section.remarks(alias)
-        rows = [
-            _Row(
-                name,
-                {state: _count(each, name) for state, each in counts.items()},
-                section.backlog,
-                paused.get(name),
-                remarks.get(name, ""),
-                depths.get(name),
-            )
-            for name in names
-        ]
+        rows = []
+        for name in names:
+            of_name = {state: _count(each, name) for state, each in counts.items()}
+            rows.append(_Row(name, of_name, section.backlog, paused.get(name), remarks.get(name, ""), depths.get(name)))
         rows.sort(key=lambda row: row.rank)
         paused_url = listed(section.paused).url(self.admin_site, request)
         return {
