@@ -88,7 +88,7 @@ class AlertAdmin(ActingAdmin):
         return [warning(format_html(words, age(one.done_at, one.database_now))) for one in overdue][:1]
 
     def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
-        """With a link to where an operator acts on it, unless its app is gone or has no such condition."""
+        """With a link to where an operator acts on it, if its app has such a condition."""
         alert: Any = kwargs["obj"]
         half = half_of(alert.app)
         if half and (condition := half.section.conditions.get(alert.condition)):
