@@ -354,7 +354,7 @@ class InboxMessageAdmin(MessageAdmin):
         return folded(gettext("Show the payload"), shown.as_html())
 
     @admin.display(description=_("headers"))
-    def headers_text(self, row: Any) -> SafeString:
+    def headers_text(self, row: Any) -> SafeString | str:
         return note(_NOT_STORED) if _has_no_body(row) else super().headers_text(row)
 
     @admin.display(description=_("replaces"))

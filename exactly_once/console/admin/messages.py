@@ -22,17 +22,7 @@ from exactly_once.console.admin.filters import FAILING, in_states
 from exactly_once.console.admin.pages import LeanChangeList, computed, download, instant, shown, text
 from exactly_once.console.admin.sections import listed, view_permission
 from exactly_once.console.admin.trail import timeline
-from exactly_once.console.display import (
-    NOTHING,
-    as_json,
-    flow_link,
-    headline,
-    identifier,
-    ngettext,
-    number,
-    state_badge,
-    visible,
-)
+from exactly_once.console.display import as_json, flow_link, headline, identifier, ngettext, number, state_badge, visible
 from exactly_once.console.operators.audit import Subject, actor_of, record
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.console.operators.trail import history_of
@@ -192,8 +182,8 @@ class MessageAdmin(ActingAdmin):
     error_text = shown(_("last error"), "last_error", text)
 
     @admin.display(description=_("headers"))
-    def headers_text(self, row: Any) -> SafeString:
-        return NOTHING if row.headers == {} else as_json(self.redaction().headers(row.headers)).as_html()
+    def headers_text(self, row: Any) -> SafeString | str:
+        return "" if row.headers == {} else as_json(self.redaction().headers(row.headers)).as_html()
 
     created = instant(_("created"), "created_at")
     settled = instant(_("settled"), "settled_at")

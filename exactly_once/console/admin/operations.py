@@ -16,19 +16,7 @@ from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.filters import AppFilter, ConditionFilter
 from exactly_once.console.admin.pages import computed, instant, message_url, shown
-from exactly_once.console.display import (
-    NOTHING,
-    Tone,
-    age,
-    app_name,
-    badge,
-    identifier,
-    note,
-    number,
-    stacked,
-    visible,
-    warning,
-)
+from exactly_once.console.display import Tone, age, app_name, badge, identifier, note, number, stacked, visible, warning
 from exactly_once.console.operators.actions import each
 from exactly_once.half import half_of, halves, required, visible_halves
 from exactly_once.models import Operation, OperationState
@@ -167,7 +155,7 @@ class OperationAdmin(ActingAdmin):
     @admin.display(description=_("canary"))
     def canary_text(self, row: Any) -> str:
         if not row.is_canary:
-            return NOTHING
+            return ""
         text = _("waves so far: %(wave)s; succeeded since: %(succeeded)s, failed again: %(failed)s") % {
             "wave": row.wave,
             "succeeded": number(row.succeeded),
@@ -178,12 +166,12 @@ class OperationAdmin(ActingAdmin):
         return text
 
     @admin.display(description=_("failed again"))
-    def failing_messages(self, row: Any) -> SafeString:
+    def failing_messages(self, row: Any) -> SafeString | str:
         """The messages that have stopped a canary."""
         url, words = partial(message_url, self.admin_site, row.app), _("message %s")
         shown = ((url(pk), words % pk, visible(failure)) for pk, failure in row.wave_rows[:_MOST_FAILED_AGAIN])
         lines = (format_html('<a href="{}">{}</a>: {}', *each) for each in shown)
-        return stacked(*lines) if row.state == OperationState.STOPPED else NOTHING
+        return stacked(*lines) if row.state == OperationState.STOPPED else ""
 
     @admin.display(description=_("unchanged, by reason"))
     def reasons_table(self, row: Any) -> SafeString:
@@ -191,14 +179,14 @@ class OperationAdmin(ActingAdmin):
         return stacked(*(format_html("{}: {}", number(count), visible(reason)) for reason, count in counted))
 
     @admin.display(description=_("messages"))
-    def unchanged_table(self, row: Any) -> SafeString:
+    def unchanged_table(self, row: Any) -> SafeString | str:
         more = row.refused + row.failed - len(row.unchanged)
         content = {"unchanged": row.unchanged, "kept": UNCHANGED_KEPT, "more": more}
-        return render_to_string("exactly_once/unchanged.html", content) if row.unchanged else NOTHING
+        return render_to_string("exactly_once/unchanged.html", content) if row.unchanged else ""
 
     requested = shown(_("requested by"), "requested_by", identifier)
-    reason_text = computed(_("reason"), lambda row: visible(row.reason) or NOTHING)
-    rate_text = computed(_("rate limit"), lambda row: _("%s messages per second") % row.rate if row.rate else NOTHING)
+    reason_text = computed(_("reason"), lambda row: visible(row.reason))
+    rate_text = computed(_("rate limit"), lambda row: _("%s messages per second") % row.rate if row.rate else "")
     holder_name = shown(_("executed by"), "holder", identifier)
 
     @admin.display(description=_("planned"))
