@@ -181,7 +181,7 @@ class ErrorClassFilter(ValueFilter):
     parameter_name = "error"
 
     def known(self, model_admin: Any) -> Sequence[str]:
-        return model_admin.half.groups.classes(model_admin.using)
+        return required(model_admin.package).groups.classes(model_admin.using)
 
     def of(self, queryset: QuerySet[Any], value: str) -> QuerySet[Any]:
         return queryset.filter(required(package_of(queryset.model)).groups.of_class(value))
@@ -214,7 +214,7 @@ class AgeFilter(UnindexedFilter, ConditionFilter):
     }
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        value = self.value()
+        value = self.value() or ""
         if value not in self.fixed:
             return queryset
         since = DatabaseTime(-self.fixed[value][1])
