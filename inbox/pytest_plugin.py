@@ -1,6 +1,6 @@
 """The functions of `inbox.testing` as pytest fixtures, each with the prefix `inbox_`. See `outbox.pytest_plugin`."""
 
-from exactly_once.testing.fixtures import fixtures
+from exactly_once.testing import fixtures
 
 globals().update(
     fixtures(

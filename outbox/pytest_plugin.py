@@ -8,7 +8,7 @@ every package of a distribution that has one, in all projects it is installed in
 A fixture returns the function. The test requests the database: `@pytest.mark.django_db`, or a fixture that does so.
 """
 
-from exactly_once.testing.fixtures import fixtures
+from exactly_once.testing import fixtures
 
 globals().update(
     fixtures("outbox", "assert_nothing_published", "assert_published", "published", "run_relay", "travel"),

@@ -6,19 +6,31 @@ A message is a frozen dataclass with a `topic` and a `payload`. A path is writte
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from django.core.serializers.json import DjangoJSONEncoder
+from django.db import router
 from django.db.models import Model, QuerySet
 
 from exactly_once.sql.rows import value_of
 from exactly_once.wire.text import did_you_mean
 
 _Message = TypeVar("_Message")
-IsMeant = Callable[[Any], bool]
 
 _SHOWN_MESSAGES = 20
 _SHOWN_LENGTH = 300
+
+
+class Meant(NamedTuple):
+    """Which messages are meant: as a function, and as a part of a sentence."""
+
+    includes: Callable[[Any], bool]
+    where: str
+
+
+def on_topic(topic: str | None) -> Meant:
+    """The messages of a topic; None means all."""
+    return Meant(lambda message: topic in {None, message.topic}, "" if topic is None else f" on the topic {topic!r}")
 
 
 def decoded(body: bytes) -> Any:
@@ -40,14 +52,70 @@ class Messages(Generic[_Message]):
     """
 
     def __init__(
-        self, place: str, kind: type[_Message], model: type[Model], *, due: str, words: Sequence[str], values: Sequence[str]
+        self, place: str, kind: type[Any], model: type[Model], *, due: str, words: Sequence[str], values: Sequence[str]
     ) -> None:
         self._place, self._kind, self._model, self._due = place, kind, model, due
         self._words, self._values = words, ("key", "headers", *values)
 
-    def all(self, using: str) -> list[_Message]:
-        """All of them, in the order of writing."""
-        rows: Any = QuerySet(self._model, using=using).order_by("pk")
+    def found(self, meant: Meant, using: str | None, expected: Mapping[str, Any]) -> list[_Message]:
+        """Those that are meant and have all expected values. A value is compared with `==`; in a payload also in its JSON form.
+
+        Raises:
+            TypeError: a name is not an attribute of the messages.
+        """
+        known = [field.name for field in dataclasses.fields(self._kind)]
+        for name in expected:
+            attribute = name.split("__")[0]
+            if attribute not in known:
+                remedy = did_you_mean(attribute, known) or f"A message has: {', '.join(known)}."
+                raise TypeError(f"{name}: a message has no {attribute!r}. {remedy}")
+        return [message for message in self._all(using) if meant.includes(message) and not _differences(message, expected)]
+
+    def counted(
+        self, count: int, done: str, meant: Meant, using: str | None, expected: Mapping[str, Any], *, state: str = ""
+    ) -> list[_Message]:
+        """Those that are `found`, which must be `count`.
+
+        Args:
+            done: what was done to them, "published".
+            state: their state, unless another one is expected. An error does not repeat it.
+
+        Raises:
+            AssertionError: they are another number.
+        """
+        __tracebackhide__ = True
+        hidden = {"state": expected.get("state", state)} if state else {}
+        found = self.found(meant, using, {**expected, **hidden})
+        if len(found) != count:
+            raise self.unexpected(len(found), f"message {done}", count, meant, using, expected, **hidden)
+        return found
+
+    def unexpected(
+        self, number: int, what: str, count: int, meant: Meant, using: str | None, expected: Mapping[str, Any], **hidden: Any
+    ) -> AssertionError:
+        """The error of an assertion about a number of something, "message published"; it lists the messages."""
+        noun, done = what.split()
+        were = f"{number or 'No'} {noun} was" if number in {0, 1} else f"{number} {noun}s were"
+        values = ", ".join(f"{name}={value!r}" for name, value in expected.items() if name not in hidden)
+        where = f"{meant.where} with {values}" if values else meant.where
+        alias, listed = using or router.db_for_write(self._model), self._listed(meant, using, {**expected, **hidden})
+        return AssertionError(f"{were} {done}{where} on {alias!r}, {count or 'none'} expected.\n{listed}")
+
+    def _listed(self, meant: Meant, using: str | None, wanted: Mapping[str, Any]) -> str:
+        """All messages, one per line; first those that are meant, each with its differences from the expectation."""
+        ordered = sorted(self._all(using), key=lambda message: not meant.includes(message))
+        if not ordered:
+            return f"The {self._place} is empty."
+        lines = []
+        for message in ordered[:_SHOWN_MESSAGES]:
+            differences = _differences(message, wanted) if meant.includes(message) else []
+            lines.append(f"  {self._line(message)}" + "".join(f"\n      {difference}" for difference in differences))
+        if len(ordered) > _SHOWN_MESSAGES:
+            lines.append(f"  … and {len(ordered) - _SHOWN_MESSAGES} more")
+        return "\n".join([f"In the {self._place}:", *lines])
+
+    def _all(self, using: str | None) -> list[_Message]:
+        rows: Any = QuerySet(self._model, using=using or router.db_for_write(self._model)).order_by("pk")
         return [
             value_of(
                 self._kind,
@@ -60,53 +128,12 @@ class Messages(Generic[_Message]):
             for row in rows
         ]
 
-    def found(self, messages: Sequence[_Message], is_meant: IsMeant, expected: Mapping[str, Any]) -> list[_Message]:
-        """Those that are meant and have all expected values. A value is compared with `==`; in a payload also in its JSON form.
-
-        Raises:
-            TypeError: a name is not an attribute of the messages.
-        """
-        require_known(self._kind, expected)
-        return [message for message in messages if is_meant(message) and not _differences(message, expected)]
-
-    def listed(self, messages: Sequence[_Message], is_meant: IsMeant, expected: Mapping[str, Any]) -> str:
-        """All messages, one per line; first those that are meant, each with its differences from the expectation."""
-        if not messages:
-            return f"The {self._place} is empty."
-        ordered = sorted(messages, key=lambda message: not is_meant(message))
-        lines = []
-        for message in ordered[:_SHOWN_MESSAGES]:
-            differences = _differences(message, expected) if is_meant(message) else []
-            lines.append(f"  {self._line(message)}" + "".join(f"\n      {difference}" for difference in differences))
-        if len(ordered) > _SHOWN_MESSAGES:
-            lines.append(f"  … and {len(ordered) - _SHOWN_MESSAGES} more")
-        return "\n".join([f"In the {self._place}:", *lines])
-
     def _line(self, message: Any) -> str:
         named = {"biz_id": "" if message.biz_id == message.id else message.biz_id}
         named |= {name: getattr(message, name) for name in self._values}
         words = [getattr(message, name) for name in self._words]
         words += [f"{name}={_short(value)}" for name, value in named.items() if value]
         return f"{' '.join(words)} payload={_short(message.payload)}"
-
-
-def require_known(kind: type[Any], expected: Mapping[str, Any]) -> None:
-    """Refuse an expectation that no message can fulfil.
-
-    Raises:
-        TypeError: a name is not an attribute of `kind`.
-    """
-    known = [field.name for field in dataclasses.fields(kind)]
-    for name in expected:
-        attribute = name.split("__")[0]
-        if attribute not in known:
-            remedy = did_you_mean(attribute, known) or f"A message has: {', '.join(known)}."
-            raise TypeError(f"{name}: a message has no {attribute!r}. {remedy}")
-
-
-def with_values(expected: Mapping[str, Any]) -> str:
-    """The expectation, as the end of a sentence about messages."""
-    return f" with {', '.join(f'{name}={value!r}' for name, value in expected.items())}" if expected else ""
 
 
 def _short(value: object) -> str:

@@ -10,10 +10,9 @@ from typing import Any
 
 import kombu
 from django.core.serializers.json import DjangoJSONEncoder
-from django.db import router
 
 from exactly_once.process.clock import utcnow
-from exactly_once.testing.matching import IsMeant, Messages, with_values
+from exactly_once.testing.matching import Meant, Messages, on_topic
 from exactly_once.wire.envelope import JSON, Envelope
 from exactly_once.wire.identity import new_message_id
 from inbox.handlers.message import Message
@@ -149,7 +148,7 @@ def handled(what: What = None, *, using: str | None = None, **expected: Any) -> 
         LookupError: the function is not a handler.
         TypeError: a name is not an attribute of `ReceivedMessage`.
     """
-    return _MESSAGES.found(_MESSAGES.all(_database_of(using)), _is_meant(what), {"state": State.DONE.value, **expected})
+    return _MESSAGES.found(_meant(what), using, {"state": State.DONE.value, **expected})
 
 
 def dead(what: What = None, *, using: str | None = None, **expected: Any) -> list[ReceivedMessage]:
@@ -157,7 +156,7 @@ def dead(what: What = None, *, using: str | None = None, **expected: Any) -> lis
 
     Args, Raises: as for `handled`.
     """
-    return _MESSAGES.found(_MESSAGES.all(_database_of(using)), _is_meant(what), {"state": State.DEAD.value, **expected})
+    return _MESSAGES.found(_meant(what), using, {"state": State.DEAD.value, **expected})
 
 
 def assert_handled(what: What, *, count: int = 1, using: str | None = None, **expected: Any) -> ReceivedMessage:
@@ -176,14 +175,7 @@ def assert_handled(what: What, *, count: int = 1, using: str | None = None, **ex
     __tracebackhide__ = True
     if count < 1:
         raise ValueError(f"count is {count}: it must be 1 or more. For none, assert that handled() is empty.")
-    alias, expected = _database_of(using), {"state": State.DONE.value, **expected}
-    messages = _MESSAGES.all(alias)
-    found = _MESSAGES.found(messages, _is_meant(what), expected)
-    if len(found) != count:
-        values = {name: value for name, value in expected.items() if name != "state"}
-        said = f"{_number(len(found), 'message')} handled{_described(what, values)} on {alias!r}, {count} expected."
-        raise AssertionError(f"{said}\n{_MESSAGES.listed(messages, _is_meant(what), expected)}")
-    return found[0]
+    return _MESSAGES.counted(count, "handled", _meant(what), using, expected, state=State.DONE.value)[0]
 
 
 def assert_duplicate(what: What, *, count: int = 1, using: str | None = None, **expected: Any) -> ReceivedMessage:
@@ -201,18 +193,11 @@ def assert_duplicate(what: What, *, count: int = 1, using: str | None = None, **
     __tracebackhide__ = True
     if count < 1:
         raise ValueError(f"count is {count}: it must be 1 or more. For none, use assert_handled(..., duplicates=0).")
-    alias = _database_of(using)
-    messages = _MESSAGES.all(alias)
-    found = _MESSAGES.found(messages, _is_meant(what), expected)
-    if len(found) != 1:
-        said = f"{_number(len(found), 'message')} received{_described(what, expected)} on {alias!r}, 1 expected."
-        raise AssertionError(f"{said}\n{_MESSAGES.listed(messages, _is_meant(what), expected)}")
-    (message,) = found
+    meant = _meant(what)
+    (message,) = _MESSAGES.counted(1, "received", meant, using, expected)
     if message.duplicates != count:
-        raise AssertionError(
-            f"{_number(message.duplicates, 'duplicate')} suppressed{_described(what, expected)} on {alias!r}, {count} "
-            f"expected.\n{_MESSAGES.listed(messages, _is_meant(what), {**expected, 'duplicates': count})}"
-        )
+        what = "duplicate suppressed"
+        raise _MESSAGES.unexpected(message.duplicates, what, count, meant, using, expected, duplicates=count)
     return message
 
 
@@ -226,25 +211,8 @@ _MESSAGES = Messages(
 )
 
 
-def _database_of(using: str | None) -> str:
-    return using or router.db_for_write(InboxMessage)
-
-
-def _is_meant(what: What) -> IsMeant:
-    if what is None:
-        return lambda message: True
-    if isinstance(what, str):
-        return lambda message: message.topic == what
+def _meant(what: What) -> Meant:
+    if what is None or isinstance(what, str):
+        return on_topic(what)
     name = registered(what).name
-    return lambda message: message.handler == name
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count or 'No'} {what} was" if count in {0, 1} else f"{count} {what}s were"
-
-
-def _described(what: What, expected: Mapping[str, Any]) -> str:
-    where = ""
-    if what is not None:
-        where = f" on the topic {what!r}" if isinstance(what, str) else f" by {registered(what).name}"
-    return where + with_values(expected)
+    return Meant(lambda message: message.handler == name, f" by {name}")

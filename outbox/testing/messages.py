@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from exactly_once.testing.matching import IsMeant, Messages, with_values
+from exactly_once.testing.matching import Messages, on_topic
 from outbox.models import OutboxMessage
-from outbox.store.dialect import database_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ def published(topic: str | None = None, *, using: str | None = None, **expected:
     Raises:
         TypeError: a name is not an attribute of `CapturedMessage`.
     """
-    return _MESSAGES.found(_MESSAGES.all(database_of(using)), _is_of(topic), expected)
+    return _MESSAGES.found(on_topic(topic), using, expected)
 
 
 def assert_published(topic: str, *, count: int = 1, using: str | None = None, **expected: Any) -> CapturedMessage:
@@ -76,8 +75,7 @@ def assert_published(topic: str, *, count: int = 1, using: str | None = None, **
     __tracebackhide__ = True
     if count < 1:
         raise ValueError(f"count is {count}: use assert_nothing_published() for none.")
-    _assert_count(count, topic, using, expected)
-    return published(topic, using=using, **expected)[0]
+    return _MESSAGES.counted(count, "published", on_topic(topic), using, expected)[0]
 
 
 def assert_nothing_published(topic: str | None = None, *, using: str | None = None, **expected: Any) -> None:
@@ -91,30 +89,9 @@ def assert_nothing_published(topic: str | None = None, *, using: str | None = No
         TypeError: as `published`.
     """
     __tracebackhide__ = True
-    _assert_count(0, topic, using, expected)
+    _MESSAGES.counted(0, "published", on_topic(topic), using, expected)
 
 
 _MESSAGES = Messages(
     "outbox", CapturedMessage, OutboxMessage, due="available_at", words=("topic", "state"), values=("last_error",)
 )
-
-
-def _is_of(topic: str | None) -> IsMeant:
-    return lambda message: topic in {None, message.topic}
-
-
-def _assert_count(count: int, topic: str | None, using: str | None, expected: Mapping[str, Any]) -> None:
-    __tracebackhide__ = True
-    alias = database_of(using)
-    messages = _MESSAGES.all(alias)
-    found = len(_MESSAGES.found(messages, _is_of(topic), expected))
-    if found != count:
-        described = (f" on the topic {topic!r}" if topic else "") + with_values(expected)
-        raise AssertionError(
-            f"{found or 'No'} {_messages(found)} published{described} on {alias!r}, {count or 'none'} expected.\n"
-            f"{_MESSAGES.listed(messages, _is_of(topic), expected)}"
-        )
-
-
-def _messages(count: int) -> str:
-    return "message was" if count in {0, 1} else "messages were"
