@@ -35,7 +35,11 @@ def collect(join: Definition, message: Message) -> None:
         Reject: the run is over, and the join refuses late messages.
     """
     alias, run_id = join.using, message.biz_id
-    run = store.lock(alias, join.name, run_id) or _opened(join, message)
+    run = store.lock(alias, join.name, run_id)
+    if run is None:
+        left = join.deadline - store.age(alias, run_id, join.collectors)
+        # Another transaction may have opened it in between.
+        run = store.open_run(alias, join.name, run_id, left, message) or store.lock(alias, join.name, run_id)
     if run is None:
         _late(join, message, "its run is over and was purged")
         return
@@ -55,13 +59,6 @@ def collect(join: Definition, message: Message) -> None:
             _report_late(join, message, "an attempt of its run began without it")
     elif not join.missing(store.topics_of(alias, run)) and not store.make_due(alias, run):
         raise RetryLater(_RUNNING, f"another transaction is changing the run {run_id} of {join.name}")
-
-
-def _opened(join: Definition, first: Message) -> store.Locked | None:
-    """The run, opened by its first message, or by another transaction in between; None if its inbox row has had one."""
-    alias, run_id = join.using, first.biz_id
-    left = join.deadline - store.age(alias, run_id, join.collectors)
-    return store.open_run(alias, join.name, run_id, left, first) or store.lock(alias, join.name, run_id)
 
 
 def gather(join: Definition, given: Sequence[Message]) -> Join:

@@ -31,13 +31,13 @@ def complete(alias: str, pk: int, payloads: Mapping[str, Any], *, by: str) -> bo
         NotDecidable: the join does not wait for such a message.
     """
 
-    def decide(run: Run, locked: store.Locked) -> bool:
+    def decide(run: Run) -> bool:
         waits_for = missing(run)
         if unknown := sorted({*payloads} - {*waits_for}):
             raise NotDecidable(f"It does not wait for {', '.join(unknown)}. It waits for: {', '.join(waits_for) or 'nothing'}.")
         for topic, payload in payloads.items():
-            store.add_part(alias, locked, topic, payload, message_id=str(new_message_id()), entered_by=by[:NAME_LENGTH])
-        return bool({*waits_for} - {*payloads}) or _run_now(alias, locked, by)
+            store.add_part(alias, run, topic, payload, message_id=str(new_message_id()), entered_by=by[:NAME_LENGTH])
+        return bool({*waits_for} - {*payloads}) or _run_now(alias, run, by)
 
     return _decide(alias, pk, decide)
 
@@ -45,12 +45,12 @@ def complete(alias: str, pk: int, payloads: Mapping[str, Any], *, by: str) -> bo
 def extend(alias: str, pk: int, duration: timedelta, *, by: str) -> bool:
     """Wait for the missing messages until `duration` from now; a dead run is open again. False: its state does not allow it."""
 
-    def decide(run: Run, locked: store.Locked) -> bool:
-        if not _retry(alias, locked, f"deadline extended {by}", after=duration):
+    def decide(run: Run) -> bool:
+        if not _retry(alias, run, f"deadline extended {by}", after=duration):
             return False
-        _, deadline_at = store.times_of(alias, locked.row)
+        _, deadline_at = store.times_of(alias, run.row_id)
         Run.objects.using(alias).filter(pk=run.pk).update(deadline_at=deadline_at)
-        return bool(missing(run)) or _run_now(alias, locked, by)
+        return bool(missing(run)) or _run_now(alias, run, by)
 
     return _decide(alias, pk, decide)
 
@@ -58,19 +58,19 @@ def extend(alias: str, pk: int, duration: timedelta, *, by: str) -> bool:
 def start(alias: str, pk: int, *, by: str) -> bool:
     """Call the function with what has come, without the missing messages. False: its state does not allow it."""
 
-    def decide(run: Run, locked: store.Locked) -> bool:
+    def decide(run: Run) -> bool:
         Run.objects.using(alias).filter(pk=run.pk).update(started_by=by[:NAME_LENGTH])
-        return _retry(alias, locked, f"started without the missing messages {by[:NAME_LENGTH]}")
+        return _retry(alias, run, f"started without the missing messages {by[:NAME_LENGTH]}")
 
     return _decide(alias, pk, decide)
 
 
-def _run_now(alias: str, run: store.Locked, by: str) -> bool:
+def _run_now(alias: str, run: Run, by: str) -> bool:
     return _retry(alias, run, f"the missing messages were entered {by}")
 
 
-def _retry(alias: str, run: store.Locked, reason: str, *, after: timedelta = timedelta()) -> bool:
-    return not decisions.decide(alias, run.row, decisions.retrying(reason, after=after)).unchanged
+def _retry(alias: str, run: Run, reason: str, *, after: timedelta = timedelta()) -> bool:
+    return not decisions.decide(alias, run.row_id, decisions.retrying(reason, after=after)).unchanged
 
 
 def missing(run: Any) -> tuple[str, ...]:
@@ -80,11 +80,11 @@ def missing(run: Any) -> tuple[str, ...]:
     return tuple(topic for topic in join.all_of if topic not in come) if join else ()
 
 
-def _decide(alias: str, pk: int, decide: Callable[[Run, store.Locked], bool]) -> bool:
+def _decide(alias: str, pk: int, decide: Callable[[Run], bool]) -> bool:
     with decision_transaction(alias):
         run = Run.objects.using(alias).filter(pk=pk).first()
         locked = run and store.lock(alias, run.handler, run.run_id)
-        decided = bool(run and locked and store.state_of(alias, locked)[0] in RETRY.sources and decide(run, locked))
+        decided = bool(run and locked and store.state_of(alias, run)[0] in RETRY.sources and decide(run))
         if not decided:
             transaction.set_rollback(True, using=alias)
         return decided

@@ -14,11 +14,11 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import connections
-from django.db.models import Q, QuerySet
+from django.db.models import F, Q, QuerySet
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.days import LIVE
-from exactly_once.sql.now import DatabaseTime, now
+from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import JSON
 from exactly_once.wire.identity import new_message_id
 from inbox.contrib.joins.join import TOPIC
@@ -29,23 +29,11 @@ from inbox.receiving.reading import PARKED
 from inbox.states import DUE, State
 from inbox.store import receipts
 from inbox.store.arrivals import insert_one
-from inbox.store.dialect import BOUND, IS_OPEN, LONGEST_LOCK_WAIT, UNBOUND, as_bound
-from inbox.store.dialect import TABLE as MESSAGES
+from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, UNBOUND, as_bound
 from inbox.store.message_rows import NewRow
 
 _RUNS = Run._meta.db_table
-_DUE = f"{IS_OPEN} AND state IN ('received', 'retrying')"
-_WAITING = f"attempts = 0 AND {_DUE}"
-"""The row of a run that waits: for its parts, or to be run. A claim counts an attempt."""
 _MOST_NAMED = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Locked:
-    """A run that this transaction has locked, and its inbox row."""
-
-    pk: int
-    row: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,32 +52,28 @@ class Collected:
     parts: Sequence[Part]
 
 
-def lock(alias: str, handler: str, run_id: str) -> Locked | None:
-    """Lock a run; None if it does not exist.
+def lock(alias: str, handler: str, run_id: str) -> Run | None:
+    """Lock a run, of which at least the ids are read; None if it does not exist.
 
     Raises:
         django.db.OperationalError: another transaction holds the lock for too long. The inbox runs the message again.
     """
     connection = connections[alias]
-    found = f"SELECT id, row_id FROM {_RUNS} WHERE handler = %s AND run_id = %s"
-    with connection.cursor() as cursor:
-        if not is_postgresql(connection):
-            cursor.execute(found, [handler, run_id])
-            row = cursor.fetchone()
-            return Locked(*row) if row else None
-        # One round trip: bound the wait, lock, restore the transaction's own lock_timeout.
-        cursor.execute(
-            # FOR UPDATE would not do: it changes nothing, so a later REPEATABLE READ transaction would get no error.
-            f"{BOUND}, locked AS (UPDATE {_RUNS} r SET started_by = r.started_by FROM bound "
-            "WHERE r.handler = %s AND r.run_id = %s RETURNING r.id, r.row_id) "
-            f"SELECT locked.*, {UNBOUND} FROM bound LEFT JOIN locked ON true",
-            [as_bound(LONGEST_LOCK_WAIT), handler, run_id],
-        )
-        ((pk, row_id, _),) = cursor.fetchall()
-    return None if pk is None else Locked(pk, row_id)
+    if not is_postgresql(connection):
+        return Run.objects.using(alias).filter(handler=handler, run_id=run_id).first()
+    # One round trip: bound the wait, lock, restore the transaction's own lock_timeout.
+    ((pk, row_id, _),) = fetch(
+        connection,
+        # FOR UPDATE would not do: it changes nothing, so a later REPEATABLE READ transaction would get no error.
+        f"{BOUND}, locked AS (UPDATE {_RUNS} r SET started_by = r.started_by FROM bound "
+        "WHERE r.handler = %s AND r.run_id = %s RETURNING r.id, r.row_id) "
+        f"SELECT locked.*, {UNBOUND} FROM bound LEFT JOIN locked ON true",
+        [as_bound(LONGEST_LOCK_WAIT), handler, run_id],
+    )
+    return None if pk is None else Run(pk=pk, row_id=row_id)
 
 
-def open_run(alias: str, handler: str, run_id: str, deadline: timedelta, first: Message) -> Locked | None:
+def open_run(alias: str, handler: str, run_id: str, deadline: timedelta, first: Message) -> Run | None:
     """∅ → received, due at the deadline, for the run's inbox row; and the run. None: the row exists.
 
     Raises:
@@ -114,7 +98,7 @@ def open_run(alias: str, handler: str, run_id: str, deadline: timedelta, first: 
     opened_at, deadline_at = times_of(alias, inserted)
     run = Run(handler=handler, run_id=run_id, row_id=inserted, opened_at=opened_at, deadline_at=deadline_at)
     run.save(using=alias, force_insert=True)
-    return Locked(run.pk, inserted)
+    return run
 
 
 def times_of(alias: str, row: int) -> tuple[datetime, Any]:
@@ -122,50 +106,44 @@ def times_of(alias: str, row: int) -> tuple[datetime, Any]:
     return InboxMessage.objects.using(alias).values_list("received_at", "next_attempt_at").get(pk=row, day=LIVE)
 
 
-def add_part(alias: str, run: Locked, topic: str, payload: Any, **columns: Any) -> None:
+def add_part(alias: str, run: Run, topic: str, payload: Any, **columns: Any) -> None:
     """Add a message to its run, unless a message of this topic has come before."""
     part = Part(run_id=run.pk, topic=topic, body=json.dumps(payload).encode(), stored_at=DatabaseTime(), **columns)
     Part.objects.using(alias).bulk_create([part], ignore_conflicts=True)
 
 
-def topics_of(alias: str, run: Locked) -> set[str]:
+def topics_of(alias: str, run: Run) -> set[str]:
     return set(Part.objects.using(alias).filter(run_id=run.pk).values_list("topic", flat=True))
 
 
-def make_due(alias: str, run: Locked) -> bool:
+def make_due(alias: str, run: Run) -> bool:
     """received | retrying → the same, due now, because all messages of the run have come. False: it is not waiting, or locked.
 
-    It does not wait for the row, which a runner has locked while the function of the join runs.
+    It does not wait for the row, which a runner has locked while the function of the join runs. A claim counts an attempt.
     """
-    return _update_unlocked(alias, run, f"next_attempt_at = {now(connections[alias])}", _WAITING)
+    return bool(_unlocked(alias, run, attempts=0).update(next_attempt_at=DatabaseTime()))
 
 
-def hold_back(alias: str, run: Locked) -> bool:
+def hold_back(alias: str, run: Run) -> bool:
     """Lock the run's row, so that its next attempt begins after this transaction. False: an attempt is running now."""
     # An UPDATE, see `lock`.
-    return _update_unlocked(alias, run, "attempts = attempts", _DUE)
+    return bool(_unlocked(alias, run).update(attempts=F("attempts")))
 
 
-def _update_unlocked(alias: str, run: Locked, written: str, condition: str) -> bool:
-    """Update the run's row. False: it does not meet the condition, or another transaction has locked it."""
-    connection = connections[alias]
-    skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"UPDATE {MESSAGES} SET {written} "
-            f"WHERE {IS_OPEN} AND id = (SELECT id FROM {MESSAGES} WHERE id = %s AND {IS_OPEN} AND {condition} {skip_locked})",
-            [run.row],
-        )
-        return bool(cursor.rowcount)
+def _unlocked(alias: str, run: Run, **conditions: Any) -> QuerySet[InboxMessage]:
+    """The run's row if it is received or retrying, meets the conditions, and is not locked by another transaction."""
+    rows = InboxMessage.objects.using(alias).filter(pk=run.row_id, day=LIVE)
+    due = rows.filter(state__in=[State.RECEIVED, State.RETRYING], **conditions)
+    return rows.filter(pk__in=due.select_for_update(skip_locked=is_postgresql(connections[alias])).values("pk"))
 
 
-def state_of(alias: str, run: Locked) -> tuple[str, int]:
+def state_of(alias: str, run: Run) -> tuple[str, int]:
     """The state and the attempts of the run's inbox row."""
-    found = receipts.message(alias, run.row).values_list("state", "attempts").first()
+    found = receipts.message(alias, run.row_id).values_list("state", "attempts").first()
     return found or ("", 0)
 
 
-def may_lack_messages(alias: str, run: Locked) -> bool:
+def may_lack_messages(alias: str, run: Run) -> bool:
     """Do its attempts not wait for missing messages? The deadline has passed, or an operator has started it."""
     runs = Run.objects.using(alias).filter(pk=run.pk)
     return runs.filter(Q(deadline_at__lte=DatabaseTime()) | ~Q(started_by="")).exists()
