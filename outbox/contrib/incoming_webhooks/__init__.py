@@ -9,9 +9,8 @@ Nothing else in the outbox imports this package.
 """
 
 from outbox.contrib.incoming_webhooks.endpoint import Callback, header
-from outbox.contrib.incoming_webhooks.signals import conflicting_event
 from outbox.contrib.incoming_webhooks.signatures import GitHub, InvalidSignature, StandardWebhooks, Stripe
-from outbox.contrib.incoming_webhooks.views import WebhookView
+from outbox.contrib.incoming_webhooks.views import WebhookView, conflicting_event
 
 __all__ = [
     "Callback",

@@ -79,9 +79,10 @@ class Endpoint:
     using: str
 
     def __post_init__(self) -> None:
-        if not _is_topic(self.topic):
+        if not isinstance(self.topic, str) or not self.topic.strip() or why_no_topic(self.topic):
             self._refuse("topic", "it must be a topic that publish() accepts")
-        if not _is_function(self.verify):
+        # A class is callable, too: a verifier without its secret.
+        if not callable(self.verify) or isinstance(self.verify, type):
             self._refuse("verify", "it must be a verifier, such as Stripe(secret), or a function of the body and the headers")
         for name in ("biz_id", "correlate", "payload"):
             value = getattr(self, name)
@@ -107,12 +108,12 @@ class Endpoint:
         except (ValueError, RecursionError):
             raise Unreadable("the body is not JSON") from None
         callback = Callback(payload=payload, headers=headers)
-        correlation_id = None if self.correlate is None else self._value("correlate", callback)
-        return Event(
-            biz_id=_name("biz_id", self._value("biz_id", callback)),
-            correlation_id="" if correlation_id is None else _name("correlate", correlation_id),
-            payload=payload if self.payload is None else self._part(callback),
-        )
+        biz_id, correlation_id = _name("biz_id", self._value("biz_id", callback)), ""
+        if self.correlate is not None and (found := self._value("correlate", callback)) is not None:
+            correlation_id = _name("correlate", found)
+        if self.payload is not None and (payload := self._value("payload", callback)) is None:
+            raise Unreadable("payload finds nothing to publish")
+        return Event(biz_id=biz_id, correlation_id=correlation_id, payload=payload)
 
     def store(self, event: Event) -> tuple[PublishedMessage, bool]:
         """Publish the event in a transaction of its own, and return after its commit. A repeated event changes nothing.
@@ -132,11 +133,6 @@ class Endpoint:
                 raise Unreadable("its payload cannot be published") from None
             return published, not (published.created or has_payload(self.using, published.id, event.payload))
 
-    def _part(self, callback: Callback) -> Any:
-        if (part := self._value("payload", callback)) is None:
-            raise Unreadable("payload finds nothing to publish")
-        return part
-
     def _value(self, argument: str, callback: Callback) -> Any:
         read = getattr(self, argument)
         if isinstance(read, str):
@@ -145,15 +141,6 @@ class Endpoint:
             return read(callback)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise Unreadable(f"{argument} raised {type(error).__name__}") from None
-
-
-def _is_topic(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip()) and not why_no_topic(value)
-
-
-def _is_function(value: object) -> bool:
-    """A class is callable, too: a verifier without its secret."""
-    return callable(value) and not isinstance(value, type)
 
 
 def _at(payload: Any, path: str) -> Any:

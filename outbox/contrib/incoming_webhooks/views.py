@@ -6,11 +6,12 @@ Nothing is stored for a request that is answered otherwise. Neither a body nor a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
 from django.contrib.auth.decorators import login_not_required
 from django.db import transaction
+from django.dispatch import Signal
 from django.http import HttpRequest, HttpResponse, UnreadablePostError
 from django.http.response import HttpResponseBase
 from django.views.decorators.csrf import csrf_exempt
@@ -18,13 +19,17 @@ from django.views.generic import View
 
 from exactly_once.process.logs import escaping_logger
 from outbox.conf import outbox_options
-from outbox.contrib.incoming_webhooks.endpoint import Endpoint, Event, Read, Unreadable
-from outbox.contrib.incoming_webhooks.signals import conflicting_event
+from outbox.contrib.incoming_webhooks.endpoint import Endpoint, Read, Unreadable
 from outbox.contrib.incoming_webhooks.signatures import InvalidSignature, Verify
 from outbox.errors import PayloadTooLarge
 from outbox.store.dialect import database_of
 
 logger = escaping_logger(__name__)
+
+conflicting_event = Signal()
+"""An event has the id of an earlier one and different content. It was answered with 409 and not stored. Arguments: `topic`,
+`biz_id`, `message_id` of the earlier one. Sent after the transaction, with `send_robust`: an error in a receiver is logged. It
+is for metrics and alerts only: it is not guaranteed, so no effect may depend on it."""
 
 
 class WebhookView(View):
@@ -75,10 +80,7 @@ class WebhookView(View):
     def post(self, request: HttpRequest) -> HttpResponse:
         endpoint = self.endpoint
         try:
-            body = _read(request)
-            _require_signature(endpoint, body, request)
-            event = endpoint.read(body, request.headers)
-            return _stored(endpoint, event)
+            return _stored(endpoint, _read(request), request.headers)
         except PayloadTooLarge:
             return _refused(endpoint, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the body is too large")
         except InvalidSignature as error:
@@ -87,21 +89,21 @@ class WebhookView(View):
             return _refused(endpoint, HTTPStatus.BAD_REQUEST, str(error))
 
 
-def _stored(endpoint: Endpoint, event: Event) -> HttpResponse:
+def _stored(endpoint: Endpoint, body: bytes, headers: Mapping[str, str]) -> HttpResponse:
+    if endpoint.verify(body, headers) is not True:
+        raise InvalidSignature("verify did not return True")
+    event = endpoint.read(body, headers)
     message, conflicts = endpoint.store(event)
     if conflicts:
-        _report_conflict(endpoint.topic, event.biz_id, str(message.id))
+        logger.error(
+            "webhook: topic %s: refused the event %r with 409, because the message %s has the same event id and different "
+            "content; compare both at the provider",
+            *(endpoint.topic, event.biz_id, message.id),
+        )
+        given = {"topic": endpoint.topic, "biz_id": event.biz_id, "message_id": str(message.id)}
+        conflicting_event.send_robust(WebhookView, **given)
         return _answer(HTTPStatus.CONFLICT, "an earlier event has this id and different content")
     return _answer(HTTPStatus.OK, "stored" if message.created else "known")
-
-
-def _report_conflict(topic: str, biz_id: str, message_id: str) -> None:
-    logger.error(
-        "webhook: topic %s: refused the event %r with 409, because the message %s has the same event id and different content; "
-        "compare both at the provider",
-        *(topic, biz_id, message_id),
-    )
-    conflicting_event.send_robust(WebhookView, topic=topic, biz_id=biz_id, message_id=message_id)
 
 
 def _read(request: HttpRequest) -> bytes:
@@ -122,11 +124,6 @@ def _read(request: HttpRequest) -> bytes:
     if len(body) > limit:
         raise PayloadTooLarge
     return body
-
-
-def _require_signature(endpoint: Endpoint, body: bytes, request: HttpRequest) -> None:
-    if endpoint.verify(body, request.headers) is not True:
-        raise InvalidSignature("verify did not return True")
 
 
 def _refused(endpoint: Endpoint, status: HTTPStatus, reason: str, answer: str = "") -> HttpResponse:
