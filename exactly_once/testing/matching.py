@@ -52,9 +52,10 @@ class Messages(Generic[_Message]):
     """
 
     def __init__(
-        self, place: str, kind: type[Any], model: type[Model], *, due: str, words: Sequence[str], values: Sequence[str]
+        self, place: str, kind: type[_Message], model: type[Model], *, due: str, words: Sequence[str], values: Sequence[str]
     ) -> None:
-        self._place, self._kind, self._model, self._due = place, kind, model, due
+        self._kind: type[Any] = kind
+        self._place, self._model, self._due = place, model, due
         self._words, self._values = words, ("key", "headers", *values)
 
     def found(self, meant: Meant, using: str | None, expected: Mapping[str, Any]) -> list[_Message]:
