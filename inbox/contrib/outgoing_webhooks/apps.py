@@ -9,7 +9,6 @@ class OutgoingWebhooksConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from inbox.contrib.outgoing_webhooks import checks  # noqa: F401 - importing it registers the checks
         from inbox.contrib.outgoing_webhooks.fanning_out import handler_names
         from inbox.housekeeping import handlers_elsewhere
 

@@ -2,11 +2,17 @@
 
 A request is sent at least once. If the process dies between the answer and the commit of the row, it is sent again, with the
 same id and the same body.
+
+A request is signed by the Standard Webhooks specification with a symmetric secret (`v1`). The receiver verifies the id, the
+time and the body, as `outbox.contrib.incoming_webhooks.StandardWebhooks` does. The id is the same in every attempt, so the
+receiver deduplicates on it. The time is that of the attempt.
 """
 
+import base64
 import hashlib
+import hmac
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
 from functools import partial, update_wrapper
@@ -19,9 +25,8 @@ from inbox.conf import inbox_options
 from inbox.contrib.outgoing_webhooks import endpoints
 from inbox.contrib.outgoing_webhooks.addresses import networks, shown
 from inbox.contrib.outgoing_webhooks.fanning_out import handler_name
-from inbox.contrib.outgoing_webhooks.models import Endpoint, State
+from inbox.contrib.outgoing_webhooks.models import PREFIX, Endpoint, State
 from inbox.contrib.outgoing_webhooks.posting import SUCCESS, Answer, NoAnswer, post
-from inbox.contrib.outgoing_webhooks.signing import signed_headers
 from inbox.errors import Reject, RetryLater
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
@@ -60,15 +65,9 @@ def _deliver(alias: str, pk: int, message: Message) -> None:
     if endpoint.state != State.ACTIVE:
         raise RetryLater(_NOT_NOW, f"the endpoint {endpoint.name} is {endpoint.get_state_display().lower()}")
     body = json.dumps(message.payload, ensure_ascii=False, separators=(",", ":")).encode()
-    signature = signed_headers(_webhook_id(message), body, endpoints.secrets_of(endpoint), utcnow())
+    headers = {**_HEADERS, **_signature(_webhook_id(message), body, endpoints.secrets_of(endpoint))}
     try:
-        answer = post(
-            endpoint.url,
-            body,
-            {**_HEADERS, **signature},
-            timeout=_TIMEOUT,
-            private=networks(inbox_options().WEBHOOK_NETWORKS),
-        )
+        answer = post(endpoint.url, body, headers, timeout=_TIMEOUT, private=networks(inbox_options().WEBHOOK_NETWORKS))
     except NoAnswer as error:
         endpoints.failed(alias, endpoint, str(error))
         raise
@@ -83,6 +82,19 @@ def _webhook_id(message: Message) -> str:
     """
     found = uuid_in(message.id)
     return str(found) if found else hashlib.sha256(f"{message.topic}\n{message.biz_id}".encode()).hexdigest()
+
+
+def _signature(webhook_id: str, body: bytes, secrets: Sequence[str]) -> dict[str, str]:
+    """The headers `webhook-id`, `webhook-timestamp` and `webhook-signature`, which has a signature by each secret."""
+    timestamp = str(int(utcnow().timestamp()))
+    signed = b".".join([webhook_id.encode(), timestamp.encode(), body])
+    keys = [base64.b64decode(secret.removeprefix(PREFIX)) for secret in secrets]
+    signatures = [base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode() for key in keys]
+    return {
+        "webhook-id": webhook_id,
+        "webhook-timestamp": timestamp,
+        "webhook-signature": " ".join(f"v1,{signature}" for signature in signatures),
+    }
 
 
 def _settle(alias: str, endpoint: Endpoint, answer: Answer) -> None:

@@ -22,8 +22,7 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from inbox.conf import inbox_options
-from inbox.contrib.outgoing_webhooks.models import Endpoint, State
-from inbox.contrib.outgoing_webhooks.signing import new_secret
+from inbox.contrib.outgoing_webhooks.models import Endpoint, State, new_secret
 from inbox.store import due
 
 logger = escaping_logger(__name__)

@@ -13,8 +13,10 @@ from datetime import datetime
 from functools import partial, update_wrapper
 from typing import Any
 
+from django.apps import AppConfig
+from django.core.checks import CheckMessage, Error, register
 from django.core.serializers.json import DjangoJSONEncoder
-from django.db import router
+from django.db import connections, router
 
 from exactly_once.process.clock import utcnow
 from exactly_once.wire.envelope import JSON
@@ -65,13 +67,28 @@ def send_webhooks(*topics: str, payload: Payload | None = None, to: Wanted | Non
     for topic in topics:
         if registry.get(f"{_FAN_OUTS}{topic}"):
             raise ValueError(f"send_webhooks() was called for the topic {topic!r} before. Call it once for each topic.")
-        register = registering([topic], biz_id=None, name=f"{_FAN_OUTS}{topic}", using=alias)
-        register(update_wrapper(partial(_fan_out, payload, to, alias), _fan_out))
+        add = registering([topic], name=f"{_FAN_OUTS}{topic}", using=alias)
+        add(update_wrapper(partial(_fan_out, payload, to, alias), _fan_out))
 
 
 def fan_outs() -> list[Handler]:
     """The handlers that `send_webhooks` has registered."""
     return [handler for handler in registry.all() if handler.name.startswith(_FAN_OUTS)]
+
+
+@register()
+def check_tables(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """inbox_outgoing_webhooks.E001: webhooks on a database that has no table of endpoints."""
+    return [
+        Error(
+            f"send_webhooks({handler.topics[0]!r}) has using={handler.using!r}, but that database has no table of endpoints.",
+            hint="A message and its requests are stored in one transaction. Allow inbox_outgoing_webhooks to be migrated there "
+            "in the database routers, or set using= to another alias.",
+            id="inbox_outgoing_webhooks.E001",
+        )
+        for handler in fan_outs()
+        if handler.using not in connections or not router.allow_migrate_model(handler.using, Endpoint)
+    ]
 
 
 def aliases() -> list[str]:

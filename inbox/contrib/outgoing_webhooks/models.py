@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import secrets
 from typing import Any, ClassVar
 
 from django.core.exceptions import ValidationError
@@ -13,16 +15,22 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.sql.fields import NameField
 from exactly_once.wire.text import NAME_LENGTH, why_no_topic
 from inbox.contrib.outgoing_webhooks.addresses import why_no_url
-from inbox.contrib.outgoing_webhooks.signing import new_secret
 
 URL_LENGTH = 2000
 MAX_CONCURRENCY = 64
+PREFIX = "whsec_"
+"""Of secrets."""
+_SECRET_BYTES = 32
 
 
 class State(models.TextChoices):
     ACTIVE = "active", _("Active")
     PAUSED = "paused", _("Paused")
     DISABLED = "disabled", _("Disabled")
+
+
+def new_secret() -> str:
+    return PREFIX + base64.b64encode(secrets.token_bytes(_SECRET_BYTES)).decode()
 
 
 def valid_url(url: str) -> None:

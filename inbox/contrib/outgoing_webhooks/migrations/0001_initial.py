@@ -4,7 +4,6 @@ from django.db import migrations, models
 
 import exactly_once.sql.fields
 import inbox.contrib.outgoing_webhooks.models
-import inbox.contrib.outgoing_webhooks.signing
 from exactly_once.sql.labels import label_of
 
 
@@ -25,7 +24,7 @@ class Migration(migrations.Migration):
                 ('url', models.CharField(max_length=2000, validators=[inbox.contrib.outgoing_webhooks.models.valid_url], verbose_name='URL')),
                 ('topics', models.JSONField(blank=True, default=list, help_text='A list, ["shop.order.placed"]. [] means all.', validators=[inbox.contrib.outgoing_webhooks.models.valid_topics])),
                 ('concurrency', models.PositiveSmallIntegerField(default=2, help_text='The maximum number of requests at a time in one process.', validators=[django.core.validators.MinValueValidator(1), django.core.validators.MaxValueValidator(64)])),
-                ('secret', models.CharField(default=inbox.contrib.outgoing_webhooks.signing.new_secret, max_length=255)),
+                ('secret', models.CharField(default=inbox.contrib.outgoing_webhooks.models.new_secret, max_length=255)),
                 ('old_secret', models.CharField(blank=True, db_default='', default='', max_length=255)),
                 ('old_secret_until', models.DateTimeField(blank=True, null=True)),
                 ('state', models.CharField(choices=[('active', 'Active'), ('paused', 'Paused'), ('disabled', 'Disabled')], default='active', max_length=8)),
