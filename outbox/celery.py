@@ -39,15 +39,7 @@ from exactly_once.wire.text import fit
 logger = escaping_logger(__name__)
 
 LAYOUT_OPTIONS = frozenset(
-    {
-        "fanout_patterns",
-        "fanout_prefix",
-        "global_keyprefix",
-        "predefined_queues",
-        "priority_steps",
-        "queue_name_prefix",
-        "sep",
-    }
+    {"fanout_patterns", "fanout_prefix", "global_keyprefix", "predefined_queues", "priority_steps", "queue_name_prefix", "sep"}
 )
 """Those of `broker_transport_options` that determine the names of keys or queues on a broker other than RabbitMQ."""
 

@@ -108,7 +108,10 @@ class RowProducer(kombu.Producer):  # type: ignore[misc] # kombu exports none of
             properties=properties,
         )
         row = _row(body.encode() if isinstance(body, str) else bytes(body), wire, deliver_at, end)
-        _write(self._alias, row, _text(wire, row))
+        text = _text(wire, row)
+        # Celery accepts the same task id twice, so this does, too: the later row gets a new message id.
+        while writing.insert_formed(self._alias, row, text) is None:
+            row = row._replace(message_id=new_message_id())
         doorbell.ring_if_soon(self._alias, deliver_at)
 
     def _type_of(self, exchange: str, declare: Iterable[Any]) -> str:
@@ -179,9 +182,3 @@ def _text(wire: Wire, row: writing.NewRow) -> str:
             "anything else to the task as an argument."
         ) from error
     return text
-
-
-def _write(alias: str, row: writing.NewRow, wire: str) -> None:
-    # Celery accepts the same task id twice, so this does, too: the later row gets a new message id.
-    while writing.insert_formed(alias, row, wire) is None:
-        row = row._replace(message_id=new_message_id())

@@ -151,10 +151,6 @@ def encode_result(returned: object) -> str | None:
     return None if "\\u0000" in text else text
 
 
-def decode_result(text: str) -> Any:
-    return loads(text)
-
-
 def signature_to_resend(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
     """The signature of the running task, as Celery makes it for a retry, with the same representations for logs."""
     request = task.request

@@ -58,10 +58,7 @@ class _Writing:
             for alias in self._aliases:
                 if alias not in writers:
                     writers[alias] = minutes.writer(alias)
-                if ended:
-                    writers[alias].write()
-                else:
-                    writers[alias].write_if_due()
+                (writers[alias].write if ended else writers[alias].write_if_due)()
             connections.close_all()
 
 

@@ -21,12 +21,13 @@ from typing import Any, NoReturn
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import maybe_iso8601
 from django.db import connections, transaction
+from kombu.utils.json import loads
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.retry import Pause, RetryPolicy
 from exactly_once.wire.text import describe
-from inbox.celery.calls import NO_RESULT, Call, as_sent, decode_result, encode_result, read_call, signature_to_resend
+from inbox.celery.calls import NO_RESULT, Call, as_sent, encode_result, read_call, signature_to_resend
 from inbox.celery.sending import send
 from inbox.conf import InboxOptions, inbox_options
 from inbox.errors import NotRun, TransactionEnded
@@ -249,7 +250,7 @@ def _earlier_result(call: Call, received: Outcome) -> object:
             "it is not called: it was not JSON, or is older than INBOX['KEEP_HISTORY']. Return JSON from tasks that others "
             "wait for."
         )
-    return None if earlier.result is None else decode_result(earlier.result)
+    return None if earlier.result is None else loads(earlier.result)
 
 
 def _defer(call: Call, first: timedelta, why: str) -> NoReturn:
@@ -261,11 +262,13 @@ def _defer(call: Call, first: timedelta, why: str) -> NoReturn:
     if call.eager:
         raise NotRun(f"{call.handler.name} was not run: {why}.")
     try:
-        signature, deferrals = _copy(call)
+        signature = signature_to_resend(call.task, *call.arguments())
+        headers = signature.options.get("headers") or {}
+        deferrals = headers[_DEFERRALS] + 1 if isinstance(headers.get(_DEFERRALS), int) else 1
         delay = RetryPolicy(max_attempts=1, base=first, factor=2.0, cap=_LONGEST_DEFERRAL).delay(deferrals)
         # On quorum queues Celery delays by whole seconds, at least one.
         countdown = math.ceil(delay.total_seconds())
-        send(call.task.app, signature.set(countdown=countdown))
+        send(call.task.app, signature.set(headers={**headers, _DEFERRALS: deferrals}, countdown=countdown))
     except Exception as error:
         # The broker redelivers it at once.
         time.sleep(_requeue_pause.next_seconds())
@@ -273,12 +276,3 @@ def _defer(call: Call, first: timedelta, why: str) -> NoReturn:
     _requeue_pause.reset()
     logger.info("%s: task %s is sent again with a countdown of %d s: %s.", call.handler.name, call.message.id, countdown, why)
     raise Ignore(why)
-
-
-def _copy(call: Call) -> tuple[Any, int]:
-    """The signature of this delivery, and how often it has been deferred, including now."""
-    signature = signature_to_resend(call.task, *call.arguments())
-    headers = signature.options.get("headers") or {}
-    before = headers.get(_DEFERRALS)
-    deferrals = before + 1 if isinstance(before, int) else 1
-    return signature.set(headers={**headers, _DEFERRALS: deferrals}), deferrals
