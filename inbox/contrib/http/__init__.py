@@ -16,10 +16,8 @@ from __future__ import annotations
 import re
 
 from inbox.handlers.decorator import registering
-from inbox.handlers.handler import Handler
 from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import Ordered, Retry, StartFrom
-from inbox.handlers.registry import registry
 
 __all__ = ["subscribe"]
 
@@ -67,12 +65,6 @@ def subscribe(
         ordered=ordered,
         pulled=True,
     )(_of_clients)
-
-
-def subscription(name: str) -> Handler | None:
-    """The subscription with this name."""
-    handler = registry.get(name)
-    return handler if handler is not None and handler.pulled else None
 
 
 def _of_clients(message: Message) -> None:

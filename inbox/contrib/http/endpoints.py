@@ -16,16 +16,15 @@ from exactly_once.console.http.frame import MAX_MESSAGES, Api, Body, Count, Seco
 from exactly_once.console.http.problems import Problem, unavailable
 from exactly_once.wire.text import ERROR_LENGTH
 from inbox.conf import inbox_options
-from inbox.contrib.http import queries, subscription
+from inbox.contrib.http import queries
 from inbox.contrib.http.waiting import places_for, until_found
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
+from inbox.handlers.registry import registry
 from inbox.transactions.running import DatabaseUnavailable
 
 _BODY_LIMIT_BYTES = 1024 * 1024
 """Of requests, which contain no messages."""
-
-
 _LONGEST_LEASE = timedelta(hours=12)
 _MAX_WAIT_SECONDS = 30
 
@@ -156,7 +155,8 @@ def release(request: HttpRequest, name: str, given: Release) -> SettledLeases:
 
 def _subscription(request: HttpRequest, name: str) -> Handler:
     require(request, "read", name)
-    if (handler := subscription(name)) is None:
+    handler = registry.get(name)
+    if handler is None or not handler.pulled:
         raise Problem(
             HTTPStatus.NOT_FOUND, f"There is no subscription {name}: the handlers.py of an installed app must call subscribe()."
         )
