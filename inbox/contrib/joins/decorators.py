@@ -72,16 +72,8 @@ def joined_handler(
         refuse_not_callable(function, "join")
         named = kept or name_of(function, "handler")
         join = Definition(name=named, using=database_of(using), topics=topics, deadline=deadline, on_missing=on_missing)
-        _register(
-            join,
-            function,
-            correlate,
-            publishes=published,
-            timeout=timeout,
-            retry=retry,
-            rate_limit=rate_limit,
-            concurrency=concurrency,
-        )
+        limits = {"timeout": timeout, "rate_limit": rate_limit, "concurrency": concurrency}
+        _register(join, function, correlate, publishes=published, retry=retry, **limits)
         return function
 
     return decorate
@@ -134,7 +126,7 @@ def correlated(
             on_missing="dead" if on_timeout is None else "call",
             refuses_late=True,
         )
-        _register(join, _answering(request, answer, function, on_timeout), _correlation_id, retry=retry)
+        _register(join, _answering(request, answer, function, on_timeout), lambda message: message.correlation_id, retry=retry)
         return function
 
     return decorate
@@ -162,10 +154,6 @@ def _of_messages(join: Definition, function: Callable[[Join], Any]) -> Callable[
         return result
 
     return update_wrapper(run_async if inspect.iscoroutinefunction(function) else run, function)
-
-
-def _correlation_id(message: Message) -> str:
-    return message.correlation_id
 
 
 def _answering(

@@ -18,7 +18,6 @@ from exactly_once.console.admin.actions import Action, ActionForm, NeededReasonF
 from exactly_once.console.admin.pages import computed, instant, shown, text
 from exactly_once.console.display import NOTHING, Tone, age, badge, folded, headline, identifier, labelled, number, stacked
 from exactly_once.console.operators.actions import each
-from exactly_once.upkeep.operation_rows import Given
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.contrib.outgoing_webhooks import endpoints
 from inbox.contrib.outgoing_webhooks.addresses import shown as masked
@@ -70,16 +69,11 @@ def changes(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in ("url", "topics", "concurrency") if given.get(name) is not None and given[name] != ""}
 
 
-def _add(alias: str, pk: Any, given: Given) -> bool:
-    Endpoint(**given.values).save(using=alias, force_insert=True)
-    return True
-
-
 ADD = Action(
     name="add",
     label=_("Add an endpoint"),
     done=_("added"),
-    perform=each(Endpoint, _add),
+    perform=each(Endpoint, lambda alias, pk, given: Endpoint.objects.using(alias).create(**given.values)),
     question=_("Add an endpoint?"),
     button=_("Add the endpoint"),
     form=AddForm,
