@@ -5,16 +5,7 @@ from exactly_once.testing import fixtures
 globals().update(
     fixtures(
         "inbox",
-        "assert_duplicate",
-        "assert_effect_once",
-        "assert_handled",
-        "dead",
-        "deliver",
-        "drain",
-        "handled",
-        "make_message",
-        "redeliver",
-        "run_handler",
-        "travel",
+        *("assert_duplicate", "assert_effect_once", "assert_handled", "dead", "deliver", "drain", "handled", "make_message"),
+        *("redeliver", "run_handler", "travel"),
     )
 )

@@ -6,18 +6,18 @@ moves the instants into the past instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 from django.core import mail
 from django.db import OperationalError, connections, models, router, transaction
-from django.db.models import F, Model, QuerySet
+from django.db.models import F, QuerySet
 
 from exactly_once.models import Process
 from exactly_once.sql.connections import execute, lock_timeout
 from exactly_once.sql.faults import is_collision
-from exactly_once.sql.schema import our_apps
+from exactly_once.sql.schema import our_models
 
 _TRIES = 20
 _LONGEST_WAIT = timedelta(seconds=2)
@@ -44,7 +44,7 @@ def travel(time: timedelta, *, using: str | None = None) -> None:
     if time <= timedelta():
         raise ValueError(f"travel() was given {time!r}: it must be more than zero.")
     alias = using or router.db_for_write(Process)
-    for model in _models(alias):
+    for model in our_models(alias):
         instants = [field.name for field in model._meta.local_fields if isinstance(field, models.DateTimeField)]
         if instants:
             objects = model._base_manager.using(alias)  # noqa: SLF001 - documented, and never filtered
@@ -71,12 +71,6 @@ def update_beside(rows: QuerySet[Any], values: Mapping[str, Any]) -> int:
             number += 1
             if number == _TRIES or not is_collision(error):
                 raise
-
-
-def _models(using: str) -> Iterator[type[Model]]:
-    for model in (model for app in our_apps() for model in app.get_models()):
-        if not model._meta.proxy and router.allow_migrate_model(using, model):
-            yield model
 
 
 def require_tests(function: str) -> None:
