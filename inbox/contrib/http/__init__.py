@@ -55,16 +55,10 @@ def subscribe(
         raise ValueError(
             f"The name {name!r} cannot be part of a URL: set name= to letters, digits, dots, hyphens, underscores and tildes."
         )
-    registering(
-        [topic],
-        biz_id=biz_id,
-        name=name,
-        using=using,
-        retry=retry,
-        start_from=start_from,
-        ordered=ordered,
-        pulled=True,
-    )(_of_clients)
+    register = registering(
+        [topic], biz_id=biz_id, name=name, using=using, retry=retry, start_from=start_from, ordered=ordered, pulled=True
+    )
+    register(_of_clients)
 
 
 def _of_clients(message: Message) -> None:

@@ -22,14 +22,7 @@ from exactly_once.wire.context import OUTER_CORRELATION, Cause, caused_by, curre
 from inbox.contrib.joins.collecting import collect, finish, gather
 from inbox.contrib.joins.join import TOPIC, Definition, Join
 from inbox.errors import Reject
-from inbox.handlers.decorator import (
-    Function,
-    database_of,
-    kept_name,
-    refuse_not_callable,
-    registering,
-    require_topics,
-)
+from inbox.handlers.decorator import Function, database_of, kept_name, refuse_not_callable, registering, require_topics
 from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import Retry, require_duration
 
