@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inbox.contrib.joins.join import Join
+from inbox.contrib.joins import Join
 from inbox.handlers.registry import registry
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, deliver

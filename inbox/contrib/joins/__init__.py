@@ -15,11 +15,13 @@ An optional app: add "inbox.contrib.joins" to INSTALLED_APPS.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from inbox.contrib import looked_up
-from inbox.contrib.joins.join import Join
+from inbox.handlers.message import Message
 
 if TYPE_CHECKING:
     from inbox.contrib.joins.decorators import correlated, joined_handler
@@ -27,3 +29,26 @@ if TYPE_CHECKING:
 __all__ = ["Join", "correlated", "joined_handler"]
 
 __getattr__ = partial(looked_up, __name__, dict.fromkeys(("correlated", "joined_handler"), "decorators"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """The messages of one run.
+
+    Attributes:
+        id: the same in every attempt; use it as the idempotency key of calls to other services.
+        run_id: what the messages have in common.
+        messages: by topic, in the order of `all_of`, those that have come.
+        missing: the topics whose messages have not come, if an operator or `on_missing="call"` starts the run without them.
+        attempt: the number of this attempt, counted from 1.
+    """
+
+    id: str
+    run_id: str
+    messages: Mapping[str, Message]
+    missing: tuple[str, ...] = ()
+    attempt: int = 1
+
+    def __getitem__(self, topic: str) -> Message:
+        """The message of a topic; raises KeyError if it has not come."""
+        return self.messages[topic]

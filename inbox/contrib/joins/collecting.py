@@ -5,16 +5,19 @@ message is a part of its run if and only if it is handled. The run id is its biz
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
 
 from exactly_once.process.logs import escaping_logger
 from inbox.conf import inbox_options
-from inbox.contrib.joins import store
-from inbox.contrib.joins.join import TOPIC, Definition, Join
+from inbox.contrib.joins import Join, store
 from inbox.contrib.joins.models import Part
+from inbox.contrib.joins.store import TOPIC
 from inbox.errors import Reject, RetryLater
 from inbox.handlers.message import Message
+from inbox.handlers.options import require_duration
 from inbox.states import DUE, State
 
 logger = escaping_logger(__name__)
@@ -25,6 +28,49 @@ _EARLY = timedelta(minutes=1)
 _LONGEST_OVERTIME = timedelta(hours=1)
 _SAME = ("key", "correlation_id", "causation_id", "created_at")
 """The columns of a part that are attributes of its message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Definition:
+    """What a join waits for.
+
+    Attributes:
+        name: of its handler.
+        using: the database alias of its runs.
+        topics: all of these.
+        deadline: after the first arrival of a message of the run.
+        on_missing: what happens then.
+        refuses_late: a message that comes when the run is over is a dead letter. Otherwise it is stored with the run.
+
+    Raises:
+        TypeError: the deadline is not a timedelta.
+        ValueError: a value is out of range.
+    """
+
+    name: str
+    using: str
+    topics: tuple[str, ...]
+    deadline: timedelta
+    on_missing: Literal["dead", "call"]
+    refuses_late: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.topics or len({*self.topics}) < len(self.topics):
+            raise ValueError(f"all_of is {[*self.topics]}: a run has one message of each topic, so each may be listed once.")
+        if TOPIC in self.topics:
+            raise ValueError(f"all_of contains {TOPIC!r}, which is the topic of the runs themselves.")
+        require_duration("deadline", self.deadline)
+        if self.on_missing not in {"dead", "call"}:
+            raise ValueError(f"on_missing is {self.on_missing!r}: it must be 'dead' or 'call'.")
+
+    def missing(self, topics: Collection[str]) -> tuple[str, ...]:
+        """Those of its topics that are not in `topics`."""
+        return tuple(topic for topic in self.topics if topic not in topics)
+
+    @property
+    def collectors(self) -> dict[str, str]:
+        """Its topics by the handlers that collect them."""
+        return {f"{self.name}/{topic}": topic for topic in self.topics}
 
 
 def collect(join: Definition, message: Message) -> None:

@@ -19,8 +19,9 @@ from asgiref.sync import sync_to_async
 
 from exactly_once.sql.labels import name_of
 from exactly_once.wire.context import OUTER_CORRELATION, Cause, caused_by, current_cause
-from inbox.contrib.joins.collecting import collect, finish, gather
-from inbox.contrib.joins.join import TOPIC, Definition, Join
+from inbox.contrib.joins import Join
+from inbox.contrib.joins.collecting import Definition, collect, finish, gather
+from inbox.contrib.joins.store import TOPIC
 from inbox.errors import Reject
 from inbox.handlers.decorator import Function, database_of, kept_name, refuse_not_callable, registering, require_topics
 from inbox.handlers.message import BizId, Message

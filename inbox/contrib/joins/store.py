@@ -21,7 +21,6 @@ from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import JSON
 from exactly_once.wire.identity import new_message_id
-from inbox.contrib.joins.join import TOPIC
 from inbox.contrib.joins.models import Part, Run
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage, Receipt
@@ -32,6 +31,8 @@ from inbox.store.arrivals import insert_one
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, UNBOUND, as_bound
 from inbox.store.message_rows import NewRow
 
+TOPIC = "inbox.join"
+"""The topic in the inbox rows of runs. No message is delivered for it."""
 _RUNS = Run._meta.db_table
 _MOST_NAMED = 5
 

@@ -17,8 +17,8 @@ from exactly_once.console.operators.dead_letters import Refused
 from exactly_once.console.operators.dead_letters import read as read_dead_letter
 from exactly_once.models import AuditEntry
 from inbox.contrib.joins import deciding, store
-from inbox.contrib.joins.join import TOPIC
 from inbox.contrib.joins.models import Part, Run
+from inbox.contrib.joins.store import TOPIC
 from inbox.errors import NotCallable, NotEditable
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
