@@ -100,13 +100,14 @@ class Failures:
             raise first
 
     def _run(self, handler: Handler, messages: tuple[Message, ...], call: Callable[[], object]) -> object:
+        raised = None
         try:
-            result = call()
+            return call()
         except BaseException as error:
-            self._raised |= {(handler.name, message.id): error for message in messages}
+            raised = error
             raise
-        self._raised |= {(handler.name, message.id): None for message in messages}
-        return result
+        finally:
+            self._raised |= {(handler.name, message.id): raised for message in messages}
 
     def _failure(self, row: InboxMessage) -> BaseException | None:
         error = self._raised.get((row.handler, row.message_id))

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 from django.http import HttpRequest
 from pydantic import BaseModel, FailFast, Field
 
-from exactly_once.conf.http_options import HttpOptions
 from exactly_once.console.http.frame import MAX_MESSAGES, Api, Body, Count, Seconds, answers, client_of, require
 from exactly_once.console.http.problems import Problem, unavailable
 from exactly_once.wire.text import ERROR_LENGTH
@@ -99,15 +98,11 @@ class SettledLeases(BaseModel):
     )
 
 
-def _options() -> HttpOptions:
-    return inbox_options().http
-
-
 api = Api(
     name="inbox_http",
     title="Inbox",
     description="Read the messages of a subscription, each under a lease, and acknowledge them.",
-    options=_options,
+    options=lambda: inbox_options().http,
     body_limit=lambda: _BODY_LIMIT_BYTES,
     answered={DatabaseUnavailable: unavailable},
 )
@@ -125,7 +120,7 @@ async def read(request: HttpRequest, name: str, how: Reading) -> LeasedMessages:
         wait=timedelta(seconds=how.wait_seconds),
         longest_pause=options.POLL_INTERVAL,
         client=client_of(request).name,
-        places=places_for(request, _options()),
+        places=places_for(request, options.http),
     )
     return LeasedMessages(messages=[LeasedMessage.of(*each) for each in leased])
 

@@ -52,24 +52,12 @@ def store_external(
         seconds = until.total_seconds()
         pk = insert_one(alias, row, State.RUNNING, duplicate_timeout, due_after=seconds, attempts=attempts)
         if pk is not None and duplicate is not None:
-            counts = _counted(duplicate, row if conflicting else None)
+            counts: dict[str, Any] = {"duplicates": 1, **({COUNTED_AS[duplicate]: 1} if duplicate in COUNTED_AS else {})}
+            if conflicting:
+                counts |= {"conflicts": 1, "conflicting_id": row.message_id, "conflicting_body": row.body}
+                counts |= {"conflicting_at": DatabaseTime(), "conflicting_attributes": json.loads(attributes_of(row))}
             InboxMessage.objects.using(alias).filter(pk=pk, day=LIVE).update(**counts, stopping=stopping)
     return pk is not None
-
-
-def _counted(cause: DuplicateCause, conflicting: NewRow | None) -> dict[str, Any]:
-    """The columns of a new row that has one duplicate, whose content may be another."""
-    counts: dict[str, Any] = {"duplicates": 1, **({COUNTED_AS[cause]: 1} if cause in COUNTED_AS else {})}
-    if conflicting is None:
-        return counts
-    return {
-        **counts,
-        "conflicts": 1,
-        "conflicting_id": conflicting.message_id,
-        "conflicting_body": conflicting.body,
-        "conflicting_at": DatabaseTime(),
-        "conflicting_attributes": json.loads(attributes_of(conflicting)),
-    }
 
 
 def defer_to_lease_end(alias: str, claimed: InboxMessage, until: timedelta) -> None:
