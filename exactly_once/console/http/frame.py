@@ -74,7 +74,8 @@ def require(request: HttpRequest, action: str, name: str) -> Client:
     """
     client = client_of(request)
     if not client.may(name, action):
-        raise problems.forbidden(f"{action}:{name}")
+        scope, headers = f"{action}:{name}", {"WWW-Authenticate": 'Bearer error="insufficient_scope"'}
+        raise Problem(HTTPStatus.FORBIDDEN, f"The token does not have the scope {scope}.", headers=headers, scope=scope)
     return client
 
 

@@ -69,15 +69,6 @@ def with_status(status: HTTPStatus) -> Callable[[HttpRequest, Exception], HttpRe
     return lambda request, error: Problem(status, str(error)).response
 
 
-def forbidden(scope: str) -> Problem:
-    return Problem(
-        HTTPStatus.FORBIDDEN,
-        f"The token does not have the scope {scope}.",
-        headers={"WWW-Authenticate": 'Bearer error="insufficient_scope"'},
-        scope=scope,
-    )
-
-
 def as_problem(response: HttpResponseBase) -> HttpResponseBase:
     """An error that is not a problem yet, such as that of a wrong method, as one."""
     if response.status_code < HTTPStatus.BAD_REQUEST or response.headers.get("Content-Type") == CONTENT_TYPE:

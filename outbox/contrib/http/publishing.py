@@ -62,15 +62,11 @@ def publish_all(messages: Sequence[NewMessage], alias: str) -> list[PublishedMes
         published = publish_many([message.draft for message in messages], using=alias)
         for index, (found, message) in enumerate(zip(published, messages, strict=True)):
             if not found.created and not has_payload(alias, found.id, message.payload):
-                raise _conflict(found, index)
+                raise Problem(
+                    HTTPStatus.CONFLICT,
+                    f"The message {found.id} has the topic {found.topic} and the biz-id {found.biz_id}, and another payload. "
+                    "Nothing was published. Use another biz-id for another fact.",
+                    id=str(found.id),
+                    index=index,
+                )
     return published
-
-
-def _conflict(earlier: PublishedMessage, index: int) -> Problem:
-    return Problem(
-        HTTPStatus.CONFLICT,
-        f"The message {earlier.id} has the topic {earlier.topic} and the biz-id {earlier.biz_id}, and another payload. Nothing "
-        "was published. Use another biz-id for another fact.",
-        id=str(earlier.id),
-        index=index,
-    )
