@@ -24,7 +24,7 @@ _TRANSLATED = IPv6Network("::ffff:0:0:0/96")
 _LOCAL = [IPv6Network("fec0::/10"), IPv6Network("64:ff9b:1::/48")]
 """Site-local addresses (RFC 3879) and those of a network's own NAT64 (RFC 8215), which Python 3.11 calls global."""
 _LAST_32_BITS = 0xFFFFFFFF
-_LONGEST_URL = 2000
+LONGEST_URL = 2000
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -37,7 +37,7 @@ def why_no_url(url: str) -> str | None:
         return gettext("It is not a URL.")
     if parts.scheme not in _PORTS or not parts.hostname:
         return gettext("It must be a URL like https://example.com/webhooks.")
-    if not url.isascii() or " " in url or why_unfit(url, limit=_LONGEST_URL):
+    if not url.isascii() or " " in url or why_unfit(url, limit=LONGEST_URL):
         return gettext(
             "It must have ASCII characters only, without spaces. Write others percent-encoded, and the host in Punycode."
         )

@@ -14,9 +14,8 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.sql.fields import NameField
 from exactly_once.wire.text import NAME_LENGTH, why_no_topic
-from inbox.contrib.outgoing_webhooks.addresses import why_no_url
+from inbox.contrib.outgoing_webhooks.addresses import LONGEST_URL, why_no_url
 
-URL_LENGTH = 2000
 MAX_CONCURRENCY = 64
 PREFIX = "whsec_"
 """Of secrets."""
@@ -57,7 +56,7 @@ class Endpoint(models.Model):
         validators=[RegexValidator(r"\A[a-z0-9][a-z0-9._-]*\Z", _("Use lower-case letters, digits, '.', '_' and '-'."))],
         help_text=_("It cannot be changed later."),
     )
-    url = models.CharField("URL", max_length=URL_LENGTH, validators=[valid_url])
+    url = models.CharField("URL", max_length=LONGEST_URL, validators=[valid_url])
     topics = models.JSONField(
         default=list, blank=True, validators=[valid_topics], help_text=_('A list, ["shop.order.placed"]. [] means all.')
     )
