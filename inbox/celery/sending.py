@@ -7,6 +7,7 @@ channel, whose first confirm is that of the task, and the confirm has a deadline
 Other brokers have no confirms: there a task is sent when the transport's method returns.
 """
 
+from contextlib import suppress
 from typing import Any
 
 from kombu.exceptions import OperationalError
@@ -84,10 +85,8 @@ class _Confirm:
             left = deadline - monotonic()
             if left <= 0:
                 raise NotConfirmed(f"the broker did not confirm it within {_CONFIRM_SECONDS:.0f} s")
-            try:
+            with suppress(TimeoutError):
                 connection.drain_events(timeout=left)
-            except TimeoutError:
-                continue
         if self._answer:
             raise NotConfirmed(self._answer)
 
