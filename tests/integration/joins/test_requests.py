@@ -233,7 +233,7 @@ class TestTimeout:
         run_to_the_end()
         assert effects() == []
         with transaction.atomic():
-            retry("default", store.lock("default", NAME, "chain-1").row)
+            retry("default", store.lock("default", NAME, "chain-1").row_id)
         drain()
         assert effects() == [("payment-1", "paid")]
 
