@@ -79,10 +79,9 @@ class Endpoint:
     using: str
 
     def __post_init__(self) -> None:
-        if not isinstance(self.topic, str) or not self.topic.strip() or why_no_topic(self.topic):
+        if not _is_topic(self.topic):
             self._refuse("topic", "it must be a topic that publish() accepts")
-        # A class is callable, too: a verifier without its secret.
-        if not callable(self.verify) or isinstance(self.verify, type):
+        if not _is_function(self.verify):
             self._refuse("verify", "it must be a verifier, such as Stripe(secret), or a function of the body and the headers")
         for name in ("biz_id", "correlate", "payload"):
             value = getattr(self, name)
@@ -141,6 +140,15 @@ class Endpoint:
             return read(callback)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise Unreadable(f"{argument} raised {type(error).__name__}") from None
+
+
+def _is_topic(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip()) and not why_no_topic(value)
+
+
+def _is_function(value: object) -> bool:
+    """A class is callable, too: a verifier without its secret."""
+    return callable(value) and not isinstance(value, type)
 
 
 def _at(payload: Any, path: str) -> Any:
