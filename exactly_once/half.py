@@ -1,10 +1,14 @@
-"""A half of the product, the outbox or the inbox, as one value: what upkeep and console ask of it.
+"""A half of the product, the outbox or the inbox, as one value: what upkeep and console ask of it; and its label.
 
 An app names its half when Django is ready:
 
     register("outbox", "outbox.half.OUTBOX")
 
 It is imported by the first who asks, and so are the parts of it that only pages or commands need.
+
+A project that has another app with the label "outbox" installs a subclass of `outbox.apps.OutboxConfig` with its own `label`.
+Django derives from it the names of tables, permissions, URLs of the admin and migrations. The package keeps its name, so both
+apps name themselves and each other by package, and convert it to the label where Django asks for one.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
+from django.apps import apps
 from django.db.models import QuerySet
 from django.utils.module_loading import import_string
 
@@ -158,3 +163,29 @@ def half_of(app: str) -> Half | None:
 def required(app: str) -> Half:
     """The half of this app, which is registered."""
     return cast("Half", import_string(_names[app]))
+
+
+def label_of(app: str) -> str:
+    """The label of an installed app.
+
+    Args:
+        app: its package, "outbox" or "inbox". A label, or a package that is not installed, is returned as it is.
+    """
+    return next((config.label for config in apps.get_app_configs() if config.name == app), app)
+
+
+def package_of(model: Any) -> str:
+    """The half that a model belongs to, "outbox" or "inbox", also for the models of its optional packages."""
+    return str(model._meta.app_config.name.partition(".")[0])
+
+
+def name_of(function: Callable[..., Any], kind: str) -> str:
+    """The default name of a callback or a handler: the label of its app, and its own name.
+
+    Raises:
+        ValueError: it has no name.
+    """
+    if not hasattr(function, "__name__"):
+        raise ValueError(f"{function!r} has no __name__, which is the default name of its {kind}: set name=.")
+    config = apps.get_containing_app_config(function.__module__)
+    return f"{config.label if config else function.__module__}.{function.__name__}"

@@ -19,10 +19,9 @@ from django.db.models import Model, Q, QuerySet
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import LIVE, last_day
-from exactly_once.sql.finding import days_by
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.upkeep.day_keeper import DayKeeper
-from exactly_once.upkeep.history import History
+from exactly_once.sql.partitions import days_by
+from exactly_once.upkeep.history import DayKeeper, History
 from exactly_once.upkeep.housekeeping import CHUNK, Housekeeping
 from exactly_once.upkeep.loop_leases import TableLease
 from exactly_once.upkeep.minutes import database_time

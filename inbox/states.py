@@ -1,4 +1,4 @@
-"""The states of a message in one handler and all transitions between them, each declared once, as data.
+"""The states of a message in one handler, all transitions between them, each declared once, and the outcomes of deliveries.
 
 The statements of the store, the decisions of operators and the table of states in the documentation use these declarations, so
 a transition writes the same columns in all of them. The guard of each is in the statement that makes it. Failures and attempts
@@ -6,6 +6,7 @@ write further columns.
 """
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 from django.db.models import F, TextChoices
@@ -174,3 +175,19 @@ SKIP = Transition(
 
 TRANSITIONS = tuple(each for each in vars().values() if isinstance(each, Transition))
 """All of them, in the order of their declarations."""
+
+
+class Outcome(Enum):
+    """The outcome of a delivery. All but DEFERRED and UNSTORED are acknowledged."""
+
+    HANDLED = "handled"
+    DUPLICATE = "duplicate"
+    STORED = "stored"
+    """Its attempt failed, or it takes the careful path; it is stored in the database."""
+    DEAD = "dead"
+    SHED = "shed"
+    """Dropped under load: stored, not handled."""
+    DEFERRED = "deferred"
+    """Another transaction is handling the same message: not acknowledged, and processed again soon."""
+    UNSTORED = "unstored"
+    """Neither it nor its failure could be stored: not acknowledged, and processed again later."""

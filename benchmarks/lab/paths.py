@@ -29,9 +29,9 @@ from inbox.consumer.reception import Answers, Reception, envelope_of
 from inbox.consumer.runner import Runner
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
+from inbox.states import Outcome
 
 WARM_UP, TRACED = 3, 5
 GROUP, BATCH = 50, 100

@@ -9,7 +9,7 @@ discard its statements. So the server is asked after each `connect()` of Django'
 
 Statements go directly to libpq through the connection that psycopg documents for that purpose (`Connection.pgconn`). A cursor
 and the adaptation of parameters with known types take longer than PostgreSQL takes to run the statement. A project that puts
-code of its own in between gets all statements as text through its own cursors; see `exactly_once.sql.cursors`.
+code of its own in between gets all statements as text through its own cursors; see `exactly_once.sql.connections`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import DataError, OperationalError
 
-from exactly_once.sql.cursors import is_direct
+from exactly_once.sql.connections import is_direct
 from exactly_once.sql.faults import SERIALIZATION_FAILURE, sqlstate_of
 
 if TYPE_CHECKING:

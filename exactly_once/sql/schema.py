@@ -17,10 +17,9 @@ from django.core.management.base import CommandError
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections, router, transaction
 from django.db.migrations.loader import MigrationLoader
 
-from exactly_once.half import registered
+from exactly_once.half import label_of, registered
 from exactly_once.sql.faults import diagnosis_of, sqlstate_of
 from exactly_once.sql.integrity import numbered, sequences_behind
-from exactly_once.sql.labels import label_of
 
 if TYPE_CHECKING:
     from django.apps import AppConfig

@@ -10,7 +10,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.console.admin.actions import Action, ActionForm, reason_field
 from exactly_once.console.display import difference_as_html
 from exactly_once.console.operators.actions import by_name
-from exactly_once.sql.finding import lately
+from exactly_once.sql.partitions import lately
 from inbox import states
 from inbox.errors import NotEditable
 from inbox.models import InboxMessage

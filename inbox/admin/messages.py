@@ -42,8 +42,8 @@ from exactly_once.console.operators.actions import permission
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.failures import DEFERRED
 from exactly_once.sql.days import LIVE
-from exactly_once.sql.finding import newest
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.sql.partitions import newest
 from exactly_once.wire.envelope import compression_of
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from exactly_once.wire.identity import uuid_in

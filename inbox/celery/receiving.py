@@ -34,12 +34,11 @@ from inbox.errors import NotRun, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.outages import make_refunds
 from inbox.receiving.outcomes import fail_exhausted, fail_stored, failure_of
 from inbox.receiving.receive import Policy, run
-from inbox.states import DUE, State
+from inbox.states import DUE, Outcome, State
 from inbox.store import minutes, retention, tasks
 from inbox.store.message_rows import ConcurrentDuplicate, Failure
 from inbox.transactions.running import Arrival, DatabaseUnavailable, committed

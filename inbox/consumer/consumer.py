@@ -46,7 +46,7 @@ from inbox.consumer.topology import Policies, Unusable, declare, queues_of, refu
 from inbox.handlers.handler import Handler
 from inbox.leases import renewal
 from inbox.limits.shedder import shedder_of
-from inbox.outcome import Outcome
+from inbox.states import Outcome
 
 logger = escaping_logger(__name__)
 

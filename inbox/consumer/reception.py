@@ -21,13 +21,13 @@ from inbox.consumer.runner import Runner
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
-from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.outages import make_refunds
 from inbox.receiving.outcomes import failure_of, store_failure
 from inbox.receiving.parking import park
 from inbox.receiving.reading import Unidentifiable, message_of, read, read_unread
 from inbox.receiving.receive import receive
+from inbox.states import Outcome
 from inbox.store import minutes
 from inbox.store.dialect import TABLE
 from inbox.store.message_rows import ConcurrentDuplicate

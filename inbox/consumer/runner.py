@@ -24,10 +24,10 @@ from inbox.handlers.registry import registry
 from inbox.limits.limiter import limiter_of
 from inbox.limits.slots import slots_of
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving.outages import Outages, make_refunds, refund_later
 from inbox.receiving.outcomes import announce_abandoned
 from inbox.receiving.receive import claim_next, run_stored
+from inbox.states import Outcome
 from inbox.store import claims, due, ordering, starts
 from inbox.store.message_rows import OrderedKey, Successor
 from inbox.transactions.running import DatabaseUnavailable, committed

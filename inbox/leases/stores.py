@@ -23,7 +23,7 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.retry import Pause
 from inbox.conf import IN_THE_DATABASE, InboxOptions
-from inbox.outcome import Outcome
+from inbox.states import Outcome
 from inbox.store import lease_rows
 from inbox.store.message_rows import Failure, NewRow
 from inbox.transactions.running import Arrival, DatabaseUnavailable, committed

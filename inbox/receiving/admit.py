@@ -25,10 +25,9 @@ from exactly_once.wire.text import ERROR_LENGTH, describe, printable
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
-from inbox.outcome import Outcome
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import admitted, unfit
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store import admitting, ordering
 from inbox.store.admitting import Admitted
 from inbox.store.arrivals import Insertion, Values, in_lock_order

@@ -20,8 +20,7 @@ from inbox.conf import InboxOptions
 from inbox.errors import Reject, RetryLater, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store import arrivals, claims, dialect, duplicates, message_rows, minutes
 from inbox.store.admitting import Admitted
 from inbox.store.message_rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, order_of

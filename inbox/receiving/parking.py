@@ -26,7 +26,6 @@ from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import admitted, announce_duplicate, fail_exhausted, fail_stored, refusal, unfit
 from inbox.receiving.reading import (
@@ -41,7 +40,7 @@ from inbox.receiving.reading import (
     stored_arrival,
     why_undecodable,
 )
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store import arrivals, claims, duplicates, message_rows
 from inbox.store.message_rows import UNIDENTIFIED, ConcurrentDuplicate, Earlier, Failure, NewRow
 from inbox.transactions.running import Arrival, committed

@@ -47,13 +47,13 @@ from inbox.leases import renewal
 from inbox.leases.steps import Steps
 from inbox.leases.stores import Lease, lease_store, store_as_owner
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.in_hand import in_hand, is_quarantined, quarantine
 from inbox.receiving.outages import make_refunds, refund_later
 from inbox.receiving.outcomes import announce, defer_locked, duplicate, fail_stored, failure_of, send, store_failure
 from inbox.receiving.parking import open_claimed
 from inbox.receiving.reading import Unidentifiable, is_parked, message_for, why_undecodable
+from inbox.states import Outcome
 from inbox.store import arrivals as fresh
 from inbox.store import claims, minutes
 from inbox.store.dialect import is_reachable

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import OperationalError, connections
 from django.db.models import JSONField
 
-from exactly_once.sql.connections import fetch, is_postgresql
-from exactly_once.sql.cursors import is_direct
+from exactly_once.sql.connections import fetch, is_direct, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE, Today
 from exactly_once.sql.faults import LOCK_TIMEOUT, sqlstate_of
 from exactly_once.sql.now import NOW, DatabaseTime

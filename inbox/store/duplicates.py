@@ -7,8 +7,8 @@ from django.db.models import F
 
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, FIRST_DAY, LIVE
-from exactly_once.sql.finding import lately
 from exactly_once.sql.now import now
+from exactly_once.sql.partitions import lately
 from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, HANDLE
 from inbox.store import receipts

@@ -11,8 +11,8 @@ from django.db.models import QuerySet
 
 from exactly_once.sql.connections import fetch
 from exactly_once.sql.days import LIVE, Today
-from exactly_once.sql.finding import days_by, soon_after
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.sql.partitions import days_by, soon_after
 from inbox.models import InboxMessage, Receipt
 from inbox.states import SETTLED
 from inbox.store.dialect import RECEIPTS, TABLE

@@ -15,7 +15,7 @@ from django.db import DatabaseError, InterfaceError, transaction
 from exactly_once.sql.connections import fetch, is_outermost, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
-from exactly_once.sql.finding import lately
+from exactly_once.sql.partitions import lately
 from exactly_once.sql.prepared_statements import PreparedStatement, execute_script, is_in_transaction, is_usable
 from exactly_once.wire.text import describe
 from inbox.conf import inbox_options

@@ -12,8 +12,8 @@ from django.db.models.sql import UpdateQuery
 
 from exactly_once.sql.connections import execute, is_postgresql
 from exactly_once.sql.days import LIVE
-from exactly_once.sql.finding import days_by, lately
 from exactly_once.sql.now import now
+from exactly_once.sql.partitions import days_by, lately
 from exactly_once.sql.prepared_statements import execute_script
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, printable

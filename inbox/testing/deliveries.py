@@ -19,7 +19,7 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
 from inbox.local import LocalTransport
-from inbox.outcome import Outcome
+from inbox.states import Outcome
 from inbox.testing.messages import as_delivered
 from inbox.testing.observing import Failures
 

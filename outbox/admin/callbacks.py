@@ -18,7 +18,7 @@ from exactly_once.console.operators.actions import each
 from exactly_once.wire.identity import uuid_in
 from outbox.callbacks import registry
 from outbox.models import PendingCallback
-from outbox.operators import pending_calls
+from outbox.operators import relays
 from outbox.states import State
 
 _TONES = {State.PUBLISHED: Tone.DONE, State.DEAD: Tone.STOPPED}
@@ -43,13 +43,13 @@ CALL_NOW = Action(
     label=_("Call now"),
     done=_("to be called now"),
     permission="run",
-    perform=each(PendingCallback, lambda alias, pk, given: pending_calls.call_now(alias, pk), _IS_BEING_CALLED),
+    perform=each(PendingCallback, lambda alias, pk, given: relays.call_now(alias, pk), _IS_BEING_CALLED),
 )
 DISCARD = Action(
     name="discard",
     label=_("Discard"),
     done=_("discarded"),
-    perform=each(PendingCallback, lambda alias, pk, given: pending_calls.discard_call(alias, pk), _IS_BEING_CALLED),
+    perform=each(PendingCallback, lambda alias, pk, given: relays.discard_call(alias, pk), _IS_BEING_CALLED),
     question=_("Discard these callbacks? They are never called, so the project is not notified about their messages."),
     button=_("Discard the callbacks"),
 )

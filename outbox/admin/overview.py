@@ -18,10 +18,10 @@ from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic, PendingCallback
 from outbox.operators import alerting, figures
 from outbox.operators.operations import groups
-from outbox.operators.pending_calls import hanging
+from outbox.operators.relays import hanging
+from outbox.relay.heartbeat import relays
 from outbox.states import State
 from outbox.store import selecting
-from outbox.store.heartbeats import relays
 
 _MOST_NAMED = 5
 _BACKLOG = (State.READY, State.SCHEDULED, State.WAITING, State.PAUSED)

@@ -15,9 +15,9 @@ from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.operators.figures import has_ready_for
 from outbox.operators.operations import groups
-from outbox.operators.pending_calls import hanging
+from outbox.operators.relays import hanging
+from outbox.relay.heartbeat import relays
 from outbox.states import State
-from outbox.store.heartbeats import relays
 
 _MOST = 100
 _WAITING = [State.READY, State.RETRYING, State.SCHEDULED]

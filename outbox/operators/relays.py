@@ -1,8 +1,11 @@
-"""Relay processes, as operators see them."""
+"""Relay processes as operators see them, and the callbacks that they call."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
+from django.db import transaction
 from django.db.models import Q
 from django.utils.translation import gettext
 
@@ -10,9 +13,11 @@ from exactly_once.console.display import number
 from exactly_once.sql.connections import with_table
 from exactly_once.sql.counts import LIMIT
 from exactly_once.sql.now import DatabaseTime
-from outbox.models import SHARDS, OutboxMessage
+from exactly_once.upkeep.heartbeat_table import long_runs
+from outbox.conf import outbox_options
+from outbox.models import SHARDS, OutboxMessage, PendingCallback
+from outbox.relay.heartbeat import relays
 from outbox.states import State
-from outbox.store.heartbeats import relays
 
 
 def counts(row: Any) -> Sequence[str]:
@@ -30,3 +35,39 @@ def missing(alias: str) -> str:
     due = sum(OutboxMessage.objects.using(alias).filter(each)[: LIMIT + 1].count() for each in unsent)
     count = f"{LIMIT:,}+" if due > LIMIT else f"{due:,}"
     return gettext("No relay is running. Messages that are due: %(count)s.") % {"count": count}
+
+
+def call_now(alias: str, pending: int) -> bool:
+    """Make a callback due now. False: it does not exist any more, or is being called."""
+    return _unless_in_hand(alias, pending, lambda row: row.update(available_at=DatabaseTime()))
+
+
+def discard_call(alias: str, pending: int) -> bool:
+    """Delete a pending callback. False: it does not exist any more, or is being called."""
+    return _unless_in_hand(alias, pending, lambda row: row.delete()[0])
+
+
+@dataclass
+class Hanging:
+    """Calls of one callback, or of the checker of one topic, that last longer than usual: the longest, and where they run."""
+
+    lasts: timedelta = timedelta()
+    processes: list[str] = field(default_factory=list)
+
+
+def hanging(alias: str) -> dict[str, Hanging]:
+    """By callback, or topic of a checker, the calls that have lasted longer than `STUCK_AFTER`, as the heartbeats say."""
+    found: dict[str, Hanging] = {}
+    for process in relays.rows(alias).filter(silent=False):
+        for name, lasted in long_runs(process, outbox_options().STUCK_AFTER).items():
+            if name:  # not a pass of the relay
+                one = found.setdefault(name, Hanging())
+                one.lasts = max(one.lasts, *lasted)
+                one.processes.append(str(process))
+    return found
+
+
+def _unless_in_hand(alias: str, pending: int, write: Any) -> bool:
+    with transaction.atomic(using=alias):
+        row = PendingCallback.objects.using(alias).filter(pk=pending)
+        return row.select_for_update(skip_locked=True).first() is not None and bool(write(row))

@@ -13,8 +13,9 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.heartbeat import AFTER_FAILURE_SECONDS, HEARTBEAT_SECONDS, ProcessIdentity
 from exactly_once.process.loop import StopRequest
 from exactly_once.telemetry.statistics import Tally
-from exactly_once.upkeep.heartbeat_table import HeartbeatWriter
-from outbox.store.heartbeats import relays
+from exactly_once.upkeep.heartbeat_table import HeartbeatTable, HeartbeatWriter
+
+relays = HeartbeatTable("outbox")
 
 
 class Heartbeat:

@@ -14,7 +14,7 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import date_of, last_day
-from exactly_once.upkeep.day_keeper import DayKeeper
+from exactly_once.upkeep.history import DayKeeper
 from exactly_once.upkeep.housekeeping import CHUNK, Housekeeping
 from outbox.conf import OutboxOptions
 from outbox.models import TrailEntry

@@ -11,7 +11,7 @@ from django.db.models import QuerySet
 
 from exactly_once.sql.connections import fetch
 from exactly_once.sql.days import FIRST_DAY, LIVE
-from exactly_once.sql.finding import days_by, lately, on_all_days, soon_after
+from exactly_once.sql.partitions import days_by, lately, on_all_days, soon_after
 from outbox.models import OutboxMessage
 from outbox.states import SETTLED
 from outbox.store.dialect import TABLE, each_topic

@@ -18,8 +18,8 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.sql.connections import execute, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
-from exactly_once.sql.finding import days_by
 from exactly_once.sql.now import NOW, now_after
+from exactly_once.sql.partitions import days_by
 from exactly_once.sql.prepared_statements import PreparedStatement, numbered
 from exactly_once.states import Transition
 from exactly_once.wire.envelope import BY_OPERATOR, REPLAY_HEADER

@@ -16,7 +16,7 @@ from exactly_once.sql import unwritable_rows
 from exactly_once.sql.connections import execute, fetch, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_canceled
-from exactly_once.sql.finding import lately
+from exactly_once.sql.partitions import lately
 from exactly_once.sql.unwritable_rows import LONGEST_SKIP_SECONDS, may_be_of_one_row, why_unwritable
 from outbox.models import OutboxMessage
 from outbox.store.dialect import TABLE, chunks

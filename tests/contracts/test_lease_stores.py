@@ -10,10 +10,9 @@ from exactly_once.process.clock import utcnow
 from inbox import Lease as Terms
 from inbox.leases.stores import DatabaseLeases, Lease, lease_store
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving.in_hand import is_quarantined
 from inbox.receiving.reading import read
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store import claims
 from inbox.store.message_rows import Failure
 from tests.support.deliveries import OPTIONS, an_envelope, at_once, make_due, options, the_row

@@ -3,10 +3,9 @@
 import pytest
 
 from inbox.operators import accounting
-from inbox.outcome import Outcome
 from inbox.receiving.reading import read
 from inbox.receiving.receive import receive
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store import admitting, sentinel
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, the_effect, the_row
 from tests.support.lost_answers import losing_the_answer

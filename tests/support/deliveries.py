@@ -18,11 +18,10 @@ from exactly_once.wire.envelope import Envelope
 from inbox.conf import InboxOptions
 from inbox.consumer.runner import Runner
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving.admit import admit, hand_over
 from inbox.receiving.reading import read
 from inbox.receiving.receive import receive
-from inbox.states import DUE
+from inbox.states import DUE, Outcome
 from inbox.store.arrivals import store_due
 from tests.support.apps.effects.models import Effect
 from tests.support.waiting import A_WHILE

@@ -7,7 +7,7 @@ from exactly_once.models import Process
 from exactly_once.process.heartbeat import ProcessIdentity
 from exactly_once.sql.now import DatabaseTime
 from inbox.store.heartbeats import consumers
-from outbox.store.heartbeats import relays
+from outbox.relay.heartbeat import relays
 
 
 def write_beat(alias="default", **given):

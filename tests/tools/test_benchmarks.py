@@ -16,7 +16,7 @@ from benchmarks.lab.record import Record
 from benchmarks.lab.report import WIDTH, table
 from benchmarks.lab.waiting import LOOK_SECONDS, Progress, ProgressWatch, StallDetector, Stalled
 from inbox import Lease
-from inbox.outcome import Outcome
+from inbox.states import Outcome
 from tests.support.clock import Clock
 from tests.support.deliveries import an_envelope, deliver, options
 

@@ -3,7 +3,7 @@
 import pytest
 
 from exactly_once.conf import settings as options
-from exactly_once.conf.http_options import read_http
+from exactly_once.conf.app_options import read_http
 from outbox.conf import OutboxOptions
 from tests.support.http_api import NEXT_SHOP, PARTNER, SHOP, TOKENS, digest
 

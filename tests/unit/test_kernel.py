@@ -26,8 +26,9 @@ from django.db import (
     connection,
 )
 
-from exactly_once.console.cli import command, live_view, terminal
+from exactly_once.console.cli import command, terminal
 from exactly_once.console.display import ngettext
+from exactly_once.management.commands import exactly_once_status
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import EXIT_SILENT, StopRequest, running_until_signalled
 from exactly_once.process.main_thread import run_until_signalled
@@ -459,8 +460,8 @@ class TestConsole:
 
     def test_rate_of_a_count_is_its_change_since_the_last_drawing(self, monkeypatch):
         now = 100.0
-        monkeypatch.setattr(live_view, "monotonic", lambda: now)
-        rates = live_view.Rates()
+        monkeypatch.setattr(exactly_once_status, "monotonic", lambda: now)
+        rates = exactly_once_status.Rates()
         shown = [rates("ready", 10)]
         for count in (15, 15, 5):
             now += 2.0

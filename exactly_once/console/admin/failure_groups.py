@@ -25,7 +25,6 @@ from exactly_once.half import Half, half_of, required, visible_halves
 from exactly_once.models import FailureNote
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.connections import decision_transaction, without_atomic_requests
-from exactly_once.sql.labels import package_of
 from exactly_once.wire.text import NAME_LENGTH
 
 _SEPARATOR = "|"

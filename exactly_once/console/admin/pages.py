@@ -33,9 +33,8 @@ from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 
 from exactly_once.console.display import NOTHING, as_text, identifier, moment, number
-from exactly_once.half import Half, halves, required, visible_halves
+from exactly_once.half import Half, halves, label_of, package_of, required, visible_halves
 from exactly_once.sql.connections import without_atomic_requests
-from exactly_once.sql.labels import label_of, package_of
 
 if TYPE_CHECKING:
     from django_stubs_ext import StrOrPromise as Text

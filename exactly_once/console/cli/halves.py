@@ -15,11 +15,10 @@ from django.utils.translation import gettext_lazy
 
 from exactly_once.console.cli.command import TranslatedCommand
 from exactly_once.console.cli.terminal import BOLD, RED, Line, Table, age
-from exactly_once.half import Half, half_of, halves
+from exactly_once.half import Half, half_of, halves, label_of
 from exactly_once.models import Process
 from exactly_once.process.life_sign import LifeSign, life_signs
 from exactly_once.sql.connections import execute
-from exactly_once.sql.labels import label_of
 from exactly_once.sql.schema import require_schema, why_unmigrated
 from exactly_once.upkeep.heartbeat_table import HeartbeatTable
 

@@ -24,7 +24,7 @@ from ninja.openapi.schema import OpenAPISchema
 from ninja.security.http import HttpAuthBase
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 
-from exactly_once.conf.http_options import Client, HttpOptions
+from exactly_once.conf.app_options import Client, HttpOptions
 from exactly_once.console.http import problems
 from exactly_once.console.http.problems import Problem, ProblemDetails
 from exactly_once.wire.text import NAME_LENGTH

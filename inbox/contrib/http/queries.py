@@ -22,12 +22,11 @@ from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving.outcomes import announce, defer_locked, fail_stored, redacted
 from inbox.receiving.parking import open_claimed
 from inbox.receiving.reading import message_for, stored_arrival
 from inbox.receiving.receive import handled
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store import claims, lease_rows, minutes, receipts
 from inbox.store.message_rows import ConcurrentDuplicate, Failure, KeyBusy
 from inbox.transactions.running import Arrival, committed

@@ -21,7 +21,7 @@ from django.core.handlers.wsgi import WSGIRequest
 from django.db import connections
 from django.http import HttpRequest
 
-from exactly_once.conf.http_options import HttpOptions
+from exactly_once.conf.app_options import HttpOptions
 from exactly_once.console.http.problems import RETRY_AFTER, Problem
 from exactly_once.process.clock import monotonic
 

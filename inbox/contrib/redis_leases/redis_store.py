@@ -32,9 +32,8 @@ from inbox.conf import InboxOptions
 from inbox.contrib.redis_leases import leased_rows, scripts
 from inbox.leases.stores import Lease, LeaseStoreUnavailable
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving.outcomes import announce_duplicate, fail_stored, store_failure
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store import lease_rows
 from inbox.store.message_rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, KeyBusy, NewRow
 from inbox.transactions.running import Arrival, DatabaseUnavailable, committed

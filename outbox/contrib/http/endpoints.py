@@ -11,14 +11,14 @@ from django.urls import ResolverMatch, reverse
 from ninja import Header, Path, Query
 from ninja.responses import Status
 
-from exactly_once.conf.http_options import Client
+from exactly_once.conf.app_options import Client
 from exactly_once.console.http.frame import MAX_MESSAGES, Api, Name, answers, client_of, require
 from exactly_once.console.http.problems import Problem, with_status
 from exactly_once.console.operators.audit import Actor, Subject, record
 from exactly_once.models import OPEN
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import decision_transaction
-from exactly_once.sql.finding import lately, newest
+from exactly_once.sql.partitions import lately, newest
 from exactly_once.upkeep.operation_rows import Plan
 from outbox import decisions
 from outbox.conf import outbox_options

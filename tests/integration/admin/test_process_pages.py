@@ -15,8 +15,8 @@ from exactly_once.process.heartbeat import SILENT_AFTER, STOPPED_SHOWN_FOR
 from exactly_once.process.loop import Mode, Request
 from exactly_once.sql.now import DatabaseTime
 from inbox.store.heartbeats import consumers
+from outbox.relay.heartbeat import relays
 from outbox.states import State
-from outbox.store.heartbeats import relays
 from tests.support.admin_pages import Page, a_message, act, said, staff_client
 from tests.support.deliveries import the_effect
 from tests.support.heartbeats import a_consumer, a_relay, write_beat

@@ -13,7 +13,7 @@ from exactly_once.sql.days import day_of
 from exactly_once.sql.schema import behind_their_tables, is_missing, our_apps
 from inbox import Lease, housekeeping
 from inbox.models import InboxMessage, Receipt
-from inbox.outcome import Outcome
+from inbox.states import Outcome
 from inbox.transactions.running import DatabaseUnavailable
 from outbox import cancel, publish, restore
 from outbox.models import OutboxMessage

@@ -27,12 +27,11 @@ from inbox.consumer.runner import Runner
 from inbox.consumer.topology import declare as declare_queues
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving import parking
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.reading import parked_row, read
 from inbox.receiving.receive import receive
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store import arrivals, sentinel
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect, Unique

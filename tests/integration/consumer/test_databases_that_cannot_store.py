@@ -14,8 +14,7 @@ from inbox.consumer.pool import Pool
 from inbox.consumer.runner import Runner
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
-from inbox.states import State
+from inbox.states import Outcome, State
 from outbox import publish
 from tests.support.aliases import unresolvable
 from tests.support.apps.effects.models import Effect

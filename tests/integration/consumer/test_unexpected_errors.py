@@ -7,8 +7,7 @@ import pytest
 from inbox.consumer import reception
 from inbox.consumer.lanes import Unanswered
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
-from inbox.states import State
+from inbox.states import Outcome, State
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, effects, make_due, options, run_to_the_end, the_effect, the_row
 from tests.support.loads import a_delivery, receive_load

@@ -4,8 +4,7 @@ import pytest
 from django.test import override_settings
 
 from inbox import Lease, Retry
-from inbox.outcome import Outcome
-from inbox.states import State
+from inbox.states import Outcome, State
 from tests.support import arounds
 from tests.support.deliveries import TOPIC, an_envelope, deliver, drain, effects, make_due, the_effect, the_row
 from tests.support.loads import receive_together

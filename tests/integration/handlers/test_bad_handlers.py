@@ -26,8 +26,7 @@ from inbox.handlers.decorator import idempotent_handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store import sentinel
 from inbox.transactions import running
 from tests.support.apps.effects.models import Effect, Unique

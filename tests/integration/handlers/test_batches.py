@@ -15,8 +15,7 @@ from inbox import Reject, RetryLater, signals
 from inbox.consumer import reception
 from inbox.models import InboxMessage
 from inbox.operators import accounting
-from inbox.outcome import Outcome
-from inbox.states import State
+from inbox.states import Outcome, State
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect, Unique

@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 
 from inbox import RetryLater
-from inbox.outcome import Outcome
-from inbox.states import State
+from inbox.states import Outcome, State
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import A_WHILE, an_envelope, at_once, deliver, drain, make_due, the_row
 

@@ -9,8 +9,7 @@ from exactly_once.process.clock import utcnow
 from exactly_once.sql.days import LIVE
 from inbox import Backoff, Lease, Retry, RetryLater
 from inbox.models import InboxMessage, TrailEntry
-from inbox.outcome import Outcome
-from inbox.states import State
+from inbox.states import Outcome, State
 from tests.support import decisions
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, make_due, options, the_effect, the_row
 from tests.support.loads import receive_together

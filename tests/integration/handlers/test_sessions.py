@@ -10,10 +10,9 @@ from django.db import connection, transaction
 from exactly_once.sql.connections import lock_timeout
 from inbox import Lease
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving import reading
 from inbox.receiving.admit import hand_over
-from inbox.states import State
+from inbox.states import Outcome, State
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (

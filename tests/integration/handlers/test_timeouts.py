@@ -18,8 +18,7 @@ from inbox.errors import HandlerTimeout
 from inbox.handlers import timeouts
 from inbox.handlers.timeouts import bounded
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
-from inbox.states import State
+from inbox.states import Outcome, State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.workshop import BOUNDED
 from tests.support.deliveries import (

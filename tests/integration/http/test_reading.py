@@ -26,8 +26,7 @@ from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, TrailEntry
 from inbox.operators.dry_run import why_not
 from inbox.operators.pausing import pause, resume
-from inbox.outcome import Outcome
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store import lease_rows, minutes
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import make_message, travel

@@ -25,7 +25,7 @@ from inbox.models import InboxMessage
 from inbox.operators.dead_letters import letters
 from inbox.operators.editing import editable
 from inbox.operators.pausing import pause
-from inbox.outcome import Outcome
+from inbox.states import Outcome
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import drain as drain_all
 from inbox.testing import make_message, run_handler, travel

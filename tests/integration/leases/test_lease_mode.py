@@ -26,9 +26,8 @@ from inbox.leases.stores import LeaseStoreUnavailable, lease_store
 from inbox.models import InboxMessage, LeaseMemory, Step
 from inbox.operators.alerting import conditions
 from inbox.operators.editing import conflict_token, replace_message, run_conflicting
-from inbox.outcome import Outcome
 from inbox.receiving import receive as receiving
-from inbox.states import State
+from inbox.states import Outcome, State
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support import decisions

@@ -10,8 +10,7 @@ from django.db import connection
 from exactly_once.process.clock import monotonic, utcnow
 from inbox import Lease
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.transactions.running import DatabaseUnavailable
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect, Unique

@@ -6,8 +6,7 @@ import pytest
 import redis
 
 from inbox import Lease
-from inbox.outcome import Outcome
-from inbox.states import State
+from inbox.states import Outcome, State
 from tests.support.deliveries import A_WHILE, Slow, an_envelope, deliver, effects, options, run_to_the_end, the_effect, the_row
 from tests.support.servers import FaultProxy, RedisServer
 from tests.support.servers.private import LOOPBACK

@@ -20,9 +20,8 @@ from inbox.conf import InboxOptions
 from inbox.consumer.lanes import prefetch_of
 from inbox.limits.limiter import Limiter, limiter_of
 from inbox.models import InboxMessage, TokenBucket
-from inbox.outcome import Outcome
 from inbox.receiving.reading import read
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store import arrivals
 from inbox.store.buckets import lease_tokens
 from tests.support import ROOT

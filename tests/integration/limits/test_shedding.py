@@ -11,10 +11,9 @@ from inbox import Shed
 from inbox.consumer.reception import Reception
 from inbox.limits.shedder import shedder_of
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.reading import read
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store.arrivals import begin_fresh
 from tests.support.deliveries import (
     OPTIONS,

@@ -21,9 +21,9 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.telemetry import prometheus
 from inbox import Reject, RetryLater
 from inbox import monitoring as inbox_tables
-from inbox.outcome import Outcome
 from inbox.receiving.in_hand import InHand
 from inbox.receiving.receive import Policy
+from inbox.states import Outcome
 from outbox import monitoring as outbox_tables
 from outbox.states import State
 from outbox.store import paused_topics

@@ -28,10 +28,9 @@ from inbox.errors import Reject
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.operators import decisions
-from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store import admitting, arrivals, claims, dialect, due, failure_columns, ordering, sentinel
 from inbox.transactions.running import DatabaseUnavailable
 from tests.integration.ordering.actors import Actor, Killed, gates, this_actor

@@ -17,8 +17,7 @@ from inbox.consumer.topology import Unusable, queue_name, queue_of, queues_of
 from inbox.consumer.topology import declare as declare_queues
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store import admitting
 from outbox import Draft, publish_many
 from tests.support.apps.effects.models import Effect

@@ -17,11 +17,10 @@ from exactly_once.process.clock import utcnow
 from inbox import Ordered
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.receiving.receive import claim_next, run_stored
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store import admitting, dialect, ordering
 from inbox.transactions.running import DatabaseUnavailable
 from outbox import Draft, publish, publish_many

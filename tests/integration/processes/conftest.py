@@ -7,7 +7,7 @@ import pytest
 
 from inbox.consumer.topology import queue_name
 from inbox.store.heartbeats import consumers
-from outbox.store.heartbeats import relays
+from outbox.relay.heartbeat import relays
 from tests.support.workers import broker_options
 
 

@@ -23,8 +23,8 @@ from inbox.states import State as InboxState
 from outbox import pause
 from outbox.checks import check_options
 from outbox.models import OutboxMessage, PausedTopic
+from outbox.relay.heartbeat import relays
 from outbox.states import State
-from outbox.store.heartbeats import relays
 from tests.support.admin_pages import a_message, an_inbox_message
 from tests.support.commands import output_of
 from tests.support.deliveries import deliver, fails, make_due, the_effect

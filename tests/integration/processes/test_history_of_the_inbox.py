@@ -12,8 +12,8 @@ from exactly_once.sql.days import day_of
 from inbox.handlers.registry import registry
 from inbox.housekeeping import HISTORY, Housekeeper
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving.reading import read
+from inbox.states import Outcome
 from inbox.store import receipts
 from inbox.store.duplicates import count_duplicate
 from tests.support.deliveries import OPTIONS, InAThread, Slow, an_envelope, deliver, the_effect

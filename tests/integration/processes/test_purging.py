@@ -19,8 +19,7 @@ from inbox.handlers.registry import registry
 from inbox.housekeeping import HISTORY, Housekeeper
 from inbox.models import InboxMessage, KeptHandler, Receipt, TrailEntry
 from inbox.operators.editing import conflict_token, run_conflicting
-from inbox.outcome import Outcome
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store import retention
 from tests.support.apps.effects.models import Effect
 from tests.support.decisions import retry, skip

@@ -11,8 +11,8 @@ from exactly_once.models import Process as ProcessRow
 from exactly_once.process.loop import Mode, Request
 from inbox.store.heartbeats import consumers
 from outbox.models import OutboxMessage
+from outbox.relay.heartbeat import relays
 from outbox.states import State
-from outbox.store.heartbeats import relays
 from tests.support.admin_pages import Page, superuser_client
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB

@@ -16,7 +16,7 @@ from django.db import connections, transaction
 from django.http import JsonResponse
 from django.urls import path
 
-from inbox import outcome
+from inbox import states
 from outbox import (
     Draft,
     Outcome,
@@ -194,7 +194,7 @@ class TestInsideATransaction:
         documented("orders/handlers.py")
 
         envelope = an_envelope(topic="payment.received", payload={"order_id": order.id})
-        assert deliver(handlers[0], envelope) is outcome.Outcome.HANDLED
+        assert deliver(handlers[0], envelope) is states.Outcome.HANDLED
         assert OutboxMessage.objects.get().biz_id == f"confirmed-{order.id}"
 
     @pytest.mark.parametrize("is_left", [False, True])

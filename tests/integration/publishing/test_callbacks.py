@@ -18,7 +18,7 @@ from outbox import on_dead, on_published, restore
 from outbox.callbacks import registry
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PendingCallback
-from outbox.operators.pending_calls import call_now, discard_call
+from outbox.operators.relays import call_now, discard_call
 from outbox.relay import callback_worker
 from outbox.states import RESTORE, State
 from outbox.store import decision_rows, history, pending_callbacks, settling

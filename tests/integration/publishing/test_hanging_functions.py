@@ -8,7 +8,7 @@ import pytest
 from outbox import Answer, checker, prepare
 from outbox.callbacks import checkers
 from outbox.models import PendingCallback
-from outbox.operators.pending_calls import hanging
+from outbox.operators.relays import hanging
 from outbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.stalling import CHECKED, CHECKED_IN_VAIN, HANGING, QUICK, WAITING

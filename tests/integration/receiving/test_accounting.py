@@ -21,10 +21,9 @@ from inbox.errors import NotEditable
 from inbox.models import InboxMessage
 from inbox.operators import accounting
 from inbox.operators.editing import replace_message
-from inbox.outcome import Outcome
 from inbox.receiving.reading import read
 from inbox.receiving.receive import receive
-from inbox.states import SETTLED, State
+from inbox.states import SETTLED, Outcome, State
 from tests.support import decisions
 from tests.support.apps.effects.models import Effect
 from tests.support.commands import output_of

@@ -19,8 +19,7 @@ from inbox.consumer.heartbeat import Heartbeats
 from inbox.consumer.runner import Runner
 from inbox.models import InboxMessage
 from inbox.operators import accounting
-from inbox.outcome import Outcome
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store.heartbeats import consumers
 from tests.support.aliases import an_alias, unresolvable
 from tests.support.deliveries import (

@@ -11,7 +11,7 @@ from exactly_once.conf.app_options import AlertOptions
 from exactly_once.models import AuditEntry
 from inbox.models import InboxMessage
 from inbox.operators.alerting import conditions
-from inbox.outcome import Outcome
+from inbox.states import Outcome
 from outbox.models import OutboxMessage
 from outbox.states import RESTORE
 from outbox.states import State as OutboxState

@@ -13,9 +13,8 @@ from inbox import Lease, Reject
 from inbox.celery import IdempotentTask
 from inbox.models import InboxMessage
 from inbox.operators.editing import replace_message
-from inbox.outcome import Outcome
 from inbox.receiving.reading import read
-from inbox.states import State
+from inbox.states import Outcome, State
 from tests.integration.celery.handling import conftest as celery_fixtures
 from tests.integration.celery.handling.tracing import deliver as deliver_task
 from tests.support import decisions

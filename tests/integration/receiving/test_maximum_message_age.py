@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from exactly_once.process.clock import utcnow
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Receipt
-from inbox.outcome import Outcome
 from inbox.receiving import reading
-from inbox.states import State
+from inbox.states import Outcome, State
 from tests.support import decisions
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB

@@ -10,10 +10,9 @@ from django.db import connection, transaction
 
 from inbox.errors import TransactionEnded
 from inbox.models import InboxMessage, Receipt
-from inbox.outcome import Outcome
 from inbox.receiving.parking import park
 from inbox.receiving.reading import read
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store import arrivals, duplicates, sentinel
 from inbox.store.message_rows import ABANDONED
 from tests.support.aliases import the_default_at

@@ -23,11 +23,10 @@ from inbox.consumer.reception import envelope_of
 from inbox.errors import NotCallable
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Receipt
-from inbox.outcome import Outcome
 from inbox.receiving import outcomes
 from inbox.receiving.reading import read
 from inbox.receiving.receive import receive
-from inbox.states import DUE, State
+from inbox.states import DUE, Outcome, State
 from inbox.store import claims, message_rows
 from inbox.transactions.running import TRIES_AT_ONCE, DatabaseUnavailable
 from outbox import publish

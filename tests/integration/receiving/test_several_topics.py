@@ -4,10 +4,10 @@ import pytest
 from django.db import transaction
 
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving.admit import admit, hand_over
 from inbox.receiving.reading import read
 from inbox.receiving.receive import receive
+from inbox.states import Outcome
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, an_envelope, drain
 

@@ -17,8 +17,7 @@ from exactly_once.process.clock import utcnow
 from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.wire.text import NAME_LENGTH
 from outbox.relay import heartbeat as module
-from outbox.relay.heartbeat import Heartbeat
-from outbox.store.heartbeats import relays
+from outbox.relay.heartbeat import Heartbeat, relays
 from tests.support.heartbeats import fall_silent, write_beat
 from tests.support.relaying import in_threads
 

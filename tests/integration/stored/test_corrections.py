@@ -16,8 +16,7 @@ from inbox.errors import NotEditable
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Step, TrailEntry
 from inbox.operators.editing import correct, editable, replace_message
-from inbox.outcome import Outcome
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store.ordering import release_stuck
 from tests.support import decisions
 from tests.support.apps.effects.models import Effect

@@ -15,10 +15,9 @@ from exactly_once.sql.prepared_statements import PreparedStatement
 from inbox import Lease
 from inbox.consumer import runner
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store import arrivals, lease_rows, sentinel
 from tests.support.aliases import the_default_at
 from tests.support.deliveries import (

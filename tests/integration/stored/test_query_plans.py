@@ -11,9 +11,9 @@ from exactly_once.sql.prepared_statements import KEEP_PLANS
 from inbox.contrib.outgoing_webhooks import Endpoint, send_webhooks
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving.reading import read
 from inbox.receiving.receive import claim_next, run_stored
+from inbox.states import Outcome
 from inbox.store import arrivals, claims, ordering, sentinel
 from inbox.store.message_rows import Successor
 from inbox.testing import deliver, make_message

@@ -12,8 +12,7 @@ from inbox import housekeeping
 from inbox.consumer.runner import Runner
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
-from inbox.states import SETTLED, State
+from inbox.states import SETTLED, Outcome, State
 from inbox.store import claims, due, message_rows
 from tests.support import decisions
 from tests.support.apps.effects.models import Effect

@@ -10,9 +10,8 @@ from django.test.utils import CaptureQueriesContext
 from exactly_once.sql.now import DatabaseTime
 from inbox import pause, resume
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
 from inbox.receiving.receive import claim_next, run_stored
-from inbox.states import State
+from inbox.states import Outcome, State
 from inbox.store.message_rows import Successor
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, admitted, an_envelope, drain, effects, the_effect

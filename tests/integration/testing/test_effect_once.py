@@ -15,7 +15,7 @@ from django.db.models.signals import post_save
 from inbox import Lease
 from inbox.consumer.reception import Reception
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
+from inbox.states import Outcome
 from inbox.store import arrivals
 from inbox.testing import assert_effect_once, make_message
 from inbox.testing.crashing import _Step

@@ -27,8 +27,7 @@ from django.db import transaction
 from django.db.models import Max
 
 from inbox.models import InboxMessage
-from inbox.outcome import Outcome
-from inbox.states import DUE, State
+from inbox.states import DUE, Outcome, State
 from outbox.models import OutboxMessage
 from tests.support.crash import operations
 from tests.support.crash.operations import commit_operation, next_number, write
