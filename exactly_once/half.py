@@ -36,13 +36,24 @@ if TYPE_CHECKING:
     from exactly_once.console.operators.actions import Change
     from exactly_once.console.operators.clock_ahead import Dated
     from exactly_once.console.operators.dead_letters import Letters
-    from exactly_once.console.operators.dry_run import Publisher
     from exactly_once.console.operators.failure_groups import FailureGroups
     from exactly_once.console.operators.trail import HistorySource
     from exactly_once.upkeep.history import History
 
 Key = tuple[str, str]
 """A condition that raises alerts, and its object."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WouldPublish:
+    """A message that an open transaction has published, which may be rolled back."""
+
+    topic: str
+    biz_id: str
+    key: str
+    body: bytes
+    content_type: str
+    headers: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +79,8 @@ class Half:
         conditions: takes a database and the options; returns the conditions of alerts that are met, each with its summary.
         at_once: the conditions that one evaluation raises.
         trail: what it knows of a message.
-        publisher: what a transaction has published; None: it publishes nothing.
+        publisher: takes a database; returns a function that takes the id of a message, and returns the messages which the open
+            transaction has published since, caused by it. None: it publishes nothing.
         counts: takes the row of a process; the counts in its `facts`, for people.
         missing: takes a database; the work that no process does there and the consequence, or "".
         is_starting: takes the row of a process that has not done any work yet.
@@ -94,7 +106,7 @@ class Half:
     conditions: Callable[[str, AlertOptions], Mapping[Key, str]]
     at_once: Collection[str] = ()
     trail: HistorySource
-    publisher: Publisher | None = None
+    publisher: Callable[[str], Callable[[str], Sequence[WouldPublish]]] | None = None
     counts: Callable[[Any], Sequence[str]]
     missing: Callable[[str], str]
     is_starting: Callable[[Any], bool] = lambda process: False

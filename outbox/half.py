@@ -6,9 +6,10 @@ from exactly_once.console.operators.actions import by_name
 from exactly_once.half import Half
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, TrailEntry
-from outbox.operators import dry_run, relays, trail
+from outbox.operators import relays, trail
 from outbox.operators.alerting import conditions
 from outbox.operators.dead_letters import letters
+from outbox.operators.dry_run import published_from_now
 from outbox.operators.figures import DATED
 from outbox.operators.operations import CHANGES, groups, why_not
 from outbox.operators.replaying import REPLAY
@@ -32,7 +33,7 @@ OUTBOX = Half(
     conditions=conditions,
     at_once=["unroutable"],
     trail=trail,
-    publisher=dry_run,
+    publisher=published_from_now,
     counts=relays.counts,
     missing=relays.missing,
     is_starting=lambda process: process.last_pass_at is None,

@@ -8,8 +8,8 @@ import threading
 from typing import Any, NamedTuple
 
 from exactly_once.process.clock import monotonic
-from exactly_once.process.heartbeat import one_line
 from exactly_once.process.main_thread import stack_of
+from exactly_once.wire.text import one_line
 
 _MOST = 50
 _STACK_AFTER_SECONDS = 60.0

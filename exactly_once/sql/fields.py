@@ -14,8 +14,9 @@ Migrations see the Django fields that these replace.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.db import models
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 else:
     _CharField = models.CharField
 
+_Value = TypeVar("_Value")
 FIRST_INSTANT, LAST_INSTANT = datetime(1, 1, 3, tzinfo=UTC), datetime(9999, 12, 29, tzinfo=UTC)
 """Every instant between them exists in each time zone."""
 _FIRST, _LAST = FIRST_INSTANT.strftime("0001-%m-%d %H:%M:%S"), LAST_INSTANT.strftime("%Y-%m-%d %H:%M:%S")
@@ -87,3 +89,16 @@ class ReadableJSONField(models.JSONField):
 def _as_djangos(deconstructed: Any, field: str) -> Any:
     name, _, args, kwargs = deconstructed
     return name, f"django.db.models.{field}", args, kwargs
+
+
+def value_of(kind: type[_Value], row: models.Model, **given: Any) -> _Value:
+    """A dataclass of `kind` with the columns of `row` that have the names of its fields.
+
+    Args:
+        given: the fields that are not columns of the row, or have other values.
+
+    Raises:
+        AttributeError: a field is neither given nor a column.
+    """
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type] # every kind is a dataclass
+    return kind(**{name: given[name] if name in given else getattr(row, name) for name in names})

@@ -12,7 +12,7 @@ from django.core.serializers.json import DjangoJSONEncoder
 from django.db import router
 from django.db.models import Model, QuerySet
 
-from exactly_once.sql.rows import value_of
+from exactly_once.sql.fields import value_of
 from exactly_once.wire.text import did_you_mean
 
 _Message = TypeVar("_Message")

@@ -30,7 +30,6 @@ from exactly_once.conf.masking import masked
 from exactly_once.half import Key, halves, required
 from exactly_once.models import Alert
 from exactly_once.process.clock import monotonic
-from exactly_once.process.heartbeat import one_line
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.main_thread import beside
@@ -38,7 +37,7 @@ from exactly_once.sql.connections import with_table
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.turns import Turns
 from exactly_once.upkeep.loop_leases import TableLease
-from exactly_once.wire.text import ERROR_LENGTH, describe, fit, printable
+from exactly_once.wire.text import ERROR_LENGTH, describe, fit, one_line, printable
 
 logger = escaping_logger(__name__)
 

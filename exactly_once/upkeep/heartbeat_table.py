@@ -1,30 +1,97 @@
-"""The rows of processes, and what writes them: one heartbeat of each process every few seconds; see `process.heartbeat`."""
+"""Heartbeats: each process reports its status in its database, so that an operator sees which processes are alive.
 
+Each process updates one row every few seconds, and marks it as stopped at an orderly end. Every instant comes from the
+database's clock, so that hosts with different clocks can be compared. No guarantee depends on these rows: a missing row loses
+no message, and a stale row blocks none.
+
+With its heartbeat a process also reads the operator's request in its row, see `process.loop`.
+"""
+
+import os
+import socket
 import uuid
+from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from django.db import connections
 from django.db.models import Q, QuerySet
 
 from exactly_once.models import Process
-from exactly_once.process import heartbeat, work
+from exactly_once.process import work
 from exactly_once.process.clock import monotonic
-from exactly_once.process.heartbeat import ProcessIdentity
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import ALLOWED_IN, Mode, Request, StopRequest
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.now import DatabaseTime, now_after
 from exactly_once.telemetry.statistics import Tally
 from exactly_once.upkeep.minutes import MinuteWriter
-from exactly_once.wire.text import NAME_LENGTH, describe
+from exactly_once.wire.text import NAME_LENGTH, describe, one_line
 
 logger = escaping_logger(__name__)
 
 _IS_STOPPING = Q(stopped_at=None, mode=Mode.STOPPING)
 _ENDS = {Request.STOP, Request.DRAIN}
 _PENDING = Q(acknowledged_at=None) & ~Q(requested="")
+HEARTBEAT_SECONDS = 2.0
+UNCHANGED_SECONDS = 5.0
+"""Interval between two heartbeats with the same content."""
+AFTER_FAILURE_SECONDS = 10.0
+FORGET_SECONDS = 3600.0
+FORGOTTEN_AFTER = timedelta(days=1)
+STOPPED_SHOWN_FOR = timedelta(hours=1)
+"""How long a process that has stopped in an orderly way is still shown."""
+SILENT_AFTER = timedelta(seconds=15)
+"""A process that has not written for this long is shown as silent: it was killed, is frozen or cannot reach its database."""
+SILENCE_REPORTED_FOR = timedelta(hours=1)
+"""How long a silent process is reported while others work. By then the broker has given its deliveries to them."""
+REPLACED_WITHIN = timedelta(minutes=10)
+"""Kubernetes starts the pods of a lost node elsewhere after six minutes."""
+_VERSION_LENGTH = 32
+_RATE_SECONDS = 10.0
+"""A rate is an average over this time; the rate of an idle process falls to 0 within it."""
+_STATM = Path("/proc/self/statm")
+
+
+def _installed_version() -> str:
+    try:
+        return one_line(version("django-exactly-once"), _VERSION_LENGTH)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessIdentity:
+    """Identifies this process; readers take another instance for another process."""
+
+    id: uuid.UUID = field(default_factory=uuid.uuid4)
+    host: str = field(default_factory=lambda: one_line(socket.gethostname()))
+    pid: int = field(default_factory=os.getpid)
+    version: str = field(default_factory=_installed_version)
+
+
+class Rate:
+    """Messages per second, from a count that only grows.
+
+    Args:
+        now: when the count was 0 (monotonic).
+    """
+
+    def __init__(self, now: float) -> None:
+        self._samples: deque[tuple[float, int]] = deque([(now, 0)])
+
+    def of(self, now: float, count: int) -> float:
+        """The rate of the last seconds; the first second is not extrapolated."""
+        self._samples.append((now, count))
+        while self._samples[1][0] <= now - _RATE_SECONDS:
+            self._samples.popleft()
+        since, before = self._samples[0]
+        return round((count - before) / max(now - since, 1.0), 1)
 
 
 class HeartbeatTable:
@@ -86,7 +153,7 @@ class HeartbeatTable:
 
     def delete_old(self, alias: str, silent_for: timedelta) -> int:
         """Delete the rows of processes that have been silent for `silent_for`, or stopped an hour ago; return their number."""
-        an_hour_ago = DatabaseTime(-heartbeat.STOPPED_SHOWN_FOR)
+        an_hour_ago = DatabaseTime(-STOPPED_SHOWN_FOR)
         stopped = Q(stopped_at__lt=an_hour_ago) | Q(_IS_STOPPING, beat_at__lt=an_hour_ago)
         return self._rows(alias).filter(Q(beat_at__lt=DatabaseTime(-silent_for)) | stopped).delete()[0]
 
@@ -99,9 +166,9 @@ class HeartbeatTable:
 
         One that was asked to stop and then fell silent has stopped, too: it did not end in time, and was killed.
         """
-        an_hour_ago = DatabaseTime(-heartbeat.STOPPED_SHOWN_FOR)
+        an_hour_ago = DatabaseTime(-STOPPED_SHOWN_FOR)
         # A heartbeat from the future is that of a process which ended while the clock was ahead.
-        late, early = DatabaseTime(-heartbeat.SILENT_AFTER), DatabaseTime(heartbeat.SILENT_AFTER)
+        late, early = DatabaseTime(-SILENT_AFTER), DatabaseTime(SILENT_AFTER)
         is_silent = Q(beat_at__lt=late) | Q(beat_at__gt=early)
         ended = Q(_IS_STOPPING, is_silent)
         old = Q(stopped_at__lt=an_hour_ago, stopped_at__isnull=False) | Q(_IS_STOPPING, beat_at__lt=an_hour_ago)
@@ -138,7 +205,7 @@ class HeartbeatWriter:
         self._minutes = MinuteWriter(table.app, alias, tally)
         self._stop = stop
         self._started_at = self._forget_at = now
-        self._rate = heartbeat.Rate(now)
+        self._rate = Rate(now)
         self._database_seconds: float | None = None
         self._written: Mapping[str, Any] | None = None
         self._written_at = now
@@ -165,7 +232,7 @@ class HeartbeatWriter:
         """
         changing = {
             "rate": self._rate.of(now, done),
-            "waits_for": heartbeat.one_line(waits_for),
+            "waits_for": one_line(waits_for),
             "without_broker": without_broker,
             "mode": self._stop.mode,
             "facts": facts,
@@ -173,11 +240,11 @@ class HeartbeatWriter:
         }
         try:
             # On SQLite, each write takes the lock of the only writer.
-            if changing == self._written and now < self._written_at + heartbeat.UNCHANGED_SECONDS:
+            if changing == self._written and now < self._written_at + UNCHANGED_SECONDS:
                 request = self._table.pending(self._alias, self._identity.id)
             else:
                 passed = None if passed_at is None else timedelta(seconds=max(now - passed_at, 0))
-                request = self._write(now, changing, broker_ms=heartbeat.milliseconds(broker_seconds), last_pass_at=passed)
+                request = self._write(now, changing, broker_ms=milliseconds(broker_seconds), last_pass_at=passed)
             if request:
                 self._obey(request)
         except Exception as error:  # noqa: BLE001 - no error of a heartbeat may stop the work
@@ -207,16 +274,16 @@ class HeartbeatWriter:
             self._alias,
             self._identity,
             running_for=timedelta(seconds=now - self._started_at),
-            memory_bytes=heartbeat.resident_bytes(),
-            database_ms=heartbeat.milliseconds(self._database_seconds),
+            memory_bytes=resident_bytes(),
+            database_ms=milliseconds(self._database_seconds),
             **columns,
             **changing,
         )
         self._database_seconds = monotonic() - began_at
         self._written, self._written_at = changing, now
         if now >= self._forget_at:
-            self._forget_at = now + heartbeat.FORGET_SECONDS
-            self._table.delete_old(self._alias, heartbeat.FORGOTTEN_AFTER)
+            self._forget_at = now + FORGET_SECONDS
+            self._table.delete_old(self._alias, FORGOTTEN_AFTER)
         return request
 
     def _obey(self, request: Request) -> None:
@@ -258,12 +325,12 @@ def lost(rows: Iterable[Any]) -> list[Any]:
 
 
 def _is_long_silent(row: Any) -> bool:
-    return bool(row.beat_at < row.database_now - heartbeat.SILENCE_REPORTED_FOR)
+    return bool(row.beat_at < row.database_now - SILENCE_REPORTED_FOR)
 
 
 def _replaces(one: Any, silent: Any, *, is_elsewhere: bool) -> bool:
     since = _last_known_at(silent)
-    in_time = since < one.started_at and (not is_elsewhere or one.started_at < since + heartbeat.REPLACED_WITHIN)
+    in_time = since < one.started_at and (not is_elsewhere or one.started_at < since + REPLACED_WITHIN)
     return in_time and (is_elsewhere or one.host == silent.host) and _handlers(silent) <= _handlers(one)
 
 
@@ -279,7 +346,7 @@ def _handlers(row: Any) -> set[str]:
 def _last_known_at(row: Any) -> datetime:
     """The last instant at which this process is known to have worked; long ago if its clock was ahead from the start."""
     known: datetime = row.started_at if is_ahead(row) else row.beat_at
-    return known if known <= row.database_now else row.database_now - heartbeat.FORGOTTEN_AFTER
+    return known if known <= row.database_now else row.database_now - FORGOTTEN_AFTER
 
 
 def long_runs(row: Any, limit: timedelta) -> dict[str, list[timedelta]]:
@@ -290,3 +357,16 @@ def long_runs(row: Any, limit: timedelta) -> dict[str, list[timedelta]]:
         if lasted > limit:
             found.setdefault(run["what"], []).append(lasted)
     return found
+
+
+def resident_bytes() -> int:
+    """The resident memory of this process; without /proc, its peak."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(_STATM.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import resource  # noqa: PLC0415 - Windows has none, and imports this module, too
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 2)

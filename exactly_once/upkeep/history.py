@@ -22,7 +22,7 @@ from exactly_once.sql.days import FIRST_DAY, date_of, day_of
 from exactly_once.sql.faults import INSUFFICIENT_PRIVILEGE, is_canceled, is_collision, sqlstate_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.partitions import Days, windows
-from exactly_once.sql.rows import delete_in_chunks
+from exactly_once.upkeep.housekeeping import delete_in_chunks
 from exactly_once.wire.text import describe
 
 logger = escaping_logger(__name__)

@@ -19,7 +19,7 @@ from exactly_once.models import AuditEntry
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import StopRequest
-from exactly_once.sql.rows import delete_in_chunks, older_entries
+from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.turns import Turns
 from exactly_once.upkeep.loop_leases import TableLease
 from exactly_once.upkeep.operation_rows import OperationTable
@@ -31,6 +31,18 @@ CHUNK = 500
 _ROUND_SECONDS = 60.0
 _PAUSE_SECONDS = 0.02
 """After each deleted chunk, so that publishers on SQLite get the write lock in between."""
+
+
+def older_entries(trail: type[Model], alias: str, older_than: timedelta) -> QuerySet[Any]:
+    """The entries of a trail that are older than `older_than`."""
+    return QuerySet(trail, using=alias).filter(at__lt=DatabaseTime(-older_than))
+
+
+def delete_in_chunks(rows: QuerySet[Any], *, by: str, chunk: int = 1000) -> Iterator[int]:
+    """Delete the rows in the order of the field `by`, in small transactions; yield the number deleted in each."""
+    while ids := list(rows.order_by(by).values_list("pk", flat=True)[:chunk]):
+        # Without the rows that are deleted with them.
+        yield rows.filter(pk__in=ids).delete()[1].get(rows.model._meta.label, 0)
 
 
 class OldRows(NamedTuple):

@@ -24,13 +24,12 @@ from django.db.models import QuerySet
 
 from exactly_once.models import Minute
 from exactly_once.process.clock import monotonic, utcnow
-from exactly_once.process.heartbeat import one_line
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.now import DatabaseTime, now, now_after
-from exactly_once.sql.rows import delete_in_chunks
 from exactly_once.telemetry.statistics import ALL, OTHER, Counted, Tally, total
-from exactly_once.wire.text import describe
+from exactly_once.upkeep.housekeeping import delete_in_chunks
+from exactly_once.wire.text import describe, one_line
 
 logger = escaping_logger(__name__)
 

@@ -79,6 +79,12 @@ def printable(text: str, limit: int) -> str:
     return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
 
 
+def one_line(text: str, limit: int = NAME_LENGTH) -> str:
+    """`text` as one line that fits a column and contains no terminal control characters; it may quote a broker."""
+    line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence that suggests the known name that is closest to a wrong one; "" if none is close."""
     close = get_close_matches(name, list(known), n=1)

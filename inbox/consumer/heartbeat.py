@@ -13,11 +13,11 @@ from functools import partial
 from django.db import connections
 
 from exactly_once.process.clock import monotonic
-from exactly_once.process.heartbeat import AFTER_FAILURE_SECONDS, HEARTBEAT_SECONDS, ProcessIdentity, one_line
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.main_thread import beside
 from exactly_once.sql.connections import drop_unusable_connections
-from exactly_once.upkeep.heartbeat_table import HeartbeatWriter
+from exactly_once.upkeep.heartbeat_table import AFTER_FAILURE_SECONDS, HEARTBEAT_SECONDS, HeartbeatWriter, ProcessIdentity
+from exactly_once.wire.text import one_line
 from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry

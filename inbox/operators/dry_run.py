@@ -19,8 +19,7 @@ from typing import Any
 from django.db import Error, connections, transaction
 from django.db.backends.signals import connection_created
 
-from exactly_once.console.operators import dry_run as publishing
-from exactly_once.console.operators.dry_run import WouldPublish
+from exactly_once.half import WouldPublish, halves
 from exactly_once.sql.connections import execute, is_postgresql, set_local
 from exactly_once.wire.body import Undecodable
 from exactly_once.wire.envelope import Envelope
@@ -178,12 +177,12 @@ class _Run:
         with transaction.atomic(using=alias, durable=True):
             self._bound(alias)
             self._lock(alias)
-            marks = publishing.marks(alias)
+            publishers = [half.publisher(alias) for half in halves() if half.publisher]
             self._call(envelope)
             if is_postgresql(connections[alias]):
                 connections[alias].check_constraints()  # those that a commit would check
             self._result.hooks = len(connections[alias].run_on_commit)
-            self._result.published = list(publishing.published(alias, marks, self._stored.message_id))
+            self._result.published = [each for published in publishers for each in published(self._stored.message_id)]
             transaction.set_rollback(True, using=alias)
 
     def _call(self, envelope: Envelope) -> None:

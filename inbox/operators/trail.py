@@ -9,7 +9,7 @@ from django.db.models import QuerySet
 from exactly_once.console.operators.trail import ChainRow, HistoryEvent, PartOfHistory, PresentState, moment_of
 from exactly_once.failures import DEFERRED
 from exactly_once.process.clock import utcnow
-from exactly_once.sql.rows import value_of
+from exactly_once.sql.fields import value_of
 from exactly_once.wire.identity import uuid_in
 from inbox.conf import inbox_options
 from inbox.models import CHAINED, InboxMessage, TrailEntry

@@ -1,4 +1,4 @@
-"""Heartbeats of processes that run handlers; see `exactly_once.process.heartbeat`."""
+"""Heartbeats of processes that run handlers; see `exactly_once.upkeep.heartbeat_table`."""
 
 from exactly_once.upkeep.heartbeat_table import HeartbeatTable
 

@@ -12,7 +12,7 @@ from exactly_once.console.display import ngettext
 from exactly_once.sql.days import date_of, last_day
 from outbox.callbacks import checkers
 from outbox.conf import outbox_options
-from outbox.operators.state_counts import count_states, topics_unchecked
+from outbox.operators.figures import count_states, topics_unchecked
 from outbox.states import State
 from outbox.store import history, paused_topics
 from outbox.store.pending_callbacks import PendingCalls, pending_calls

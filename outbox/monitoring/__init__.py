@@ -8,7 +8,7 @@ from typing import Any
 from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.prometheus import Sample, TableGauges, processes_by_state, seconds_since
 from outbox import metrics
-from outbox.operators.state_counts import count_states
+from outbox.operators.figures import count_states
 from outbox.relay.heartbeat import relays
 from outbox.states import SETTLED
 from outbox.store import paused_topics

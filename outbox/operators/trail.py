@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from exactly_once.console.operators.trail import ChainRow, HistoryEvent, PartOfHistory, PresentState, moment_of
 from exactly_once.process.clock import utcnow
-from exactly_once.sql.rows import value_of
+from exactly_once.sql.fields import value_of
 from exactly_once.wire.identity import uuid_in
 from outbox.conf import outbox_options
 from outbox.models import CHAINED, OutboxMessage, TrailEntry

@@ -26,7 +26,7 @@ from exactly_once.process.logs import escaping_logger
 from exactly_once.process.outage import OutageLog
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_collision, is_outage
-from exactly_once.sql.rows import value_of
+from exactly_once.sql.fields import value_of
 from exactly_once.wire.text import describe
 from outbox import signals
 from outbox.callbacks import Answer, UndecidedMessage, checkers, registry

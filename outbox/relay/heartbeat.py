@@ -10,10 +10,15 @@ import threading
 from django.db import connections
 
 from exactly_once.process.clock import monotonic
-from exactly_once.process.heartbeat import AFTER_FAILURE_SECONDS, HEARTBEAT_SECONDS, ProcessIdentity
 from exactly_once.process.loop import StopRequest
 from exactly_once.telemetry.statistics import Tally
-from exactly_once.upkeep.heartbeat_table import HeartbeatTable, HeartbeatWriter
+from exactly_once.upkeep.heartbeat_table import (
+    AFTER_FAILURE_SECONDS,
+    HEARTBEAT_SECONDS,
+    HeartbeatTable,
+    HeartbeatWriter,
+    ProcessIdentity,
+)
 
 relays = HeartbeatTable("outbox")
 

@@ -20,8 +20,8 @@ from django.db.models import Count, F, Min, Q
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_outage
+from exactly_once.sql.fields import value_of
 from exactly_once.sql.now import DatabaseTime, now
-from exactly_once.sql.rows import value_of
 from exactly_once.states import Transition
 from exactly_once.wire.envelope import REPLAY_HEADER
 from exactly_once.wire.formats import Wire

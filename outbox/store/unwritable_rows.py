@@ -7,17 +7,20 @@ keys wait for them.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from types import MappingProxyType
 
 from django.db import Error, connections, transaction
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder, escaping_logger
-from exactly_once.sql import unwritable_rows
 from exactly_once.sql.connections import execute, fetch, is_postgresql
 from exactly_once.sql.days import LIVE
-from exactly_once.sql.faults import is_canceled
+from exactly_once.sql.faults import is_canceled, may_be_of_a_row, remedy
 from exactly_once.sql.partitions import lately
-from exactly_once.sql.unwritable_rows import LONGEST_SKIP_SECONDS, may_be_of_one_row, why_unwritable
+from exactly_once.sql.schema import is_missing
+from exactly_once.wire.retry import Pause
+from exactly_once.wire.text import describe
 from outbox.models import OutboxMessage
 from outbox.store.dialect import TABLE, chunks
 from outbox.store.transitions import Found
@@ -28,11 +31,13 @@ Rows = Sequence[int] | Found
 Change = Callable[[Rows], int]
 """Changes rows inside an open transaction or in its own, and returns their number."""
 
+LONGEST_SKIP_SECONDS = 30.0
+NO_KEYS: Mapping[int, str] = MappingProxyType({})
+_FIRST_SKIP_SECONDS = 1.0
 _IMMEDIATE = "SET CONSTRAINTS ALL IMMEDIATE"
 """A deferred constraint would raise when the transaction commits, and not for a row."""
 SAVEPOINT = (_IMMEDIATE, "SAVEPOINT writable")
 _MANY = 100
-_RETRIED_AT_ONCE = 25
 _LONGEST_SEARCH_SECONDS = 0.5
 """In one change. All other messages wait for the search."""
 
@@ -119,8 +124,10 @@ def change_in_parts(alias: str, rows: Rows, change: Change) -> Changed:
 
 
 def _may_be_of_one(error: BaseException, rows: Collection[int] | None) -> bool:
-    # After a canceled statement the caller tries fewer rows first.
-    return may_be_of_one_row(error) or (is_canceled(error) and rows is not None and len(rows) == 1)
+    """May one of these rows be the cause of the error? Then it is worth searching for it."""
+    if is_canceled(error):  # then the caller tries fewer rows first
+        return rows is not None and len(rows) == 1
+    return may_be_of_a_row(error) and not is_missing(error)
 
 
 def _keys(alias: str, rows: Rows) -> dict[int, str]:
@@ -131,14 +138,35 @@ def _keys(alias: str, rows: Rows) -> dict[int, str]:
     return dict(live.order_by("pk").values_list("pk", "key"))
 
 
-class UnwritableRows(unwritable_rows.UnwritableRows):
-    """The rows that one loop could not change by one kind of transition.
+def _why_unwritable(error: BaseException, alias: str) -> str:
+    """Why the database refuses to change a row of the outbox, and what to do, in sentences."""
+    unknown = f"Look for a trigger, a constraint or a damaged index of {TABLE} that refuses it, and remove the cause."
+    return f"{describe(error)}. {remedy(error, alias) or unknown}"
+
+
+@dataclass
+class _Skipped:
+    """An unwritable row, and the instants (monotonic) of its next try, and of forgetting it if it is not tried until then."""
+
+    key: str
+    pause: Pause = field(default_factory=lambda: Pause(_FIRST_SKIP_SECONDS, LONGEST_SKIP_SECONDS))
+    again_at: float = 0.0
+    forgotten_at: float = inf
+
+
+class UnwritableRows:
+    """The rows that one loop could not change by one kind of transition, in its memory.
 
     Args:
         component: begins the log line.
         purpose: of the change, as in "they cannot be made ready".
         reminder: decides when to report; loops may share it.
+
+    Attributes:
+        at_once: maximum number of due rows to try together. A row that is refused again must be identified again.
     """
+
+    at_once = 25
 
     def __init__(
         self,
@@ -148,11 +176,35 @@ class UnwritableRows(unwritable_rows.UnwritableRows):
         *,
         reminder: Reminder | None = None,
     ) -> None:
-        super().__init__(_RETRIED_AT_ONCE)
         self._alias = alias
         self._component = component
         self._purpose = purpose
         self._reminder = reminder or Reminder()
+        self._rows: dict[int, _Skipped] = {}
+        self._due: set[int] = set()
+
+    @property
+    def count(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, position: int) -> bool:
+        return position in self._rows
+
+    def skipped(self) -> Mapping[int, str]:
+        """The positions of the rows that are not tried now, with the keys of their messages.
+
+        The rows of a key are tried together: each one that is skipped would hold back the others.
+        """
+        now = monotonic()
+        self._rows = {at: row for at, row in [*self._rows.items()] if now < row.forgotten_at}
+        due = sorted((row.again_at, position) for position, row in self._rows.items() if row.again_at <= now)[: self.at_once]
+        for row in (self._rows[position] for _, position in due):
+            row.again_at = now + _FIRST_SKIP_SECONDS  # others are tried meanwhile, if this one is not
+            # Then it has changed, or belongs to another process.
+            row.forgotten_at = min(row.forgotten_at, now + LONGEST_SKIP_SECONDS)
+        keys = {self._rows[position].key for _, position in due} - {""}
+        self._due = {position for _, position in due} | {position for position, row in self._rows.items() if row.key in keys}
+        return {position: row.key for position, row in self._rows.items() if position not in self._due}
 
     @property
     def are_many(self) -> bool:
@@ -172,9 +224,16 @@ class UnwritableRows(unwritable_rows.UnwritableRows):
             raise next(iter(changed.unwritable.values()))
         return changed.count
 
-    def record(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = unwritable_rows.NO_KEYS) -> None:
-        """Skip the refused rows until their backoff ends, and report them if a report is due."""
-        super().record(refused, keys)
+    def skip(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = NO_KEYS) -> None:
+        """Skip the refused rows until their backoff ends."""
+        now = monotonic()
+        for position in refused:
+            row = self._rows.setdefault(position, _Skipped(keys.get(position, "")))
+            row.again_at, row.forgotten_at = now + row.pause.next_seconds(), inf
+
+    def record(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = NO_KEYS) -> None:
+        """`skip` the refused rows, and report them if a report is due."""
+        self.skip(refused, keys)
         if refused and self._reminder.is_due():
             position, error = next(iter(refused.items()))
             named = (
@@ -191,6 +250,16 @@ class UnwritableRows(unwritable_rows.UnwritableRows):
                 self._purpose,
                 # Another session may have changed or deleted the row since.
                 *(named.first() or ("unknown", "deleted", "unknown")),
-                why_unwritable(error, self._alias, TABLE),
+                _why_unwritable(error, self._alias),
                 LONGEST_SKIP_SECONDS,
             )
+
+    def forget_due(self, tried: Collection[int] | None = None) -> None:
+        """Forget the rows that were due and could be changed: all that were tried again, or those among these positions."""
+        for position in self._due:
+            if tried is None or position in tried:
+                self.forget(position)
+
+    def forget(self, position: int) -> None:
+        """Forget a row that could be changed."""
+        self._rows.pop(position, None)

@@ -4,8 +4,8 @@ import uuid
 from datetime import timedelta
 
 from exactly_once.models import Process
-from exactly_once.process.heartbeat import ProcessIdentity
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep.heartbeat_table import ProcessIdentity
 from inbox.store.heartbeats import consumers
 from outbox.relay.heartbeat import relays
 

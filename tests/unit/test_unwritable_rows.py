@@ -2,8 +2,8 @@
 
 import pytest
 
-from exactly_once.sql import unwritable_rows
-from exactly_once.sql.unwritable_rows import LONGEST_SKIP_SECONDS, UnwritableRows
+from outbox.store import unwritable_rows
+from outbox.store.unwritable_rows import LONGEST_SKIP_SECONDS, UnwritableRows
 
 REFUSED = ValueError("refused")
 
@@ -20,8 +20,9 @@ def pass_by(monkeypatch):
 
 
 def refused(*positions, at_once=2, keys=unwritable_rows.NO_KEYS):
-    rows = UnwritableRows(at_once)
-    rows.record(dict.fromkeys(positions, REFUSED), keys)
+    rows = UnwritableRows("default")
+    rows.at_once = at_once
+    rows.skip(dict.fromkeys(positions, REFUSED), keys)
     return rows
 
 
@@ -30,7 +31,7 @@ def test_row_is_skipped_until_its_backoff_ends(pass_by):
     assert rows.skipped() == {1: ""}
     pass_by(2.0)
     assert rows.skipped() == {}
-    rows.record({1: REFUSED})
+    rows.skip({1: REFUSED})
     assert rows.skipped() == {1: ""}
 
 
@@ -56,7 +57,7 @@ def test_row_is_forgotten_some_time_after_its_turn_unless_it_is_refused_again(pa
     rows = refused(1, 2)
     pass_by(2.0)
     rows.skipped()
-    rows.record({2: REFUSED})
+    rows.skip({2: REFUSED})
     pass_by(LONGEST_SKIP_SECONDS)
     rows.skipped()
 
@@ -68,6 +69,6 @@ def test_rows_of_a_key_are_tried_together(pass_by):
     """Each one that is skipped would hold back the others."""
     rows = refused(1, at_once=1, keys={1: "a"})
     pass_by(2.0)
-    rows.record({2: REFUSED, 3: REFUSED}, {2: "a", 3: "b"})
+    rows.skip({2: REFUSED, 3: REFUSED}, {2: "a", 3: "b"})
 
     assert rows.skipped() == {3: "b"}

@@ -1,4 +1,4 @@
-"""Running processes in the admin, by their heartbeats, and the operator's requests to them; see `process.heartbeat`.
+"""Running processes in the admin, by their heartbeats, and the operator's requests to them; see `upkeep.heartbeat_table`.
 
 And what they run now, as they said with these heartbeats; and the runs under leases, which have rows.
 """
@@ -35,10 +35,9 @@ from exactly_once.console.display import (
 from exactly_once.console.operators.actions import each
 from exactly_once.half import Half, halves, visible_halves
 from exactly_once.models import Busy, Process
-from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.process.loop import ALLOWED_IN, Mode, Request
 from exactly_once.sql.connections import with_table
-from exactly_once.upkeep.heartbeat_table import HeartbeatTable, is_ahead, long_runs
+from exactly_once.upkeep.heartbeat_table import SILENT_AFTER, HeartbeatTable, is_ahead, long_runs
 from exactly_once.upkeep.minutes import database_time
 
 _PROCESSES = HeartbeatTable()

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from exactly_once.half import halves
 from exactly_once.sql.connections import with_table
-from exactly_once.sql.rows import value_of
+from exactly_once.sql.fields import value_of
 
 _T = TypeVar("_T")
 

@@ -9,8 +9,7 @@ from exactly_once.console.cli.halves import HalvesCommand
 from exactly_once.console.cli.terminal import BOLD, Line, Progress, Table, days, show
 from exactly_once.console.operators.audit import Subject, actor_of_command, record
 from exactly_once.half import Half
-from exactly_once.sql.rows import delete_in_chunks
-from exactly_once.upkeep.housekeeping import old_rows
+from exactly_once.upkeep.housekeeping import delete_in_chunks, old_rows
 
 
 class Command(HalvesCommand):

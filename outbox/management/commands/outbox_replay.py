@@ -1,9 +1,10 @@
 import re
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.core.management.base import CommandError, CommandParser
+from django.db.models import Count, Max, Min, Q
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
@@ -14,10 +15,10 @@ from exactly_once.models import Operation, OperationState
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.main_thread import run_until_signalled
+from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.operations import Operations
 from outbox.conf import outbox_options
 from outbox.operators.operations import operations
-from outbox.operators.previews import Replayable, preview_replaying
 from outbox.operators.replaying import Replay, plan
 from outbox.states import State
 from outbox.store.selecting import Selection
@@ -25,6 +26,23 @@ from outbox.store.selecting import Selection
 _SELECTING = ("topic", "biz_id", "since", "until", "all")
 _POLL_SECONDS = 0.2
 _MOST_PER_SECOND = 100_000
+
+
+class Replayable(NamedTuple):
+    """The selected messages of one topic and state.
+
+    Attributes:
+        messages: their number.
+        expired: the number of those that have expired since, and are not sent again.
+        oldest, newest: when the first and the last of them was settled.
+    """
+
+    topic: str
+    state: str
+    messages: int
+    expired: int
+    oldest: datetime
+    newest: datetime
 
 
 class Command(DatabaseCommand):
@@ -55,7 +73,7 @@ class Command(DatabaseCommand):
     def act(self, alias: str, actor: Actor, options: dict[str, Any]) -> None:
         log_to_console(options["verbosity"])
         replay, rate = _replay(options), _per_second(options["rate"])
-        found = preview_replaying(alias, replay.selection)
+        found = _preview(alias, replay.selection)
         show(_shown(found, replay), self.stdout)
         count = sum(group.messages for group in found if group.state == State.PUBLISHED)
         if options["dry_run"] or not count:
@@ -136,6 +154,14 @@ def _per_second(given: str) -> int:
         words = _("--rate is %(given)s: it must be a number of messages per second up to %(most)s, 500/s.")
         raise CommandError(words % {"given": repr(given), "most": f"{_MOST_PER_SECOND:,}"})
     return int(match[1])
+
+
+def _preview(alias: str, selection: Selection) -> list[Replayable]:
+    """The selected messages, by topic and state."""
+    expired = Count("id", filter=Q(expires_at__lte=DatabaseTime()))
+    groups = selection.messages(alias).order_by("topic", "state").values_list("topic", "state")
+    counted = groups.annotate(Count("id"), expired=expired, oldest=Min("settled_at"), newest=Max("settled_at"))
+    return [Replayable._make(group) for group in counted]
 
 
 def _shown(found: list[Replayable], replay: Replay) -> list[Table]:

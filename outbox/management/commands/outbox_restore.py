@@ -1,7 +1,9 @@
 from collections import Counter
-from typing import Any
+from datetime import datetime
+from typing import Any, NamedTuple
 
 from django.core.management.base import CommandError, CommandParser
+from django.db.models import Count, Min
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
@@ -21,16 +23,33 @@ from exactly_once.console.cli.terminal import (
 from exactly_once.console.display import ngettext
 from exactly_once.console.operators.audit import Actor, Subject, record
 from exactly_once.sql.connections import decision_transaction
-from outbox.operators.previews import Restorable, preview_restoring
+from outbox.models import IS_AHEAD
 from outbox.states import RESTORE
 from outbox.store import decision_rows
 from outbox.store.dialect import chunks
 from outbox.store.restoring import restored_by_default
 from outbox.store.selecting import Selection
+from outbox.store.unique import IS_REPLACED
 
 _SELECTING = ("message_ids", "topic", "biz_id", "state", "since", "until", "all")
 _AT_ONCE = 500
 _STATES = [state.value for state in RESTORE.sources]
+
+
+class Restorable(NamedTuple):
+    """The messages of one topic and state that a restore would affect.
+
+    Attributes:
+        messages: their number.
+        overdue: the number of those whose delivery time has passed; once restored, they are sent at once.
+        oldest: when the first of them was cancelled, expired or became dead.
+    """
+
+    topic: str
+    state: str
+    messages: int
+    overdue: int
+    oldest: datetime | None
 
 
 class Command(DatabaseCommand):
@@ -61,7 +80,7 @@ class Command(DatabaseCommand):
             )
             raise CommandError(words)
         selection = _selection(options)
-        preview = preview_restoring(alias, selection)
+        preview = _preview(alias, selection)
         if options["dry_run"]:
             show(_shown(preview, overdue=overdue), self.stdout)
             return
@@ -96,6 +115,17 @@ def _selection(options: dict[str, Any]) -> Selection:
         since=instant("--since", options["since"]),
         until=instant("--until", options["until"]),
     )
+
+
+def _preview(alias: str, selection: Selection) -> list[Restorable]:
+    """The messages that a restore would affect, by topic and state."""
+    groups = selection.messages(alias).exclude(IS_REPLACED).order_by("topic", "state").values_list("topic", "state")
+    return [
+        Restorable(topic, state, count, count - ahead, oldest)
+        for topic, state, count, ahead, oldest in groups.annotate(
+            Count("id"), ahead=Count("id", filter=IS_AHEAD), oldest=Min("settled_at")
+        )
+    ]
 
 
 def _shown(found: list[Restorable], *, overdue: bool) -> list[Table]:

@@ -11,9 +11,9 @@ from django.urls import reverse
 
 from exactly_once.console.admin.processes import ProcessAdmin
 from exactly_once.models import AuditEntry, Process
-from exactly_once.process.heartbeat import SILENT_AFTER, STOPPED_SHOWN_FOR
 from exactly_once.process.loop import Mode, Request
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep.heartbeat_table import SILENT_AFTER, STOPPED_SHOWN_FOR
 from inbox.store.heartbeats import consumers
 from outbox.relay.heartbeat import relays
 from outbox.states import State

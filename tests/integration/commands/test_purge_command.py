@@ -9,7 +9,7 @@ from django.core.management import CommandError, call_command
 
 from exactly_once.models import AuditEntry
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.sql.rows import delete_in_chunks, older_entries
+from exactly_once.upkeep.housekeeping import delete_in_chunks, older_entries
 from inbox.models import InboxMessage, Receipt
 from inbox.models import TrailEntry as InboxEntry
 from inbox.states import State as InboxState

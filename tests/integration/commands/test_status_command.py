@@ -10,8 +10,8 @@ from django.core.management import CommandError
 
 from exactly_once.models import Process
 from exactly_once.process.clock import utcnow
-from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep.heartbeat_table import SILENT_AFTER
 from inbox.conf import inbox_options
 from inbox.models import InboxMessage
 from inbox.receiving.admit import admit

@@ -9,9 +9,9 @@ import pytest
 from django.db import transaction
 
 from exactly_once.models import Process as ProcessRow
-from exactly_once.process import heartbeat
 from exactly_once.process.clock import utcnow
-from exactly_once.process.heartbeat import SILENT_AFTER
+from exactly_once.upkeep import heartbeat_table
+from exactly_once.upkeep.heartbeat_table import SILENT_AFTER
 from inbox.consumer import heartbeat as module
 from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.models import PausedHandler
@@ -147,7 +147,7 @@ class TestThreads:
     @pytest.fixture(autouse=True)
     def often(self, monkeypatch):
         monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
-        monkeypatch.setattr(heartbeat, "UNCHANGED_SECONDS", 0.05)
+        monkeypatch.setattr(heartbeat_table, "UNCHANGED_SECONDS", 0.05)
 
     def test_each_database_gets_a_row_with_the_handlers_that_write_to_it(self, handles):
         here, there = handles(the_effect, name="tests.here"), handles(the_effect, name="tests.there", using="other")

@@ -11,11 +11,11 @@ from django.core.management import CommandError
 import inbox
 from exactly_once.models import Alert, AuditEntry, Lease, Minute, Process
 from exactly_once.process.clock import utcnow
-from exactly_once.process.heartbeat import SILENT_AFTER
 from exactly_once.process.loop import Request, StopRequest
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep import alerting as module
 from exactly_once.upkeep.alerting import Evaluator, alert_changed
+from exactly_once.upkeep.heartbeat_table import SILENT_AFTER
 from exactly_once.upkeep.minutes import OTHER
 from inbox.conf import inbox_options
 from inbox.models import InboxMessage, PausedHandler

@@ -12,9 +12,9 @@ import pytest
 from django.db import OperationalError, connections
 
 from exactly_once.models import Process
-from exactly_once.process import heartbeat as kernel
 from exactly_once.process.clock import utcnow
-from exactly_once.process.heartbeat import SILENT_AFTER
+from exactly_once.upkeep import heartbeat_table as kernel
+from exactly_once.upkeep.heartbeat_table import SILENT_AFTER
 from exactly_once.wire.text import NAME_LENGTH
 from outbox.relay import heartbeat as module
 from outbox.relay.heartbeat import Heartbeat, relays

@@ -16,7 +16,7 @@ from outbox import Draft, cancel, on_published, publish, publish_many, publish_n
 from outbox.callbacks import registry
 from outbox.decisions import Outcome
 from outbox.models import OutboxMessage, PendingCallback, TrailEntry
-from outbox.operators.state_counts import count_states
+from outbox.operators.figures import count_states
 from outbox.relay.housekeeping import Housekeeper, housekeepers
 from outbox.states import CANCEL, RESTORE, ROLL_BACK, SETTLED, State
 from outbox.store import claiming, decision_rows, history, restoring, settling
@@ -679,7 +679,7 @@ class TestFigures:
         counts = count_states("default")
         assert (counts.states["published"], counts.states["ready"], counts.estimated) == (500, 1, frozenset())
 
-        monkeypatch.setattr("outbox.operators.state_counts.COUNTED_EXACTLY_BYTES", 0)
+        monkeypatch.setattr("outbox.operators.figures.COUNTED_EXACTLY_BYTES", 0)
         counts = count_states("default")
         assert (counts.states["ready"], counts.estimated) == (1, set(SETTLED))
         assert counts.states["published"] == pytest.approx(500, rel=0.1)

@@ -9,13 +9,12 @@ from django.test.utils import CaptureQueriesContext
 
 from exactly_once.process.clock import monotonic
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.sql.unwritable_rows import LONGEST_SKIP_SECONDS
 from outbox import pause, resume
 from outbox.models import OutboxMessage
 from outbox.relay.passes import Pass
 from outbox.states import State
 from outbox.store import claiming, settling, unwritable_rows
-from outbox.store.unwritable_rows import UnwritableRows
+from outbox.store.unwritable_rows import LONGEST_SKIP_SECONDS, UnwritableRows
 from tests.support.refused_rows import POISON, cleared, refused, reports
 from tests.support.relaying import (
     TOPIC,
@@ -171,7 +170,7 @@ class TestManyRows:
         self, peer, monkeypatch
     ):
         leapt = [0.0]
-        monkeypatch.setattr("exactly_once.sql.unwritable_rows.monotonic", lambda: monotonic() + leapt[0])
+        monkeypatch.setattr("outbox.store.unwritable_rows.monotonic", lambda: monotonic() + leapt[0])
         published_many(900, biz_id=lambda number: f"{POISON}-{number}")
         with refused(), connected(peer.url) as transport:
             single = Pass("default", transport, quick())
