@@ -16,8 +16,15 @@ from django.db import DatabaseError, InterfaceError, connections, router
 from exactly_once.conf.redactors import why_not_loaded
 from exactly_once.half import registered
 from exactly_once.sql.connections import is_postgresql
-from exactly_once.sql.integrity import changed_collation, unreadable, without_identity
-from exactly_once.sql.schema import behind_their_tables, listed, our_apps, our_models
+from exactly_once.sql.schema import (
+    behind_their_tables,
+    changed_collation,
+    listed,
+    our_apps,
+    our_models,
+    unreadable,
+    without_identity,
+)
 from exactly_once.upkeep.history import History
 
 _Options = TypeVar("_Options")

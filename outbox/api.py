@@ -31,7 +31,7 @@ from django.utils import timezone
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.connections import is_inside_a_transaction
 from exactly_once.telemetry import tracing
-from exactly_once.wire.context import OUTER_CORRELATION, caused_by, current_cause
+from exactly_once.telemetry.tracing import OUTER_CORRELATION, caused_by, current_cause
 from exactly_once.wire.envelope import RESERVED_HEADERS, HeaderValue, headers_as_json, is_reserved
 from exactly_once.wire.identity import new_message_id, new_message_ids
 from exactly_once.wire.text import did_you_mean, why_no_topic, why_unfit

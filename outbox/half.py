@@ -9,10 +9,10 @@ from outbox.models import OutboxMessage, TrailEntry
 from outbox.operators import relays, trail
 from outbox.operators.alerting import conditions
 from outbox.operators.dead_letters import letters
-from outbox.operators.dry_run import published_from_now
 from outbox.operators.figures import DATED
 from outbox.operators.operations import CHANGES, groups, why_not
 from outbox.operators.replaying import REPLAY
+from outbox.operators.trail import published_from_now
 from outbox.store.history import HISTORY
 
 OUTBOX = Half(

@@ -12,8 +12,8 @@ import kombu
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from exactly_once.process.clock import utcnow
+from exactly_once.telemetry.tracing import current_cause
 from exactly_once.transport.broker import speaks_amqp
-from exactly_once.wire.context import current_cause
 from exactly_once.wire.envelope import Envelope
 from exactly_once.wire.formats import CELERY_TOPICS, Wire
 from exactly_once.wire.identity import new_message_id, uuid_in

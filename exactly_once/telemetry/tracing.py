@@ -1,4 +1,6 @@
-"""OpenTelemetry spans, the extra `django-exactly-once[opentelemetry]`: from the publishing request to the handler.
+"""The message being handled in this context, which the messages that its handler publishes name as their cause; and spans.
+
+The spans of OpenTelemetry, the extra `django-exactly-once[opentelemetry]`, lead from the publishing request to the handler:
 
 - *create* (producer): `publish()`. Its context travels with the message as `traceparent`.
 - *send* (client): the relay sends messages to the broker; linked to the create spans.
@@ -10,10 +12,10 @@ Names and attributes are those of the semantic conventions for messaging. Withou
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
-
-from exactly_once.wire.context import current_cause
 
 otel: Any = None
 """The module `opentelemetry.trace`, or None if it is not installed."""
@@ -28,6 +30,40 @@ else:
 _TRACER = "django-exactly-once"
 _TRACEPARENT = "traceparent"
 _MOST_LINKS = 128
+OUTER_CORRELATION = "outercorrelationid"
+"""The header of a request: the correlation id of the chain in which it was made, which its answer continues."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The cause of a message that is published now.
+
+    Attributes:
+        message_id: the message being handled; becomes the causation id.
+        correlation_id: the first message of the whole chain.
+        traceparent: the W3C trace context of the message being handled, or "".
+    """
+
+    message_id: str = ""
+    correlation_id: str = ""
+    traceparent: str = ""
+
+
+handled: ContextVar[Cause | None] = ContextVar("message being handled", default=None)
+_NO_CAUSE = Cause()
+
+
+def current_cause() -> Cause:
+    return handled.get() or _NO_CAUSE
+
+
+@contextmanager
+def caused_by(cause: Cause) -> Iterator[None]:
+    token = handled.set(cause)
+    try:
+        yield
+    finally:
+        handled.reset(token)
 
 
 class Traced(Protocol):

@@ -10,8 +10,8 @@ from typing import Any
 
 from django.db import DatabaseError, InterfaceError
 
+from exactly_once.telemetry.tracing import Cause, caused_by
 from exactly_once.testing.database import require_tests
-from exactly_once.wire.context import Cause, caused_by
 from exactly_once.wire.identity import new_message_id
 from inbox.conf import inbox_options
 from inbox.handlers.handler import Handler

@@ -35,8 +35,8 @@ from exactly_once.sql.faults import (
 )
 from exactly_once.sql.schema import is_missing, is_number_taken
 from exactly_once.telemetry import tracing
+from exactly_once.telemetry.tracing import Cause, handled
 from exactly_once.transport import broker
-from exactly_once.wire.context import Cause, handled
 from exactly_once.wire.envelope import Envelope
 from exactly_once.wire.text import describe
 from inbox import metrics

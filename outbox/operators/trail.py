@@ -1,10 +1,16 @@
-"""The history of one message in the outbox: its trail, and the facts of its row."""
+"""What the outbox knows of a message: its history, from its trail and its row, and the messages that it causes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+from django.db.models import Max
 
 from exactly_once.console.operators.trail import ChainRow, HistoryEvent, PartOfHistory, PresentState, moment_of
+from exactly_once.half import WouldPublish
 from exactly_once.process.clock import utcnow
+from exactly_once.sql.connections import with_table
+from exactly_once.sql.days import LIVE
 from exactly_once.sql.fields import value_of
+from exactly_once.wire.envelope import JSON
 from exactly_once.wire.identity import uuid_in
 from outbox.conf import outbox_options
 from outbox.models import CHAINED, OutboxMessage, TrailEntry
@@ -21,6 +27,7 @@ _GOES_ON = (State.SCHEDULED, State.RETRYING, State.PREPARED)
 """States with an automatic next step, due at the row's `available_at`."""
 _NEVER_SENT = (State.PREPARED, State.STUCK, State.ROLLED_BACK)
 """States that no message enters after a relay has claimed it. A cancelled message, for example, may have been sent before."""
+_MOST = 100
 
 
 def part_of_history(alias: str, message_id: str) -> PartOfHistory:
@@ -114,3 +121,21 @@ def _standing(alias: str, row: OutboxMessage) -> PresentState:
         also=f"in the order of key {row.key!r}" if row.key else "",
         database=alias,
     )
+
+
+def published_from_now(alias: str) -> Callable[[str], Sequence[WouldPublish]]:
+    """Returns the messages with a later position than the last one now, caused by a message; none without an outbox there."""
+    if not with_table(OutboxMessage, [alias])[0]:
+        return lambda causation_id: ()
+    live = OutboxMessage.objects.using(alias).filter(day=LIVE)
+    last = live.aggregate(last=Max("pk"))["last"] or 0
+
+    def since(causation_id: str) -> Sequence[WouldPublish]:
+        return [
+            WouldPublish(
+                topic=row.topic, biz_id=row.biz_id, key=row.key, body=bytes(row.body), content_type=JSON, headers=row.headers
+            )
+            for row in live.filter(pk__gt=last, causation_id=causation_id).order_by("pk")[:_MOST]
+        ]
+
+    return since

@@ -10,7 +10,7 @@ from django.db import transaction
 from django.db.models import F
 
 from exactly_once.models import Lease
-from exactly_once.wire.context import Cause, caused_by
+from exactly_once.telemetry.tracing import Cause, caused_by
 from inbox.contrib.joins.models import Part, Run
 from inbox.contrib.joins.store import TOPIC
 from inbox.models import InboxMessage

@@ -35,8 +35,8 @@ from exactly_once.process.main_thread import run_until_signalled
 from exactly_once.process.outage import Outage, OutageLog
 from exactly_once.sql.faults import is_about_values, is_collision, is_lost, is_outage, remedy
 from exactly_once.sql.schema import is_missing
+from exactly_once.telemetry.tracing import Cause, caused_by, current_cause
 from exactly_once.transport import broker
-from exactly_once.wire.context import Cause, caused_by, current_cause
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.retry import Pause
 from exactly_once.wire.text import describe

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from asgiref.sync import sync_to_async
 
 from exactly_once.half import name_of
-from exactly_once.wire.context import OUTER_CORRELATION, Cause, caused_by, current_cause
+from exactly_once.telemetry.tracing import OUTER_CORRELATION, Cause, caused_by, current_cause
 from inbox.contrib.joins import Join
 from inbox.contrib.joins.collecting import Definition, collect, finish, gather
 from inbox.contrib.joins.store import TOPIC

@@ -6,7 +6,7 @@ from django.core.management.base import CommandError, CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.console.cli.process_command import ProcessCommand
+from exactly_once.console.cli.command import ProcessCommand
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.schema import require_usable
 from exactly_once.telemetry import prometheus

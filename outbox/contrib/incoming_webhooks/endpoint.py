@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
 
-from exactly_once.wire.context import Cause, caused_by
+from exactly_once.telemetry.tracing import Cause, caused_by
 from exactly_once.wire.text import why_no_topic, why_unfit
 from outbox.api import PublishedMessage, publish
 from outbox.contrib.incoming_webhooks.signatures import Verify

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 from django.db import connection, transaction
 
-from exactly_once.wire.context import OUTER_CORRELATION, Cause, caused_by
+from exactly_once.telemetry.tracing import OUTER_CORRELATION, Cause, caused_by
 from inbox.contrib.joins import correlated, store
 from inbox.contrib.joins.models import Run
 from inbox.handlers.registry import registry

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from exactly_once.console.cli import process_command
+from exactly_once.console.cli import command
 from tests.support.projects import SQLITE, environment_in, run_in, settings_of
 from tests.support.waiting import wait_until
 from tests.support.workers import Process
@@ -127,5 +127,5 @@ def test_reloading_is_the_default_with_debug_and_never_happens_while_draining(se
     settings.DEBUG = debug
 
     for reload, wanted in ((None, debug), (True, True), (False, False)):
-        assert process_command.is_reloading_wanted({"reload": reload, "drain": False}) is wanted
-        assert process_command.is_reloading_wanted({"reload": reload, "drain": True}) is False
+        assert command.is_reloading_wanted({"reload": reload, "drain": False}) is wanted
+        assert command.is_reloading_wanted({"reload": reload, "drain": True}) is False

@@ -10,7 +10,7 @@ import pytest
 from django.db import connection, transaction
 from django.utils import timezone
 
-from exactly_once.wire.context import Cause, caused_by
+from exactly_once.telemetry.tracing import Cause, caused_by
 from outbox import Draft, PublishedOutsideTransaction, cancel, publish, publish_many
 from outbox.models import SHARDS, OutboxMessage
 from outbox.states import GIVEN_UP, State

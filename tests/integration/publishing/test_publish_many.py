@@ -10,7 +10,7 @@ from django.utils.timezone import get_fixed_timezone
 
 import outbox.api
 from exactly_once.process.clock import utcnow
-from exactly_once.wire.context import Cause, caused_by
+from exactly_once.telemetry.tracing import Cause, caused_by
 from outbox import Draft, publish, publish_many
 from outbox.models import OutboxMessage
 from outbox.store import writing

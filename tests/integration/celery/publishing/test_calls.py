@@ -15,7 +15,7 @@ from django.urls import reverse
 from kombu.exceptions import EncodeError, OperationalError
 
 import outbox.celery
-from exactly_once.wire.context import Cause, caused_by
+from exactly_once.telemetry.tracing import Cause, caused_by
 from exactly_once.wire.formats import Wire
 from outbox import InvalidMessage, PayloadTooLarge
 from outbox.celery import OutboxTask
