@@ -73,52 +73,58 @@ def check_databases(app_configs: object, databases: Sequence[str] | None = None,
     ]
 
 
-def warnings_of_settings(setting: str, options: type, *, id: str) -> list[CheckMessage]:  # noqa: A002 - as in a CheckMessage
-    """One for each setting of the project that is named like an option of the dictionary `setting`."""
+def check_half(setting: str, options: type, history: History, *, settings_id: str, rights_id: str, partitions_id: str) -> None:
+    """Register the checks that both halves have.
+
+    Args:
+        setting: the name of its dictionary.
+        settings_id, rights_id, partitions_id: of the warnings about names of settings, and about history.
+    """
+
+    def check_settings(app_configs: object, **kwargs: Any) -> list[CheckMessage]:
+        """A setting of the project that is named like an option of the dictionary, and is not read."""
+        return [*_warnings_of_settings(setting, options, settings_id)]
+
+    def check_history(app_configs: object, databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
+        """A user that may not make and drop partitions, and a partition whose rows cannot be changed while it is published."""
+        here = [alias for alias in databases or () if router.allow_migrate_model(alias, history.model)]
+        return [*_warnings_of_rights(history, here, rights_id), *_warnings_of_partitions(history, here, partitions_id)]
+
+    register(check_settings)
+    register(check_history, Tags.database)
+
+
+def _warnings_of_settings(setting: str, options: type, id_: str) -> Iterator[CheckMessage]:
     names = [field.name for field in dataclasses.fields(options)]
-    given = [name for name in dir(settings) if name.startswith(f"{setting}_")]
-    return [
-        Warning(
-            f"The setting {name} is not read.",
-            hint=f"Write it into the dictionary {setting}, as {setting}[{close[0]!r}].",
-            id=id,
-        )
-        for name in given
-        if (close := get_close_matches(name.removeprefix(f"{setting}_"), names, n=1))
-    ]
+    for name in dir(settings):
+        if name.startswith(f"{setting}_") and (close := get_close_matches(name.removeprefix(f"{setting}_"), names, n=1)):
+            hint = f"Write it into the dictionary {setting}, as {setting}[{close[0]!r}]."
+            yield Warning(f"The setting {name} is not read.", hint=hint, id=id_)
 
 
-def warnings_of_history(history: History, databases: Sequence[str], *, id: str) -> list[CheckMessage]:  # noqa: A002 - as in a CheckMessage
-    """One for each of these databases whose user may not make and drop the partitions of history."""
-    app = id.partition(".")[0]
-    return [
-        Warning(
-            f"The user of the database {alias!r} may not make or drop the partitions of the {app}'s history. A process that "
-            "does its housekeeping as this user keeps all of it in the default partition, and deletes old messages one by one.",
-            hint=f"Make it the owner of the tables of the {app}, with CREATE on their schema; or silence this check if such "
-            "processes run as another user.",
-            id=id,
-        )
-        for alias in databases
-        if router.allow_migrate_model(alias, history.model)
-        and is_postgresql(connections[alias])
-        and _read(history.days.may_be_made, alias) is False
-    ]
+def _warnings_of_rights(history: History, aliases: Iterable[str], id_: str) -> Iterator[CheckMessage]:
+    app = id_.partition(".")[0]
+    for alias in aliases:
+        if is_postgresql(connections[alias]) and _read(history.days.may_be_made, alias) is False:
+            yield Warning(
+                f"The user of the database {alias!r} may not make or drop the partitions of the {app}'s history. A process "
+                "that does its housekeeping as this user keeps all of it in the default partition, and deletes old messages "
+                "one by one.",
+                hint=f"Make it the owner of the tables of the {app}, with CREATE on their schema; or silence this check if "
+                "such processes run as another user.",
+                id=id_,
+            )
 
 
-def warnings_of_partitions(history: History, databases: Sequence[str], *, id: str) -> list[CheckMessage]:  # noqa: A002 - as in a CheckMessage
-    """One for each partition in these databases whose rows cannot be changed while a publication has them."""
-    return [
-        Warning(
-            f"In the database {alias!r}, the partition {name} has no primary key and no replica identity. While a publication "
-            "has it, as one FOR ALL TABLES, its messages cannot be counted as duplicates, restored or purged.",
-            hint=f"Run `ALTER TABLE {name} ADD PRIMARY KEY ({history.by})`.",
-            id=id,
-        )
-        for alias in databases
-        if router.allow_migrate_model(alias, history.model)
-        for name in _read(without_identity, alias, history.model) or ()
-    ]
+def _warnings_of_partitions(history: History, aliases: Iterable[str], id_: str) -> Iterator[CheckMessage]:
+    for alias in aliases:
+        for name in _read(without_identity, alias, history.model) or ():
+            yield Warning(
+                f"In the database {alias!r}, the partition {name} has no primary key and no replica identity. While a "
+                "publication has it, as one FOR ALL TABLES, its messages cannot be counted as duplicates, restored or purged.",
+                hint=f"Run `ALTER TABLE {name} ADD PRIMARY KEY ({history.by})`.",
+                id=id_,
+            )
 
 
 @register(Tags.database)

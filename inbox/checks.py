@@ -11,7 +11,7 @@ from django.core.checks import CheckMessage, Error, Info, Tags, Warning, registe
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
-from exactly_once.checks import check_with, warnings_of_history, warnings_of_partitions, warnings_of_settings
+from exactly_once.checks import check_half, check_with
 from exactly_once.conf.masking import masked
 from exactly_once.conf.redactors import why_not_called
 from exactly_once.conf.settings import InvalidOptions
@@ -42,26 +42,7 @@ def check_options(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> lis
     return []
 
 
-@register()
-def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.W009: a setting that is named like an option of INBOX, such as INBOX_BROKER_URL, and is not read."""
-    return warnings_of_settings("INBOX", InboxOptions, id="inbox.W009")
-
-
-@register(Tags.database)
-def check_history(
-    app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
-) -> list[CheckMessage]:
-    """inbox.W008: a database user that may not make and drop the partitions of history."""
-    return warnings_of_history(HISTORY, databases or (), id="inbox.W008")
-
-
-@register(Tags.database)
-def check_partitions(
-    app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
-) -> list[CheckMessage]:
-    """inbox.W011: a partition of history whose rows cannot be changed while it is published."""
-    return warnings_of_partitions(HISTORY, databases or (), id="inbox.W011")
+check_half("INBOX", InboxOptions, HISTORY, settings_id="inbox.W009", rights_id="inbox.W008", partitions_id="inbox.W011")
 
 
 @register()

@@ -8,10 +8,10 @@ from typing import Any
 
 from django.apps import AppConfig, apps
 from django.conf import settings
-from django.core.checks import CheckMessage, Error, Tags, Warning, register
+from django.core.checks import CheckMessage, Error, Warning, register
 from django.utils.module_loading import module_has_submodule
 
-from exactly_once.checks import check_with, warnings_of_history, warnings_of_partitions, warnings_of_settings
+from exactly_once.checks import check_half, check_with
 from exactly_once.conf.masking import masked
 from exactly_once.conf.redactors import why_not_called
 from exactly_once.conf.settings import InvalidOptions
@@ -108,26 +108,7 @@ def check_encoders(chosen: OutboxOptions) -> Iterator[CheckMessage]:
             )
 
 
-@register()
-def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """outbox.W008: a setting that is named like an option of OUTBOX, such as OUTBOX_BROKER_URL, and is not read."""
-    return warnings_of_settings("OUTBOX", OutboxOptions, id="outbox.W008")
-
-
-@register(Tags.database)
-def check_history(
-    app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
-) -> list[CheckMessage]:
-    """outbox.W007: a database user that may not make and drop the partitions of history."""
-    return warnings_of_history(HISTORY, databases or (), id="outbox.W007")
-
-
-@register(Tags.database)
-def check_partitions(
-    app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
-) -> list[CheckMessage]:
-    """outbox.W010: a partition of history whose rows cannot be changed while it is published."""
-    return warnings_of_partitions(HISTORY, databases or (), id="outbox.W010")
+check_half("OUTBOX", OutboxOptions, HISTORY, settings_id="outbox.W008", rights_id="outbox.W007", partitions_id="outbox.W010")
 
 
 @check_with(outbox_options)

@@ -220,11 +220,7 @@ def connection_options(url: str, **transport_options: Any) -> dict[str, Any]:
         "socket_settings": settings,
         "frame_handler": _read_frames_of_anybody,
     }
-    return {
-        "connect_timeout": seconds,
-        "heartbeat": HEARTBEAT_SECONDS,
-        "transport_options": {**bounded, **transport_options},
-    }
+    return {"connect_timeout": seconds, "heartbeat": HEARTBEAT_SECONDS, "transport_options": {**bounded, **transport_options}}
 
 
 def connection_attempts(url: str) -> dict[str, Any]:

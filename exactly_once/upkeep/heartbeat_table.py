@@ -313,7 +313,8 @@ def lost(rows: Iterable[Any]) -> list[Any]:
     """
     known = list(rows)
     unused = sorted((row for row in known if not row.silent), key=lambda row: row.started_at)
-    silent = [row for row in known if row.silent and unused and row.requested not in _ENDS and not _is_long_silent(row)]
+    silent = [row for row in known if row.silent and unused and row.requested not in _ENDS]
+    silent = [row for row in silent if row.beat_at >= row.database_now - SILENCE_REPORTED_FOR]
     silent.sort(key=lambda row: row.beat_at)
     for is_elsewhere in (False, True):
         for row in [*silent]:
@@ -322,10 +323,6 @@ def lost(rows: Iterable[Any]) -> list[Any]:
                 unused.remove(replacement)
                 silent.remove(row)
     return silent
-
-
-def _is_long_silent(row: Any) -> bool:
-    return bool(row.beat_at < row.database_now - SILENCE_REPORTED_FOR)
 
 
 def _replaces(one: Any, silent: Any, *, is_elsewhere: bool) -> bool:

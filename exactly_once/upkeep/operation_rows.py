@@ -7,7 +7,7 @@ longer finds its token, and changes nothing.
 
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -283,28 +283,3 @@ class OperationTable:
 
     def _parts(self, alias: str) -> QuerySet[Any]:
         return QuerySet(OperationPart, using=alias)
-
-
-def one_by_one(
-    alias: str,
-    rows: Iterable[int],
-    change: Callable[[int], RowOutcome],
-    *,
-    refusals: tuple[type[Exception], ...] = (),
-) -> list[RowOutcome]:
-    """Change rows in a savepoint each. One that fails does not affect the others.
-
-    Args:
-        refusals: exceptions with which `change` reports that it was refused.
-
-    Raises:
-        django.db.Error: the connection was lost.
-    """
-    outcomes = []
-    for row in rows:
-        try:
-            with transaction.atomic(using=alias):
-                outcomes.append(change(row))
-        except refusals as error:
-            outcomes.append(RowOutcome(row, unchanged=str(error), is_error=True))
-    return outcomes

@@ -22,13 +22,7 @@ from inbox.store import starts
 _CONFLICTS = 50
 _CAUSES = ("redelivery", "resend", "replay", "business")
 _OF_A_CONFLICT = ("handler", "topic", "biz_id", "message_id", "conflicting_id", "conflicting_at", "conflicts")
-_OF_A_PAUSE = {
-    "handler": "handler",
-    "messages": "messages",
-    "since": "paused_at",
-    "by": "paused_by",
-    "reason": "reason",
-}
+_OF_A_PAUSE = {"handler": "handler", "messages": "messages", "since": "paused_at", "by": "paused_by", "reason": "reason"}
 _STYLES: Mapping[str, str] = {State.DEAD: RED, State.RETRYING: YELLOW, State.WAITING: YELLOW}
 
 

@@ -5,7 +5,7 @@ statement for each state that they have. A row in an order, a running message an
 another row is promoted, a lease store is asked, or the task is sent again.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +22,7 @@ from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import SERIALIZATION_FAILURE, is_collision, sqlstate_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.states import Transition
-from exactly_once.upkeep.operation_rows import RowOutcome, one_by_one
+from exactly_once.upkeep.operation_rows import RowOutcome
 from exactly_once.wire.formats import CELERY_TOPICS
 from exactly_once.wire.text import ERROR_LENGTH, describe, printable
 from inbox.conf import inbox_options
@@ -172,9 +172,8 @@ def again_if_settled(function: Callable[_P, _T]) -> Callable[_P, _T]:
 @again_if_settled
 def decide_many(alias: str, rows: Sequence[int], decision: Decision) -> list[RowOutcome]:
     """Make the transition of these messages. A locked row is waited for if it is the only one."""
-    alone = partial(decide, alias, decision=decision)
     if len(rows) == 1:
-        return one_by_one(alias, rows, alone, refusals=REFUSALS)
+        return _one_by_one(alias, rows, decision)
     changed: dict[str, list[int]] = {}
     outcomes: list[RowOutcome] = []
     one_at_a_time: list[int] = []
@@ -194,7 +193,19 @@ def decide_many(alias: str, rows: Sequence[int], decision: Decision) -> list[Row
             outcomes += map(RowOutcome, together)
     if missing := [row for row in rows if row not in found]:
         outcomes += _unchanged(alias, missing, decision)
-    return outcomes + one_by_one(alias, one_at_a_time, alone, refusals=REFUSALS)
+    return outcomes + _one_by_one(alias, one_at_a_time, decision)
+
+
+def _one_by_one(alias: str, rows: Iterable[int], decision: Decision) -> list[RowOutcome]:
+    """Decide in a savepoint each. One that is refused does not affect the others."""
+    outcomes = []
+    for row in rows:
+        try:
+            with transaction.atomic(using=alias):
+                outcomes.append(decide(alias, row, decision=decision))
+        except REFUSALS as error:
+            outcomes.append(RowOutcome(row, unchanged=str(error), is_error=True))
+    return outcomes
 
 
 def _remember_longer(alias: str, rows: Sequence[int], decision: Decision) -> None:

@@ -206,9 +206,7 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
         # Its delivery is a row now, or counted with one. If its cause was counted, it stays a duplicate, too.
         counted = int(first.conflicting_id != first.message_id)
         receipts.message(alias, pk).update(
-            conflicting_attributes=None,
-            conflicts=F("conflicts") - 1,
-            duplicates=F("duplicates") - counted,
+            conflicting_attributes=None, conflicts=F("conflicts") - 1, duplicates=F("duplicates") - counted
         )
         if not isinstance(became, State):
             return False

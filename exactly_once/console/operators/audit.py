@@ -73,12 +73,7 @@ def actor_of_command(command: str) -> Actor:
 
 
 def record(
-    app: str,
-    alias: str,
-    actor: Actor,
-    action: str,
-    subjects: Iterable[Subject],
-    parameters: Mapping[str, Any] | None = None,
+    app: str, alias: str, actor: Actor, action: str, subjects: Iterable[Subject], parameters: Mapping[str, Any] | None = None
 ) -> None:
     """Insert an entry for each subject into the audit log, in the open transaction of `alias`.
 

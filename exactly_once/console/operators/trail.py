@@ -264,19 +264,18 @@ MOST_ROWS = 500
 """Rows of one app and database in a chain."""
 
 
-def chain_of(name: str, aliases: Collection[str] | None = None, apps: Collection[str] | None = None) -> Chain:
+def chain_of(name: str, apps: Collection[str] | None = None) -> Chain:
     """The chain that a message belongs to.
 
     Args:
         name: the message's id, or a correlation id.
-        aliases: the databases to search; None: all that have the tables.
         apps: those to ask; None: all.
     """
     places: list[tuple[HistorySource, str]] = []
     unavailable: list[str] = []
     for half in halves():
         if apps is None or half.app in apps:
-            available, others = with_table(half.entries, aliases)
+            available, others = with_table(half.entries)
             places += [(half.trail, alias) for alias in available]
             unavailable += others
     correlation_id = next(filter(None, (source.correlation_of(alias, name) for source, alias in places)), name)

@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from typing import Any
 
 from django.core.management.base import CommandParser
@@ -21,11 +20,7 @@ class Command(HalvesCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument(
-            "--older-than-days",
-            type=float,
-            help=_("the age of messages, instead of KEEP_HISTORY"),
-        )
+        parser.add_argument("--older-than-days", type=float, help=_("the age of messages, instead of KEEP_HISTORY"))
         parser.add_argument("--dry-run", action="store_true", help=_("only count"))
         super().add_arguments(parser)
 
@@ -49,13 +44,9 @@ class Command(HalvesCommand):
                 deletions = [half.history.purge(alias, older_than), *(kind.deletions(alias) for kind in half.remains.values())]
                 deletions += [delete_in_chunks(old.rows, by=old.by) for old in others]
                 for (name, count), deletion in zip(list(counts.items()), deletions, strict=True):
-                    counts[name] = _finished(Progress(f"{half.app}: {name}", count), deletion)
+                    with Progress(f"{half.app}: {name}", count) as progress:
+                        for deleted in deletion:
+                            progress.advance(deleted)
+                    counts[name] = progress.done
             lines = [Line([name, f"{count:,}"]) for name, count in counts.items()]
             show([Table([Line([half.app, verb], BOLD), *lines])], self.stdout)
-
-
-def _finished(progress: Progress, deleted: Iterator[int]) -> int:
-    with progress:
-        for count in deleted:
-            progress.advance(count)
-    return progress.done

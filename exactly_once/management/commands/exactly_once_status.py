@@ -116,7 +116,7 @@ class LiveView:
         if console := console_on(sys.stdout):
             from rich.live import Live  # noqa: PLC0415 - as in console_on()
 
-            screen = Live(console=console, screen=True, refresh_per_second=1, get_renderable=self._coloured)
+            screen = Live(console=console, screen=True, refresh_per_second=1, get_renderable=lambda: coloured(self._page()))
         with screen:
             while not stop.wait(self._every_seconds):
                 if console is None:
@@ -147,6 +147,3 @@ class LiveView:
             words = _("Unavailable for %(seconds).0f s, tried again: %(reason)s")
             yield sentence(words % {"seconds": monotonic() - self._failing_since, "reason": self._problem}, RED)
         yield from self._tables
-
-    def _coloured(self) -> Any:
-        return coloured(self._page())

@@ -97,13 +97,7 @@ def _chunks(rows: list[_Row]) -> Iterator[list[_Row]]:
 
 
 def _decide(
-    alias: str,
-    actor: Actor,
-    rows: Sequence[_Row],
-    action: str,
-    decision: Decision,
-    given: Mapping[str, Any],
-    unsent: list[str],
+    alias: str, actor: Actor, rows: Sequence[_Row], action: str, decision: Decision, given: Mapping[str, Any], unsent: list[str]
 ) -> int:
     """Decide about some messages in one transaction, and about those that are locked in one each; how many were changed."""
     subjects = {

@@ -53,14 +53,10 @@ def _require_transport(url: str) -> None:
 
 
 def _relay(alias: str, stop: StopRequest, *, drain: bool) -> None:
-    require_usable(alias, *_apps_at_work())
+    # With local:// it stores into the inbox and runs its handlers.
+    require_usable(alias, "outbox", *(["inbox"] if is_local(outbox_options().BROKER_URL) else []))
     # The objects loaded so far are permanent. Scanning all of Django in every collection would cost a tenth of the relay's
     # speed.
     gc.collect()
     gc.freeze()
     serve(alias, drain=drain, stop=stop)
-
-
-def _apps_at_work() -> list[str]:
-    """The apps whose tables the relay uses: with local:// it stores into the inbox and runs its handlers."""
-    return ["outbox", "inbox"] if is_local(outbox_options().BROKER_URL) else ["outbox"]
