@@ -202,8 +202,8 @@ class AppOptions:
         options.require_positive(self)
         if self.TRAIL not in {"decisions", "all"}:
             raise ValueError(f"TRAIL is {quoted(self.TRAIL)}: it must be 'decisions' or 'all'.")
-        _read_tls(self.BROKER_SSL)
-        _read_alerts(self.ALERTS)
+        options.parse(TlsOptions, "BROKER_SSL", self.BROKER_SSL)
+        options.parse(AlertOptions, "ALERTS", self.ALERTS)
         read_http(self.HTTP)
 
     def in_force(self, name: str) -> dict:  # type: ignore[type-arg] # see ALERTS
@@ -227,28 +227,20 @@ class AppOptions:
 
     @cached_property
     def tls(self) -> TlsOptions:
-        return _read_tls(self.in_force("BROKER_SSL"))
+        return options.parse(TlsOptions, "BROKER_SSL", self.in_force("BROKER_SSL"))
 
     @cached_property
     def own_tls(self) -> TlsOptions | None:
         """None if this app has no BROKER_SSL."""
-        return _read_tls(self.BROKER_SSL) if self.BROKER_SSL else None
+        return options.parse(TlsOptions, "BROKER_SSL", self.BROKER_SSL) if self.BROKER_SSL else None
 
     @cached_property
     def alerts(self) -> AlertOptions:
-        return _read_alerts(self.in_force("ALERTS"))
+        return options.parse(AlertOptions, "ALERTS", self.in_force("ALERTS"))
 
     @cached_property
     def http(self) -> HttpOptions:
         return read_http(self.in_force("HTTP"))
-
-
-def _read_tls(given: object) -> TlsOptions:
-    return options.parse(TlsOptions, "BROKER_SSL", given)
-
-
-def _read_alerts(given: object) -> AlertOptions:
-    return options.parse(AlertOptions, "ALERTS", given)
 
 
 def _why_no_webhook(url: str) -> str | None:

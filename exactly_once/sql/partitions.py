@@ -40,7 +40,7 @@ LONGEST_WAIT = timedelta(seconds=0.2)
 DEFAULT_SUFFIX = "_history_default"
 """Of the names of default partitions."""
 _LONGEST_READ = timedelta(seconds=2)
-LIVE_STORAGE = (
+_LIVE_STORAGE = (
     "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_cost_delay = 0, "
     "autovacuum_analyze_scale_factor = 0.05"
 )
@@ -155,7 +155,6 @@ class Layout:
         prefix: of the names of constraints and indexes.
         settled: the condition of settled rows.
         key: the primary key of each partition of history, by which a row is found.
-        storage: storage parameters of the live partition.
         indexes: of history; each is what follows the name of the index and the table.
         is_numbered: its `id` has an identity, which a partition cannot have before PostgreSQL 17.
     """
@@ -163,7 +162,6 @@ class Layout:
     prefix: str
     settled: str
     key: str
-    storage: str
     indexes: Sequence[str]
     is_numbered: bool = False
 
@@ -181,7 +179,7 @@ class Layout:
             f"CREATE TABLE {table} (LIKE {live} INCLUDING DEFAULTS INCLUDING CONSTRAINTS) PARTITION BY RANGE (day)",
             *([f"ALTER SEQUENCE {sequence} OWNED BY {table}.id"] if self.is_numbered else []),
             f"ALTER TABLE {table} ATTACH PARTITION {live} FOR VALUES FROM (0) TO (1)",
-            f"ALTER TABLE {live} SET ({self.storage})",
+            f"ALTER TABLE {live} SET ({_LIVE_STORAGE})",
             # Because of this constraint a query for other states excludes history, and a settled row that is made open by hand
             # without its day is refused, instead of never being found.
             f"CREATE TABLE {history} PARTITION OF {table} (CONSTRAINT {is_settled}) FOR VALUES {days} PARTITION BY RANGE (day)",

@@ -18,7 +18,7 @@ from django.core.management.base import CommandError, CommandParser
 from django.utils.translation import gettext as _
 
 from exactly_once.metrics import Instrument, instruments
-from exactly_once.process.clock import monotonic
+from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.probing import Reading
 from exactly_once.wire.text import describe
@@ -156,9 +156,9 @@ class TableGauges:
         return found
 
 
-def seconds_since(instant: datetime | None, now: datetime) -> float:
+def seconds_since(instant: datetime | None) -> float:
     """How long ago it was; 0 if there is no such instant."""
-    return max((now - instant).total_seconds(), 0.0) if instant is not None else 0.0
+    return max((utcnow() - instant).total_seconds(), 0.0) if instant is not None else 0.0
 
 
 def processes_by_state(gauge: Instrument, rows: Iterable[Any]) -> Iterator[Sample]:

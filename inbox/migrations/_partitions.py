@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from exactly_once.sql.partitions import LIVE_STORAGE, CreatePartitioned, Layout
+from exactly_once.sql.partitions import CreatePartitioned, Layout
 
 LAYOUT = Layout(
     prefix="inbox",
     settled="state IN ('done', 'skipped', 'shed')",
     key="id",
-    storage=LIVE_STORAGE,
     indexes=(
         # A message is inserted into history with its receipt, so every index of all rows costs each delivery.
         "CREATE INDEX inbox_history_handler ON {history} (handler, id)",

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.prometheus import Sample, TableGauges, processes_by_state, seconds_since
 from inbox import metrics
 from inbox.operators import accounting
@@ -18,7 +17,7 @@ def table_gauges(alias: str) -> TableGauges:
 def _read(alias: str) -> Iterator[Sample]:
     for state, count in accounting.open_states(alias).items():
         yield metrics.MESSAGES, (state,), count
-    yield metrics.OLDEST_DUE, (), seconds_since(accounting.oldest_waiting(alias), utcnow())
+    yield metrics.OLDEST_DUE, (), seconds_since(accounting.oldest_waiting(alias))
     yield from processes_by_state(metrics.CONSUMERS, consumers.rows(alias))
     yield metrics.UNATTENDED, (), len(unattended(alias))
     for handler, count in queued(alias).items():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from exactly_once.sql.partitions import LIVE_STORAGE, CreatePartitioned, Layout
+from exactly_once.sql.partitions import CreatePartitioned, Layout
 
 LAYOUT = Layout(
     prefix="outbox",
     settled="state IN ('published', 'expired', 'cancelled', 'rolled_back')",
     key="message_id",
-    storage=LIVE_STORAGE,
     indexes=(
         "CREATE INDEX outbox_history_biz_id ON {history} (topic, biz_id)",
         "CREATE INDEX outbox_history_chain ON {history} (correlation_id, id) WHERE correlation_id <> message_id::varchar",

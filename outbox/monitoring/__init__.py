@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.prometheus import Sample, TableGauges, processes_by_state, seconds_since
 from outbox import metrics
 from outbox.operators.figures import count_states
@@ -27,7 +26,7 @@ def _read(alias: str) -> Iterator[Sample]:
     for state, count in counted.states.items():
         if state not in SETTLED:
             yield metrics.MESSAGES, (state,), count
-    yield metrics.OLDEST_DUE, (), seconds_since(counted.oldest_waiting, utcnow())
+    yield metrics.OLDEST_DUE, (), seconds_since(counted.oldest_waiting)
     yield metrics.PENDING_CALLBACKS, (), pending_calls(alias).pending
     paused: list[Any] = list(paused_topics.paused_topics(alias).filter(allowed_at=None)[:_MOST_TOPICS])
     for topic in paused:

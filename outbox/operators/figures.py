@@ -38,6 +38,10 @@ DATED = (
     Dated(table=PausedTopic._meta.db_table, due="probe_at", written="paused_at", where="paused_by = ''"),
 )
 """Rows that wait until an instant. Those of a scheduled message may be its publisher's, and are not among them."""
+COUNTED_EXACTLY_BYTES = 16 * 1024 * 1024
+_WAITING = Q(state__in=[State.READY, State.WAITING]) | Q(
+    state__in=[State.SCHEDULED, State.RETRYING], available_at__lte=DatabaseTime()
+)
 
 
 def counts(alias: str) -> dict[State, Count]:
@@ -88,20 +92,15 @@ def oldest_due(alias: str, counted: dict[State, Count]) -> datetime | None:
     Among more messages than are counted it is the earliest of those that the relays send next.
     """
     connection = connections[alias]
-    ((head,),) = fetch(connection, _HEADS.format(live=live(connection), earliest=earliest(alias, "available_at")))
+    heads = f"SELECT {_FIRST.format(live=live(connection))} AS available_at FROM shards"
+    ((head,),) = fetch(connection, f"{_SHARDS} SELECT {earliest(alias, 'available_at')} FROM ({heads}) heads")
     at = [instant(head), *(counted[state].oldest for state in WAITING)]
     return min((found for found in at if found is not None and found <= database_time(alias)), default=None)
 
 
-_HEADS = (
-    f"WITH RECURSIVE shards(shard) AS (SELECT 0 UNION ALL SELECT shard + 1 FROM shards WHERE shard < {SHARDS - 1}) "
-    "SELECT {earliest} FROM (SELECT (SELECT m.available_at FROM {live} m "
-    f"WHERE m.shard = shards.shard AND {STREAM} ORDER BY m.id LIMIT 1) AS available_at FROM shards) heads"
-)
-"""The first message of the stream in each shard."""
-
-
 _SHARDS = f"WITH shards(shard) AS (VALUES {', '.join(f'({shard})' for shard in range(SHARDS))})"
+_FIRST = f"(SELECT m.available_at FROM {{live}} m WHERE m.shard = shards.shard AND {STREAM} ORDER BY m.id LIMIT 1)"
+"""The due time of the first message of the stream in a shard."""
 
 
 def has_ready_for(alias: str, lag: timedelta) -> bool:
@@ -111,25 +110,16 @@ def has_ready_for(alias: str, lag: timedelta) -> bool:
     """
     connection = connections[alias]
     table, limit = live(connection), now_after(connection)
-    first = f"SELECT m.available_at FROM {table} m WHERE m.shard = shards.shard AND {STREAM} ORDER BY m.id LIMIT 1"
-    parameters = [-lag.total_seconds()]
-    with connection.cursor() as cursor:
-        cursor.execute(f"{_SHARDS} SELECT 1 FROM shards WHERE ({first}) < {limit} LIMIT 1", parameters)
-        if cursor.fetchone():
-            return True
-        cursor.execute(f"SELECT 1 FROM {table} m WHERE {SECONDARY} AND m.available_at < {limit} LIMIT 1", parameters)
-        return cursor.fetchone() is not None
+    due = (
+        f"{_SHARDS} SELECT 1 FROM shards WHERE {_FIRST.format(live=table)} < {limit} LIMIT 1",
+        f"SELECT 1 FROM {table} m WHERE {SECONDARY} AND m.available_at < {limit} LIMIT 1",
+    )
+    return any(fetch(connection, each, [-lag.total_seconds()]) for each in due)
 
 
 def paused_topics(alias: str, most: int) -> list[PausedTopic]:
     """Topics that are paused and not being resumed, the longest first."""
     return list(PausedTopic.objects.using(alias).filter(is_resuming=False).order_by("paused_at")[:most])
-
-
-COUNTED_EXACTLY_BYTES = 16 * 1024 * 1024
-_WAITING = Q(state__in=[State.READY, State.WAITING]) | Q(
-    state__in=[State.SCHEDULED, State.RETRYING], available_at__lte=DatabaseTime()
-)
 
 
 @dataclass(frozen=True, kw_only=True)
