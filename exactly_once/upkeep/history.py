@@ -19,7 +19,6 @@ from exactly_once.process.logs import Reminder, escaping_logger
 from exactly_once.sql import faults
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import FIRST_DAY, date_of, day_of
-from exactly_once.sql.faults import INSUFFICIENT_PRIVILEGE, is_canceled, is_collision, sqlstate_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.partitions import Days, windows
 from exactly_once.upkeep.housekeeping import delete_in_chunks
@@ -34,8 +33,6 @@ _OWNER = (
     "Messages are processed; new history is in its default partition, and old rows are deleted one by one. Make that user the "
     "owner of the tables, with the right to create tables in their schema."
 )
-
-
 _NAME_IN_USE = (
     "housekeeping of %r: the table %s exists, and is not a partition of the history of the %s. History of that day is in the "
     "default partition. If the table was detached, attach it again or rename it."
@@ -134,7 +131,8 @@ class History:
             count = self.rows(alias).filter(day=day).count()
             return count if self.drop_day(alias, day) else 0
         except DatabaseError as error:
-            if is_collision(error) or is_canceled(error) or sqlstate_of(error) == INSUFFICIENT_PRIVILEGE:
+            is_in_use = faults.is_collision(error) or faults.is_canceled(error)
+            if is_in_use or faults.sqlstate_of(error) == faults.INSUFFICIENT_PRIVILEGE:
                 return 0
             raise
 
