@@ -56,8 +56,9 @@ def escaping_logger(module: str) -> logging.Logger:
 
 def _escape(record: logging.LogRecord) -> bool:
     kind = type(record)
-    # The first can be pickled. A project's own factory may make records of another class.
-    record.__class__ = EscapedRecord if kind is logging.LogRecord else type(kind.__name__, (EscapedRecord, kind), {})
+    if not issubclass(kind, EscapedRecord):  # one may come from another process, as by a QueueHandler
+        # The first can be pickled. A project's own factory may make records of another class.
+        record.__class__ = EscapedRecord if kind is logging.LogRecord else type(kind.__name__, (EscapedRecord, kind), {})
     return True
 
 

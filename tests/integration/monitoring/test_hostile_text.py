@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import pickle
 import re
 from datetime import datetime
 
@@ -102,6 +103,16 @@ def test_answer_of_an_endpoint_forges_no_log_line(log):
         known = EndpointHandlers(["default"])
         known.refresh()
         Runner(OPTIONS, handlers=known.all, reports_unknown=False).drain(StopRequest())
+    assert is_harmless(log.getvalue(), quotes="boom")
+
+
+def test_record_from_another_process_is_handled_again(log):
+    """As by a QueueHandler, whose listener gives the record to the logger of its name."""
+    logger = escaping_logger("inbox.tests")
+    record = logger.makeRecord("inbox.tests", logging.ERROR, __file__, 1, "for the test: %s", (HOSTILE,), None)
+    logger.handle(record)
+    logger.handle(pickle.loads(pickle.dumps(record)))
+    assert log.getvalue().count("for the test") == 2
     assert is_harmless(log.getvalue(), quotes="boom")
 
 
