@@ -8,10 +8,10 @@ from django.db.models import Count
 
 from exactly_once.conf.app_options import AlertOptions
 from exactly_once.console.display import duration
-from exactly_once.console.operators.alerts import PAUSED_TOO_LONG, failing, silent
+from exactly_once.console.operators.alerts import PAUSED_TOO_LONG, failing, silent, window
 from exactly_once.half import Key
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.upkeep.minutes import LATELY, Minutes
+from exactly_once.upkeep.minutes import Minutes
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler
@@ -61,12 +61,12 @@ def conditions(alias: str, options: AlertOptions) -> dict[Key, str]:
     for name in stored - set(paused):
         if due.filter(handler=name).exists():
             found["lag", name] = f"A stored message has been due for more than {duration(overdue)} and is not run."
-    dead = messages.filter(state=State.DEAD, settled_at__gte=DatabaseTime(-LATELY)).count()
+    dead = messages.filter(state=State.DEAD, settled_at__gte=DatabaseTime(-window(options))).count()
     if dead >= options.DEAD:
-        found["dead", ""] = f"New dead letters within {duration(LATELY)}: {dead:,}. Retry, correct or skip them."
-    for name, number in newly_conflicting(alias, LATELY).items():
+        found["dead", ""] = f"New dead letters within {duration(window(options))}: {dead:,}. Retry, correct or skip them."
+    for name, number in newly_conflicting(alias, window(options)).items():
         found["conflicts", name] = (
-            f"Messages that got a delivery with their biz-id and other content within {duration(LATELY)}: "
+            f"Messages that got a delivery with their biz-id and other content within {duration(window(options))}: "
             f"{number:,}. It was not run. If it is another fact, run it as its own message in the admin, and correct biz_id= "
             "of the handler, or the publisher."
         )

@@ -5,12 +5,12 @@ No query reads more than one row for each shard, topic or dead message.
 
 from exactly_once.conf.app_options import AlertOptions
 from exactly_once.console.display import duration
-from exactly_once.console.operators.alerts import PAUSED_TOO_LONG, failing, silent
+from exactly_once.console.operators.alerts import PAUSED_TOO_LONG, failing, silent, window
 from exactly_once.half import Key
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.transport.interface import PublishOutcome
-from exactly_once.upkeep.minutes import LATELY, Minutes
+from exactly_once.upkeep.minutes import Minutes
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.operators.figures import has_ready_for
@@ -55,9 +55,9 @@ def conditions(alias: str, options: AlertOptions) -> dict[Key, str]:
     overdue = outbox_options().STUCK_AFTER
     if has_ready_for(alias, overdue):
         found["lag", ""] = f"A message has been ready for more than {duration(overdue)} and is not published."
-    dead = live.filter(state=State.DEAD, settled_at__gte=DatabaseTime(-LATELY)).count()
+    dead = live.filter(state=State.DEAD, settled_at__gte=DatabaseTime(-window(options))).count()
     if dead >= options.DEAD:
-        found["dead", ""] = f"New dead messages within {duration(LATELY)}: {dead:,}. Restore or discard them."
+        found["dead", ""] = f"New dead messages within {duration(window(options))}: {dead:,}. Restore or discard them."
     if stuck := live.filter(state=State.STUCK).count():
         found["stuck_prepared", ""] = (
             f"Prepared messages whose checker does not know the outcome: {stuck:,}. Decide about them."

@@ -6,6 +6,7 @@ from typing import Any
 
 from django.db.models import QuerySet
 
+from exactly_once.conf.app_options import AlertOptions
 from exactly_once.console.display import duration
 from exactly_once.half import Key
 from exactly_once.models import Alert
@@ -38,6 +39,11 @@ def silent(rows: Iterable[Any]) -> Iterator[tuple[Key, str]]:
             since = "It has sent no heartbeat since the database's clock was ahead"
         words = f"{since}: it was killed, is frozen, or cannot reach the database. Look into its log."
         yield ("silent", str(process)), words
+
+
+def window(options: AlertOptions) -> timedelta:
+    """How long a new dead letter or conflict is reported. An alert needs several evaluations in a row."""
+    return max(LATELY, 3 * options.EVERY)
 
 
 def failing(minutes: Minutes, alias: str, known: Collection[str], succeeded: str, *failed: str) -> Iterator[tuple[Key, str]]:
