@@ -170,9 +170,9 @@ def again_if_settled(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 @again_if_settled
-def decide_many(alias: str, rows: Sequence[int], decision: Decision) -> list[RowOutcome]:
-    """Make the transition of these messages. A locked row is waited for if it is the only one."""
-    if len(rows) == 1:
+def decide_many(alias: str, rows: Sequence[int], decision: Decision, *, waits: bool = True) -> list[RowOutcome]:
+    """Make the transition of these messages. A locked row is waited for if it is the only one, unless `waits` is false."""
+    if waits and len(rows) == 1:
         return _one_by_one(alias, rows, decision)
     changed: dict[str, list[int]] = {}
     outcomes: list[RowOutcome] = []

@@ -26,7 +26,7 @@ groups = FailureGroups(InboxMessage, lambda connection: TABLE, place="error_plac
 
 def _change(name: str, transition: Transition, decided: Callable[[Given], Decision], **more: Any) -> Change:
     def perform(alias: str, rows: Sequence[int], given: Given) -> Sequence[RowOutcome]:
-        return decisions.decide_many(alias, rows, decided(given))
+        return decisions.decide_many(alias, rows, decided(given), waits=given.operation is None)
 
     def is_offered(row: Any) -> bool:
         is_leased = row.state == State.RUNNING and row.next_attempt_at and row.next_attempt_at > row.database_now
