@@ -158,8 +158,8 @@ def registered() -> list[str]:
 
 
 def halves() -> list[Half]:
-    """The registered halves, in the order of INSTALLED_APPS."""
-    return [required(app) for app in _names]
+    """The registered halves, in the order of a message: first the one that publishes."""
+    return sorted((required(app) for app in _names), key=lambda half: half.publisher is None)
 
 
 def visible_halves(user: Any) -> list[Half]:

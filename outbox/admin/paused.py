@@ -45,7 +45,7 @@ def _resume(alias: str, pk: Any, given: Given) -> bool:
     row = PausedTopic.objects.using(alias).filter(pk=pk, is_resuming=False).first()
     if row is None:
         return False
-    resume(row.topic, by=given.who, using=alias)
+    resume(row.topic, by=given.text.removeprefix("by "), using=alias)
     return True
 
 

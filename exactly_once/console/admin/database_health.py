@@ -83,7 +83,7 @@ class Pin(NamedTuple):
             "replication slot": (_("If no replica needs it any more, drop it:"), f"SELECT pg_drop_replication_slot({name});"),
             "prepared transaction": (
                 _("Ask its transaction manager, and commit it or roll it back:"),
-                f"COMMIT PREPARED {name}; ROLLBACK PREPARED {name};",
+                f"COMMIT PREPARED {name} or ROLLBACK PREPARED {name}",
             ),
         }
         return remedies[self.kind]

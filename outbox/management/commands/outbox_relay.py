@@ -10,6 +10,7 @@ from django.utils.translation import gettext_lazy
 
 from exactly_once.conf.masking import masked
 from exactly_once.console.cli.command import ProcessCommand
+from exactly_once.half import halves
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.schema import require_usable
 from exactly_once.telemetry import prometheus
@@ -57,6 +58,7 @@ def _relay(alias: str, stop: StopRequest, *, drain: bool) -> None:
     require_usable(alias, "outbox", *(["inbox"] if is_local(outbox_options().BROKER_URL) else []))
     # The objects loaded so far are permanent. Scanning all of Django in every collection would cost a tenth of the relay's
     # speed.
+    halves()
     gc.collect()
     gc.freeze()
     serve(alias, drain=drain, stop=stop)
