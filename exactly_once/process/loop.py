@@ -1,7 +1,7 @@
 """Stoppable loops: a stop request lets a loop finish its current work; a watchdog ends the process of a loop that hangs.
 
 Every loop waits on a `StopRequest` instead of sleeping; a `Bell` also wakes it when there is work. `running_until_signalled`
-connects a stop request to SIGTERM and SIGINT while a command runs; `process.running` limits how long a stop may take. A
+connects a stop request to SIGTERM and SIGINT while a command runs; `process.main_thread` limits how long a stop may take. A
 `Watchdog` protects against a socket or a lock that never answers: the process looks alive and does nothing, and only its end
 gives its work to another process.
 
@@ -241,7 +241,7 @@ class Watchdog:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Suspend the limit for work that may take long. The time for a stop is still limited (`process.running`)."""
+        """Suspend the limit for work that may take long. The time for a stop is still limited (`process.main_thread`)."""
         limit, self._limit = self._limit, float("inf")
         try:
             yield

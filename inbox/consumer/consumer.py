@@ -160,7 +160,7 @@ class Consumer:
             self._finish()
 
     def activity(self) -> Activity:
-        """For the renewal, from any thread."""
+        """For the heartbeat, from any thread."""
         receiving = {lane.handler.name for lane in self._usable}
         return Activity(
             handlers=[*(handler for handler in self._handlers if handler.name in receiving), *self._joins],

@@ -67,7 +67,7 @@ class Balance:
     Attributes:
         states: number of rows in each state; every state is named.
         edited: number of rows that are not deliveries: each has the payload of another row, corrected by an operator.
-        quarantined: number of dead letters that only an override runs, see `decisions.override_maximum_age`.
+        quarantined: number of dead letters that only an override runs, see `decisions.overriding`.
     """
 
     states: Mapping[str, int]

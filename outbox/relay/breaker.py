@@ -6,9 +6,9 @@ pauses the topic. After the pause it makes a few messages of the topic ready and
 them, the pause is doubled; if it accepts one, the topic is resumed, in batches. A topic that the broker *forbids* is paused at
 the first refusal, because each refusal costs the connection.
 
-Pauses are stored in the database (`store.pausing`), so that every relay reads them with its next query for work, and another
-relay continues when one ends. An operator's pause is a row of the same table. No relay probes it, and only an operator ends
-it. Only the number of refusals is in memory, separately for each lane.
+Pauses are stored in the database (`store.paused_topics`), so that every relay reads them with its next query for work, and
+another relay continues when one ends. An operator's pause is a row of the same table. No relay probes it, and only an operator
+ends it. Only the number of refusals is in memory, separately for each lane.
 
 A topic with a rate (`TopicOptions.rate`) has a row while it has messages. Any relay makes as many of them ready as the rate
 allows, and all relays send only these. The broker's answers do not matter to the rate.

@@ -7,7 +7,7 @@ database outage interrupts has not failed: its claim ends, and it is due again.
 
 A checker is called between two transactions, never inside one. The process that claims a check defers the next one, repeatedly
 while the checker runs. So another process asks again if this one dies, but not while a checker hangs. An answer takes effect
-only if the message is still undecided (`store.preparing`).
+only if the message is still undecided (`store.prepared_rows`).
 """
 
 from __future__ import annotations

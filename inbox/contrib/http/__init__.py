@@ -1,7 +1,7 @@
 """The HTTP API of the inbox: clients in other languages read messages under a lease and acknowledge them.
 
     # shop/handlers.py                                # urls.py
-    from inbox.contrib.http import subscribe                  path("api/inbox/", include("inbox.contrib.http.urls"))
+    from inbox.contrib.http import subscribe          path("api/inbox/", include("inbox.contrib.http.urls"))
 
     subscribe("shop.order.placed", name="erp.orders")
 

@@ -3,7 +3,7 @@
 A client has a message until it acknowledges or releases it, or until the lease ends; then another client gets it. Attempts are
 counted when a message is claimed, in the commit before the answer, so a message whose clients die runs out of attempts.
 
-The leases are those of the database (`store.leases`), whatever `INBOX["LEASE_STORE"]` is: the messages have rows in any case.
+The leases are those of the database (`store.lease_rows`), whatever `INBOX["LEASE_STORE"]` is: the messages have rows.
 """
 
 import json
