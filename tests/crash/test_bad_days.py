@@ -189,7 +189,7 @@ def test_a_broken_connection_to_the_database_loses_nothing_and_stops_no_other_re
                     world.wait_until(lambda: not proxy._cut_after, "it was cut in the middle of something")
                 world.wait_until(lambda: victim.has_said("The database is unavailable"), "the victim noticed")
             else:
-                proxy.freeze() if fault == "half-open" else proxy.drop_server_to_client(True)
+                proxy.freeze() if fault == "half-open" else proxy.drop_server_to_client()
                 assert victim.ends() == EXIT_SILENT, victim.tail()
             world.wait_until(lambda: load.published() > before + MANY, "the other relay goes on")
             proxy.thaw()

@@ -47,9 +47,8 @@ def losing_the_answer(environment, *, before, call, written, after=None):
         InAThread(run) as running,
     ):
         assert ready.wait(A_WHILE)
-        proxy.drop_server_to_client(True)
+        proxy.drop_server_to_client()
         deaf.set()
         wait_until(lambda: straight.execute(written).fetchone())
-        proxy.drop_server_to_client(False)
         proxy.cut()
     return running.answer

@@ -160,7 +160,7 @@ class TestProxy:
 
     def test_drop_server_to_client_forwards_requests_and_drops_answers(self, echo):
         with a_client(echo.proxy) as client:
-            echo.proxy.drop_server_to_client(True)
+            echo.proxy.drop_server_to_client()
             client.sendall(b"lost")
             wait_until(lambda: echo.received == b"lost")
             client.settimeout(A_MOMENT)

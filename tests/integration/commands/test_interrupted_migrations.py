@@ -64,8 +64,9 @@ def migrate(tmp_path):
         address, _, name = url.rpartition("/")
         database = {"ENGINE": engine, "HOST": "127.0.0.1", "PORT": address.rpartition(":")[2], "USER": "postgres", "NAME": name}
         settings = settings_of("outbox", "inbox", "django.contrib.contenttypes", database=database)
-        (tmp_path / "settings_of_shop.py").write_text(settings)
-        return run_in(tmp_path, "settings_of_shop", "-m", "django", "migrate", "-v0")
+        # By the name of the database: Python takes a file that is written again within a second for the compiled one.
+        (tmp_path / f"settings_of_{name}.py").write_text(settings)
+        return run_in(tmp_path, f"settings_of_{name}", "-m", "django", "migrate", "-v0")
 
     return migrated
 

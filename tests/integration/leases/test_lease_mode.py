@@ -691,10 +691,9 @@ class TestUnavailableStore:
         with FaultProxy("127.0.0.1", redis_server.port) as proxy:
             given = in_redis(proxy.through(redis_url))
             deliver(handler, given=given)
-            proxy.drop_server_to_client(True)
+            proxy.drop_server_to_client()
             with pytest.raises(LeaseStoreUnavailable):
                 deliver(handler, envelope, given=given)
-            proxy.drop_server_to_client(False)
             proxy.cut()
             with redis.Redis.from_url(redis_url) as client:
                 # The counts, the state, and a record of each of the two messages.

@@ -80,8 +80,13 @@ class FaultProxy:
         return urlunsplit(parts._replace(netloc=f"{credentials}{at}{LOOPBACK}:{self.port}"))
 
     def cut(self) -> None:
-        """Reset every connection. New ones are accepted."""
-        self._order(self._close_all)
+        """Reset every connection. New ones are accepted, and get answers."""
+
+        def end() -> None:
+            self._close_all()
+            self._drops_server_to_client = False
+
+        self._order(end)
 
     def refuse(self) -> None:
         """Refuse new connections; those there are stay."""
@@ -107,9 +112,9 @@ class FaultProxy:
         """Let everything read from now on arrive that much later, in both directions. 0 ends it."""
         self._order(lambda: setattr(self, "_delay_seconds", seconds))
 
-    def drop_server_to_client(self, drop: bool) -> None:
-        """Discard the answers of the server. End it with `cut`, because the client has lost bytes of the stream."""
-        self._order(lambda: setattr(self, "_drops_server_to_client", drop))
+    def drop_server_to_client(self) -> None:
+        """Discard the answers of the server, until `cut`: the client has lost bytes of the stream."""
+        self._order(lambda: setattr(self, "_drops_server_to_client", True))
 
     def cut_after(self, nbytes: int, direction: Direction = "to_server") -> None:
         """Forward this many more bytes in one direction, over all connections, and then `cut`, once."""
