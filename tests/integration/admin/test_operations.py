@@ -183,9 +183,9 @@ class TestExecution:
         sizes = []
         perform = decisions.decide_many
 
-        def counting(alias, rows, decision):
+        def counting(alias, rows, decision, **given):
             sizes.append(len(rows))
-            return perform(alias, rows, decision)
+            return perform(alias, rows, decision, **given)
 
         monkeypatch.setattr(decisions, "decide_many", counting)
         operate()
@@ -200,8 +200,8 @@ class TestExecution:
         operation = planned(client, "retry")
         perform = decisions.decide_many
 
-        def cancelling(alias, rows, decision):
-            answer = perform(alias, rows, decision)
+        def cancelling(alias, rows, decision, **given):
+            answer = perform(alias, rows, decision, **given)
             Operation.objects.filter(pk=operation.pk).update(cancelled_by="someone")
             return answer
 
