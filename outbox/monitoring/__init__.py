@@ -7,7 +7,7 @@ from typing import Any
 
 from exactly_once.telemetry.prometheus import Sample, TableGauges, processes_by_state, seconds_since
 from outbox import metrics
-from outbox.operators.figures import count_states
+from outbox.operators.figures import count_live
 from outbox.relay.heartbeat import relays
 from outbox.states import SETTLED
 from outbox.store import paused_topics
@@ -22,7 +22,7 @@ def table_gauges(alias: str) -> TableGauges:
 
 
 def _read(alias: str) -> Iterator[Sample]:
-    counted = count_states(alias)
+    counted = count_live(alias)
     for state, count in counted.states.items():
         if state not in SETTLED:
             yield metrics.MESSAGES, (state,), count

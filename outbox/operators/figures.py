@@ -144,8 +144,13 @@ def count_states(alias: str) -> Counts:
         return _counted(rows)
     estimated_as = {state.value: estimated(alias, f"FROM {HISTORY} WHERE state = '{state}'") for state in SETTLED}
     estimates = {state: count.number for state, count in estimated_as.items() if count}
-    others = _counted(rows.filter(day=LIVE))
+    others = count_live(alias)
     return replace(others, states=others.states | estimates, estimated=frozenset(estimates))
+
+
+def count_live(alias: str) -> Counts:
+    """Count the messages that are not settled, whose number does not grow with history."""
+    return _counted(OutboxMessage.objects.using(alias).filter(day=LIVE))
 
 
 def _counted(rows: QuerySet[OutboxMessage]) -> Counts:
