@@ -41,12 +41,14 @@ class RowOutcome(NamedTuple):
     Attributes:
         unchanged: why it was not changed; "" if it was.
         is_error: the reason is an error, such as a database failure, and not the row's state.
+        is_locked: its state allows the action; another transaction has locked it.
     """
 
     row: int
     name: str = ""
     unchanged: str = ""
     is_error: bool = False
+    is_locked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,12 +142,15 @@ def _unchanged(alias: str, rows: Sequence[int], decision: Decision) -> list[RowO
     found = {
         message.pk: message for message in InboxMessage.objects.using(alias).only(*_NAMED).filter(pk__in=rows, day__in=days)
     }
-    return [
-        RowOutcome(row, _name(message), decision.why_not(message) or in_hand_now(message))
-        if (message := found.get(row))
-        else RowOutcome(row, f"number {row}", str(DELETED))
-        for row in rows
-    ]
+    return [_why_unchanged(row, found.get(row), decision) for row in rows]
+
+
+def _why_unchanged(row: int, message: InboxMessage | None, decision: Decision) -> RowOutcome:
+    if message is None:
+        return RowOutcome(row, f"number {row}", str(DELETED))
+    if why := decision.why_not(message):
+        return RowOutcome(row, _name(message), why)
+    return RowOutcome(row, _name(message), in_hand_now(message), is_locked=True)
 
 
 def again_if_settled(function: Callable[_P, _T]) -> Callable[_P, _T]:

@@ -105,22 +105,21 @@ def _decide(
         for pk, _, message_id, handler in rows
     }
 
-    def audit(changed: Sequence[int]) -> int:
-        record("inbox", alias, actor, action, [subjects[row] for row in changed], given)
-        if decision.transition is OVERRIDE:
-            for row in changed:  # to explain later why an effect happened twice
-                logger.warning("inbox_retry: the maximum message age was overridden for message %s.", subjects[row].name)
-        return len(changed)
+    def decided(chosen: Sequence[int]) -> tuple[int, list[int]]:
+        """How many were changed, and those that are locked."""
+        with decision_transaction(alias):
+            outcomes = decisions.decide_many(alias, chosen, decision)
+            changed = [subjects[outcome.row] for outcome in outcomes if not outcome.unchanged]
+            record("inbox", alias, actor, action, changed, given)
+            if decision.transition is OVERRIDE:
+                for subject in changed:  # to explain later why an effect happened twice
+                    logger.warning("inbox_retry: the maximum message age was overridden for message %s.", subject.name)
+        unsent.extend(outcome.unchanged for outcome in outcomes if outcome.is_error)
+        return len(changed), [outcome.row for outcome in outcomes if outcome.is_locked]
 
-    with decision_transaction(alias):
-        outcomes = decisions.decide_many(alias, list(subjects), decision)
-        changed = audit([outcome.row for outcome in outcomes if not outcome.unchanged])
-    unsent += [outcome.unchanged for outcome in outcomes if outcome.is_error]
-    for outcome in outcomes:
-        if outcome.unchanged and not outcome.is_error:  # it may be locked: alone, it is waited for
-            with decision_transaction(alias):
-                if not decisions.decide(alias, outcome.row, decision).unchanged:
-                    changed += audit([outcome.row])
+    changed, locked = decided(list(subjects))
+    if len(subjects) > 1:  # alone, a locked one is waited for
+        changed += sum(decided([row])[0] for row in locked)
     return changed
 
 
