@@ -10,7 +10,7 @@ import traceback
 from functools import lru_cache
 from pathlib import Path
 
-from exactly_once.half import registered
+from exactly_once.packages import registered
 from exactly_once.wire.text import NAME_LENGTH, describe
 
 DEFERRED = "deferred"

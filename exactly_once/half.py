@@ -1,27 +1,24 @@
-"""A half of the product, the outbox or the inbox, as one value: what upkeep and console ask of it; and its label.
+"""A half of the product, the outbox or the inbox, as one value: what upkeep and console ask of it.
 
 An app names its half when Django is ready:
 
     register("outbox", "outbox.half.OUTBOX")
 
 It is imported by the first who asks, and so are the parts of it that only pages or commands need.
-
-A project that has another app with the label "outbox" installs a subclass of `outbox.apps.OutboxConfig` with its own `label`.
-Django derives from it the names of tables, permissions, URLs of the admin and migrations. The package keeps its name, so both
-apps name themselves and each other by package, and convert it to the label where Django asks for one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from django.apps import apps
 from django.db.models import QuerySet
 from django.utils.module_loading import import_string
+
+from exactly_once.packages import registered
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
     from exactly_once.conf.app_options import AlertOptions
     from exactly_once.console.admin.actions import Action
     from exactly_once.console.admin.sections import Section
-    from exactly_once.console.cli.halves import Status
+    from exactly_once.console.cli.terminal import Table
     from exactly_once.console.operators.actions import Change
     from exactly_once.console.operators.clock_ahead import Dated
     from exactly_once.console.operators.dead_letters import Letters
@@ -40,6 +37,7 @@ if TYPE_CHECKING:
     from exactly_once.console.operators.trail import HistorySource
     from exactly_once.upkeep.history import History
 
+OK = "ok"
 Key = tuple[str, str]
 """A condition that raises alerts, and its object."""
 
@@ -54,6 +52,41 @@ class WouldPublish:
     body: bytes
     content_type: str
     headers: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The result of one check of health.
+
+    Attributes:
+        name: what was checked: "database", "broker", "relays".
+        status: "ok", or what is wrong in a few words without secrets.
+        detail: one line for the operator; it may quote a server.
+    """
+
+    name: str
+    status: str = OK
+    detail: str = ""
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == OK
+
+
+class Status(Protocol):
+    """What a half adds to `exactly_once_status` and to the checks of health. A module."""
+
+    def figures(self, alias: str, *, conflicts: bool) -> dict[str, Any]:
+        """For `--json`."""
+
+    def tables(self, alias: str, rates: Callable[[str, int], str], *, conflicts: bool) -> Iterator[Table]:
+        """The same for people. `rates` shows how fast the count of a name changes."""
+
+    def kinds(self) -> Sequence[str]:
+        """The kinds of processes that do its work."""
+
+    def checks(self, alias: str, processes: Sequence[Any]) -> list[Check]:
+        """Checks of health besides those of the database, the processes and the broker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,22 +177,9 @@ class Half:
         return QuerySet(self.messages, using=alias).filter(self.groups.condition(error_class, place))
 
 
-_names: dict[str, str] = {}
-
-
-def register(app: str, name: str) -> None:
-    """Register the half of an app by its dotted name, when Django is ready. A second call for an app replaces the first."""
-    _names[app] = name
-
-
-def registered() -> list[str]:
-    """The packages of the registered halves, in the order of INSTALLED_APPS."""
-    return list(_names)
-
-
 def halves() -> list[Half]:
     """The registered halves, in the order of a message: first the one that publishes."""
-    return sorted((required(app) for app in _names), key=lambda half: half.publisher is None)
+    return sorted((required(app) for app in registered()), key=lambda half: half.publisher is None)
 
 
 def visible_halves(user: Any) -> list[Half]:
@@ -169,35 +189,9 @@ def visible_halves(user: Any) -> list[Half]:
 
 def half_of(app: str) -> Half | None:
     """The half of this app; None if it is not registered, as one of rows that are left of an app which was removed."""
-    return required(app) if app in _names else None
+    return required(app) if app in registered() else None
 
 
 def required(app: str) -> Half:
     """The half of this app, which is registered."""
-    return cast("Half", import_string(_names[app]))
-
-
-def label_of(app: str) -> str:
-    """The label of an installed app.
-
-    Args:
-        app: its package, "outbox" or "inbox". A label, or a package that is not installed, is returned as it is.
-    """
-    return next((config.label for config in apps.get_app_configs() if config.name == app), app)
-
-
-def package_of(model: Any) -> str:
-    """The half that a model belongs to, "outbox" or "inbox", also for the models of its optional packages."""
-    return str(model._meta.app_config.name.partition(".")[0])
-
-
-def name_of(function: Callable[..., Any], kind: str) -> str:
-    """The default name of a callback or a handler: the label of its app, and its own name.
-
-    Raises:
-        ValueError: it has no name.
-    """
-    if not hasattr(function, "__name__"):
-        raise ValueError(f"{function!r} has no __name__, which is the default name of its {kind}: set name=.")
-    config = apps.get_containing_app_config(function.__module__)
-    return f"{config.label if config else function.__module__}.{function.__name__}"
+    return cast("Half", import_string(registered()[app]))

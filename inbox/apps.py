@@ -17,7 +17,7 @@ class InboxConfig(AppConfig):
         super().import_models()
 
     def ready(self) -> None:
-        from exactly_once.half import register
+        from exactly_once.packages import register
         from inbox import checks  # noqa: F401 - importing it registers the checks
         from inbox.migrations._partitions import LAYOUT
         from inbox.models import InboxMessage

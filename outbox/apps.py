@@ -17,7 +17,7 @@ class OutboxConfig(AppConfig):
         super().import_models()
 
     def ready(self) -> None:
-        from exactly_once.half import register
+        from exactly_once.packages import register
         from outbox import checks  # noqa: F401 - registers itself
         from outbox.migrations._partitions import LAYOUT
         from outbox.models import OutboxMessage

@@ -20,7 +20,7 @@ from uuid import UUID
 
 from asgiref.sync import async_to_sync
 
-from exactly_once.half import name_of
+from exactly_once.packages import name_of
 from exactly_once.wire.identity import origin
 from exactly_once.wire.text import why_no_topic, why_unfit
 

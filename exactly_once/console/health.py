@@ -21,9 +21,9 @@ from django.utils.translation import gettext as _
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
-from exactly_once.console.cli.halves import OK, UNAVAILABLE, Check
+from exactly_once.console.cli.halves import UNAVAILABLE
 from exactly_once.console.cli.halves import readiness as checked
-from exactly_once.half import Half, halves
+from exactly_once.half import OK, Check, Half, halves
 from exactly_once.models import Process
 from exactly_once.sql.probing import Reading
 from exactly_once.wire.text import describe

@@ -23,7 +23,7 @@ from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connectio
 from django.db.migrations.loader import MigrationLoader
 from django.db.models import AutoField, Model
 
-from exactly_once.half import label_of, registered
+from exactly_once.packages import label_of, registered
 from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.faults import diagnosis_of, sqlstate_of
 

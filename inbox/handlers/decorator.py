@@ -20,7 +20,7 @@ from django.apps import apps
 from django.db import DEFAULT_DB_ALIAS, router
 
 from exactly_once.conf.settings import per_second
-from exactly_once.half import label_of, name_of
+from exactly_once.packages import label_of, name_of
 from exactly_once.wire.identity import origin
 from exactly_once.wire.text import did_you_mean, why_no_topic, why_unfit
 from inbox.errors import NotCallable

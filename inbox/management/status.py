@@ -7,8 +7,8 @@ from typing import Any
 
 from django.utils.translation import gettext as _
 
-from exactly_once.console.cli.halves import Check
 from exactly_once.console.cli.terminal import BOLD, RED, YELLOW, Line, Table, age, sentence
+from exactly_once.half import Check
 from exactly_once.transport.broker import is_local
 from inbox.conf import inbox_options
 from inbox.handlers.options import past_in_words

@@ -5,7 +5,7 @@ import django.db.models.functions.comparison
 from django.db import migrations, models
 
 import exactly_once.sql.fields
-from exactly_once.half import label_of
+from exactly_once.packages import label_of
 from inbox.migrations._partitions import CreateMessages
 
 LABEL = label_of('inbox')

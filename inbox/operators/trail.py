@@ -24,7 +24,7 @@ _LARGE = ("body", "headers", "traceback", "conflicting_body", "result")
 
 
 def part_of_history(alias: str, message_id: str) -> PartOfHistory:
-    """See `operators.trail`. Without a trail, the rows give the first transition and, once settled, the last one."""
+    """See `console.operators.trail`. Without a trail, the rows give the first transition and, once settled, the last one."""
     # If the payload of a message was corrected, its handler has several rows, and each replaces the one before.
     chains: dict[str, list[InboxMessage]] = {}
     for row in _rows(alias, message_id):

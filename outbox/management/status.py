@@ -6,9 +6,9 @@ from typing import Any
 
 from django.utils.translation import gettext as _
 
-from exactly_once.console.cli.halves import Check
 from exactly_once.console.cli.terminal import BOLD, RED, YELLOW, Line, Table, age, sentence
 from exactly_once.console.display import ngettext
+from exactly_once.half import Check
 from exactly_once.sql.days import date_of, last_day
 from outbox.callbacks import checkers
 from outbox.conf import outbox_options

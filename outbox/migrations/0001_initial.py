@@ -5,7 +5,7 @@ import exactly_once.sql.fields
 import exactly_once.wire.identity
 from django.db import migrations, models
 
-from exactly_once.half import label_of
+from exactly_once.packages import label_of
 from outbox.migrations._partitions import CreateMessages
 
 LABEL = label_of('outbox')

@@ -21,8 +21,9 @@ from exactly_once.console.admin.sections import listed, named
 from exactly_once.console.display import NOTHING, identifier, moment, number, stacked
 from exactly_once.console.operators.audit import Subject, actor_of, record
 from exactly_once.console.operators.failure_groups import MOST_GROUPS, FailureGroup, Notes
-from exactly_once.half import Half, half_of, package_of, required, visible_halves
+from exactly_once.half import Half, half_of, required, visible_halves
 from exactly_once.models import FailureNote
+from exactly_once.packages import package_of
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.connections import decision_transaction, without_atomic_requests
 from exactly_once.wire.text import NAME_LENGTH

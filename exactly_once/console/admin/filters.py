@@ -20,7 +20,8 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.console.admin.message_search import newest
 from exactly_once.console.admin.pages import counted
 from exactly_once.console.display import app_name, duration, visible
-from exactly_once.half import package_of, registered, required
+from exactly_once.half import required
+from exactly_once.packages import package_of, registered
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.heartbeat_table import HeartbeatTable
 from exactly_once.wire.text import fit

@@ -24,8 +24,8 @@ from exactly_once.console.admin.sections import listed, view_permission
 from exactly_once.console.admin.trail import timeline
 from exactly_once.console.display import as_json, flow_link, headline, identifier, ngettext, number, state_badge, visible
 from exactly_once.console.operators.audit import Subject, actor_of, record
+from exactly_once.console.operators.message_history import history_of
 from exactly_once.console.operators.redaction import Redaction
-from exactly_once.console.operators.trail import history_of
 from exactly_once.half import halves
 
 

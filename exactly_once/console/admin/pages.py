@@ -33,7 +33,8 @@ from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 
 from exactly_once.console.display import NOTHING, as_text, identifier, moment, number
-from exactly_once.half import Half, halves, label_of, package_of, required, visible_halves
+from exactly_once.half import Half, halves, required, visible_halves
+from exactly_once.packages import label_of, package_of
 from exactly_once.sql.connections import without_atomic_requests
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from exactly_once.console.admin.actions import Action, ReasonForm
 from exactly_once.console.admin.pages import ReadOnlyAdmin
 from exactly_once.console.display import number
 from exactly_once.console.operators.audit import Subject, actor_of, record
-from exactly_once.half import package_of
+from exactly_once.packages import package_of
 from exactly_once.sql.connections import decision_transaction
 from exactly_once.upkeep.operation_rows import OperationTable, Plan
 

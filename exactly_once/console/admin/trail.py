@@ -16,7 +16,8 @@ from django.utils.safestring import SafeString
 
 from exactly_once.console.admin.pages import PageAdmin, message_url
 from exactly_once.console.display import exact, visible
-from exactly_once.console.operators.trail import MOST_ROWS, ChainRow, MessageHistory, chain_of
+from exactly_once.console.operators.message_history import MOST_ROWS, MessageHistory, chain_of
+from exactly_once.console.operators.trail import ChainRow
 from exactly_once.half import visible_halves
 from exactly_once.models import Flow
 from exactly_once.process.clock import utcnow

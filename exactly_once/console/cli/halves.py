@@ -1,10 +1,9 @@
 """The commands and the checks of health that are the same for both halves."""
 
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from django.apps import apps
 from django.core.management.base import CommandError, CommandParser
@@ -15,50 +14,15 @@ from django.utils.translation import gettext_lazy
 
 from exactly_once.console.cli.command import TranslatedCommand
 from exactly_once.console.cli.terminal import BOLD, RED, Line, Table, age
-from exactly_once.half import Half, half_of, halves, label_of
+from exactly_once.half import Check, Half, half_of, halves
 from exactly_once.models import Process
+from exactly_once.packages import label_of
 from exactly_once.process.life_sign import LifeSign, life_signs
 from exactly_once.sql.connections import execute
 from exactly_once.sql.schema import require_schema, why_unmigrated
 from exactly_once.upkeep.heartbeat_table import HeartbeatTable
 
-OK, UNKNOWN = "ok", "unknown"
-UNAVAILABLE, NOT_MIGRATED, NONE_RUNNING = "unavailable", "not migrated", "none running"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """The result of one check of health.
-
-    Attributes:
-        name: what was checked: "database", "broker", "relays".
-        status: "ok", or what is wrong in a few words without secrets.
-        detail: one line for the operator; it may quote a server.
-    """
-
-    name: str
-    status: str = OK
-    detail: str = ""
-
-    @property
-    def is_ok(self) -> bool:
-        return self.status == OK
-
-
-class Status(Protocol):
-    """What a half adds to `exactly_once_status` and to the checks of health. A module."""
-
-    def figures(self, alias: str, *, conflicts: bool) -> dict[str, Any]:
-        """For `--json`."""
-
-    def tables(self, alias: str, rates: Callable[[str, int], str], *, conflicts: bool) -> Iterator[Table]:
-        """The same for people. `rates` shows how fast the count of a name changes."""
-
-    def kinds(self) -> Sequence[str]:
-        """The kinds of processes that do its work."""
-
-    def checks(self, alias: str, processes: Sequence[Any]) -> list[Check]:
-        """Checks of health besides those of the database, the processes and the broker."""
+UNKNOWN, UNAVAILABLE, NOT_MIGRATED, NONE_RUNNING = "unknown", "unavailable", "not migrated", "none running"
 
 
 def running(half: Half, alias: str) -> Sequence[Any]:

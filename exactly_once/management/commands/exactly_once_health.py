@@ -7,10 +7,10 @@ from django.core.management.base import CommandParser
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from exactly_once.console.cli.halves import NONE_RUNNING, OK, Check, HalvesCommand, alive_here, chosen_halves
+from exactly_once.console.cli.halves import NONE_RUNNING, HalvesCommand, alive_here, chosen_halves
 from exactly_once.console.cli.terminal import sentence, show
 from exactly_once.console.health import readiness
-from exactly_once.half import Half
+from exactly_once.half import OK, Check, Half
 
 
 class Command(HalvesCommand):

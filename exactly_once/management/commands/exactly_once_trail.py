@@ -15,15 +15,9 @@ from django.utils.translation import gettext_lazy
 from exactly_once.console.cli.command import TranslatedCommand
 from exactly_once.console.cli.terminal import BOLD, Line, Table, show
 from exactly_once.console.display import exact, ngettext
-from exactly_once.console.operators.trail import (
-    HistoryEvent,
-    MessageHistory,
-    PresentState,
-    history_of,
-    ids_of,
-    searched,
-)
-from exactly_once.half import registered
+from exactly_once.console.operators.message_history import MessageHistory, history_of, ids_of, searched
+from exactly_once.console.operators.trail import HistoryEvent, PresentState
+from exactly_once.packages import registered
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.schema import why_unmigrated
 

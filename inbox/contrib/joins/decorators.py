@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from asgiref.sync import sync_to_async
 
-from exactly_once.half import name_of
+from exactly_once.packages import name_of
 from exactly_once.telemetry.tracing import OUTER_CORRELATION, Cause, caused_by, current_cause
 from inbox.contrib.joins import Join
 from inbox.contrib.joins.collecting import Definition, collect, finish, gather

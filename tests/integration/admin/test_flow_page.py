@@ -8,7 +8,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from exactly_once.console.operators.trail import MOST_ROWS, chain_of
+from exactly_once.console.operators.message_history import MOST_ROWS, chain_of
 from exactly_once.models import AuditEntry
 from exactly_once.process.clock import utcnow
 from inbox.models import InboxMessage

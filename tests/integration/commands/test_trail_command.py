@@ -9,7 +9,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.test import override_settings
 
-from exactly_once.console.operators.trail import history_of
+from exactly_once.console.operators.message_history import history_of
 from exactly_once.sql.now import DatabaseTime
 from inbox.models import InboxMessage
 from outbox import cancel

@@ -3,7 +3,7 @@
 import pytest
 from django.db import transaction
 
-from exactly_once.console.operators.trail import history_of
+from exactly_once.console.operators.message_history import history_of
 from inbox.models import InboxMessage
 from inbox.states import State
 from outbox import publish

@@ -8,7 +8,7 @@ from django.db import connection
 from django.test import Client, override_settings
 from django.urls import reverse
 
-from exactly_once.console.operators.trail import history_of
+from exactly_once.console.operators.message_history import history_of
 from inbox import Lease, Reject
 from inbox.celery import IdempotentTask
 from inbox.models import InboxMessage

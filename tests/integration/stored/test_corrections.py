@@ -8,7 +8,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import transaction
 
-from exactly_once.console.operators.trail import history_of
+from exactly_once.console.operators.message_history import history_of
 from exactly_once.process.clock import utcnow
 from inbox import Lease, Ordered, Reject, housekeeping
 from inbox.conf import inbox_options

@@ -4,7 +4,7 @@ import django.db.models.deletion
 from django.db import migrations, models
 
 import exactly_once.sql.fields
-from exactly_once.half import label_of
+from exactly_once.packages import label_of
 
 INBOX, LABEL = label_of('inbox'), label_of('inbox.contrib.joins')
 

@@ -4,7 +4,7 @@ from django.db import migrations, models
 
 import exactly_once.sql.fields
 import inbox.contrib.outgoing_webhooks.models
-from exactly_once.half import label_of
+from exactly_once.packages import label_of
 
 
 class Migration(migrations.Migration):
