@@ -87,8 +87,7 @@ OUTBOX = {
     "POLL_INTERVAL": timedelta(seconds=0.1),
     "BATCH_DEADLINE": timedelta(seconds=2),
     "CHECKS": {"AFTER": timedelta(seconds=1), "EVERY": timedelta(seconds=1)},
-    "RETRY_BASE": timedelta(seconds=1),
-    "RETRY_CAP": timedelta(seconds=5),
+    "BACKOFF": (timedelta(seconds=1), timedelta(seconds=5)),
 }
 INBOX = {
     "GROUP": "demo_shop",
@@ -96,8 +95,7 @@ INBOX = {
     "CONCURRENCY": 1 if DATABASES["default"]["ENGINE"] == "django.db.backends.sqlite3" else 4,
     "POLL_INTERVAL": timedelta(seconds=0.1),
     "REDELIVERY_AFTER": timedelta(seconds=2),
-    "RETRY_BASE": timedelta(seconds=1),
-    "RETRY_CAP": timedelta(seconds=5),
+    "BACKOFF": (timedelta(seconds=1), timedelta(seconds=5)),
 }
 
 # Every message of the shop has a biz-id from its producer, which is the shop itself.
@@ -113,8 +111,8 @@ SHOP_UNPAID_AFTER = 30 * DEMO_MINUTE
 SHOP_REVIEW_AFTER = 60 * DEMO_MINUTE
 # 48 hours would last almost three minutes, so the demo uses 48 minutes.
 SHOP_RATE_AFTER = 48 * DEMO_MINUTE
-# 10 minutes would be less than RetryLater's minimum of a second. The demo uses 2 seconds, longer than RETRY_BASE, so that the
-# audit can distinguish this delay from that of an ordinary failure.
+# 10 minutes would be less than RetryLater's minimum of a second. The demo uses 2 seconds, longer than the first of BACKOFF, so
+# that the audit can distinguish this delay from that of an ordinary failure.
 SHOP_MAIL_RETRY_AFTER = timedelta(seconds=2)
 SHOP_OUT_OF_STOCK_RETRY = timedelta(seconds=1)
 PAYMENTS_WEBHOOK_SECRET = "shared with the payment provider"  # noqa: S105 - it protects nothing

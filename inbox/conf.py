@@ -98,7 +98,8 @@ class InboxOptions(AppOptions):
 
     @cached_property
     def retry(self) -> RetryPolicy:
-        return RetryPolicy(max_attempts=self.MAX_ATTEMPTS, base=self.RETRY_BASE, factor=_RETRY_FACTOR, cap=self.RETRY_CAP)
+        first, longest = self.BACKOFF
+        return RetryPolicy(max_attempts=self.MAX_ATTEMPTS, base=first, factor=_RETRY_FACTOR, cap=longest)
 
     @cached_property
     def broker_url(self) -> str:

@@ -414,7 +414,7 @@ def _priority(draft: Draft) -> int:
 
 def _body(draft: Draft) -> bytes:
     options = outbox_options()
-    encoder = load_encoder((options.TOPICS and options.topic(draft.topic).encoder) or _ENCODER)
+    encoder = load_encoder((options.TOPICS and options.topic(draft.topic).ENCODER) or _ENCODER)
     try:
         body = encoder.encode(draft.payload).encode()
     except (TypeError, ValueError, RecursionError) as error:

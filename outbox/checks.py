@@ -98,11 +98,11 @@ def check_encoders(chosen: OutboxOptions) -> Iterator[CheckMessage]:
     """outbox.E005: TOPICS names an encoder that cannot be loaded."""
     for pattern, own in chosen.TOPICS.items():
         try:
-            if path := own.get("encoder"):
+            if path := own.get("ENCODER"):
                 load_encoder(path)
         except Exception as error:  # noqa: BLE001 - an import runs code of the project
             yield Error(
-                f"OUTBOX['TOPICS'][{pattern!r}]['encoder'] is {own['encoder']!r}, which cannot be used: {describe(error)}.",
+                f"OUTBOX['TOPICS'][{pattern!r}]['ENCODER'] is {own['ENCODER']!r}, which cannot be used: {describe(error)}.",
                 hint="Until it can, every publish() of these topics fails. Name a subclass of json.JSONEncoder.",
                 id="outbox.E005",
             )

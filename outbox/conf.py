@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, lru_cache
 from typing import Any
@@ -149,8 +149,7 @@ class OutboxOptions(AppOptions):
 
     @property
     def _every_topic(self) -> dict[str, Any]:
-        first = min(self.RETRY_BASE, self.RETRY_CAP)
-        return {"max_attempts": self.MAX_ATTEMPTS, "backoff": (first, self.RETRY_CAP)}
+        return {"MAX_ATTEMPTS": self.MAX_ATTEMPTS, "BACKOFF": self.BACKOFF}
 
     @cached_property
     def retry(self) -> RetryPolicy:
@@ -159,12 +158,8 @@ class OutboxOptions(AppOptions):
     @cached_property
     def unroutable_retry(self) -> RetryPolicy:
         """For messages without a bound queue: the next deploy may declare it, so their retry delays are shorter."""
-        return RetryPolicy(
-            max_attempts=self.MAX_ATTEMPTS,
-            base=min(self.RETRY_BASE, timedelta(seconds=1)),
-            factor=2.0,
-            cap=min(self.RETRY_CAP, timedelta(minutes=1)),
-        )
+        first, longest = self.BACKOFF
+        return replace(self.retry, base=min(first, timedelta(seconds=1)), cap=min(longest, timedelta(minutes=1)))
 
     @cached_property
     def source(self) -> str:

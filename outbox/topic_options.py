@@ -20,38 +20,33 @@ class TopicOptions:
     """Every option of one pattern. One that is omitted is that of the next less specific pattern that has it.
 
     Attributes:
-        max_attempts: failed attempts after which a message is dead; default: MAX_ATTEMPTS.
-        backoff: after the first failed attempt, and the longest; default: RETRY_BASE and RETRY_CAP.
-        rate: how many messages all relays together publish at most, such as "100/s", "90/m" or "5/h"; "": unlimited.
-        exchange: the topic exchange to publish to, which must exist; "" is EXCHANGE.
-        encoder: the dotted path of a subclass of `json.JSONEncoder` that serialises payloads; "" is `DjangoJSONEncoder`.
+        MAX_ATTEMPTS, BACKOFF: in place of those of `OUTBOX`.
+        RATE: how many messages all relays together publish at most, such as "100/s", "90/m" or "5/h"; "": unlimited.
+        EXCHANGE: the topic exchange to publish to, which must exist; "" is that of `OUTBOX`.
+        ENCODER: the dotted path of a subclass of `json.JSONEncoder` that serialises payloads; "" is `DjangoJSONEncoder`.
     """
 
-    max_attempts: int
-    backoff: tuple[timedelta, ...]
-    rate: str = ""
-    exchange: str = ""
-    encoder: str = ""
+    MAX_ATTEMPTS: int
+    BACKOFF: tuple[timedelta, ...]
+    RATE: str = ""
+    EXCHANGE: str = ""
+    ENCODER: str = ""
 
     def __post_init__(self) -> None:
         options.require_positive(self)
-        if len(self.backoff) != len(("first", "longest")) or not timedelta() < self.backoff[0] <= self.backoff[1]:
-            raise ValueError(
-                "backoff must be two durations greater than zero, the first and the longest backoff, as in "
-                "(timedelta(seconds=1), timedelta(minutes=5))."
-            )
-        if self.exchange and (reason := why_no_exchange(self.exchange)):
-            raise ValueError(f"exchange is {quoted(self.exchange)}: {reason}.")
+        options.require_backoff(self.BACKOFF)
+        if self.EXCHANGE and (reason := why_no_exchange(self.EXCHANGE)):
+            raise ValueError(f"EXCHANGE is {quoted(self.EXCHANGE)}: {reason}.")
         _ = self.per_second
 
     @cached_property
     def per_second(self) -> float:
-        """`rate` as messages a second; 0: unlimited."""
-        return options.per_second("rate", self.rate) if self.rate else 0.0
+        """`RATE` as messages a second; 0: unlimited."""
+        return options.per_second("RATE", self.RATE) if self.RATE else 0.0
 
     @cached_property
     def retry(self) -> RetryPolicy:
-        return RetryPolicy(max_attempts=self.max_attempts, base=self.backoff[0], factor=2.0, cap=self.backoff[1])
+        return RetryPolicy(max_attempts=self.MAX_ATTEMPTS, base=self.BACKOFF[0], factor=2.0, cap=self.BACKOFF[1])
 
 
 def merged(given: Iterable[tuple[str, Any]], default: Mapping[str, Any]) -> TopicOptions:

@@ -88,7 +88,7 @@ class _Handled:
         assert found is not None
         registry.remove(name)
         self.handler = found
-        self.options = InboxOptions(RETRY_BASE=timedelta(hours=1))
+        self.options = InboxOptions(BACKOFF=(timedelta(hours=1), timedelta(hours=2)))
         self.runner = Runner(self.options, handlers=lambda: [self.handler], reports_unknown=False)
         self.reception = Reception(self.options, self.runner, self._answer)
         self.load: list[Any] = []

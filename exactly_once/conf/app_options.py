@@ -163,7 +163,7 @@ class AppOptions:
         CONCURRENCY: threads of one process that call functions of the project, each with its own database connection: handlers
             in a consumer; callbacks in a relay, and as many checkers. One callback, or topic, may use all but one of them.
         MAX_ATTEMPTS: failed attempts after which a message is dead: the first and 16 retries. An unroutable message never is.
-        RETRY_BASE, RETRY_CAP: delay after the first failed attempt, and the longest one.
+        BACKOFF: the delay after the first failed attempt, and the longest one.
         KEEP_HISTORY: how long settled messages stay. With None the content of one that has succeeded is deleted at once:
             its row in the outbox, its body and headers in the inbox; what else is settled stays for seven days.
         TRAIL: the transitions to record in the trail: "decisions", those that matter to an operator, or "all".
@@ -183,8 +183,7 @@ class AppOptions:
     BROKER_SSL: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # see ALERTS
     CONCURRENCY: int = 4
     MAX_ATTEMPTS: int = 17
-    RETRY_BASE: timedelta = timedelta(seconds=10)
-    RETRY_CAP: timedelta = timedelta(hours=2)
+    BACKOFF: tuple[timedelta, ...] = (timedelta(seconds=10), timedelta(hours=2))
     KEEP_HISTORY: timedelta | None = timedelta(days=7)
     TRAIL: str = "decisions"
     TRAIL_RETENTION: timedelta = timedelta(days=30)
@@ -200,6 +199,7 @@ class AppOptions:
 
     def __post_init__(self) -> None:
         options.require_positive(self)
+        options.require_backoff(self.BACKOFF)
         if self.TRAIL not in {"decisions", "all"}:
             raise ValueError(f"TRAIL is {quoted(self.TRAIL)}: it must be 'decisions' or 'all'.")
         options.parse(TlsOptions, "BROKER_SSL", self.BROKER_SSL)

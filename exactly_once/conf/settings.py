@@ -8,7 +8,7 @@ type is not quoted, because it may contain a password.
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import GenericAlias, NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -91,6 +91,15 @@ def require_positive(options: Any) -> None:
         value: Any = getattr(options, field.name)
         if type(value) in {timedelta, int, float} and value <= type(value)():
             raise ValueError(f"{field.name} is {value!r}: it must be greater than zero.")
+
+
+def require_backoff(backoff: Sequence[timedelta]) -> None:
+    """For `__post_init__`: refuse anything but the first and the longest delay."""
+    if len(backoff) != len(("first", "longest")) or not timedelta() < backoff[0] <= backoff[1]:
+        raise ValueError(
+            "BACKOFF must be two durations greater than zero, the first and the longest backoff, as in "
+            "(timedelta(seconds=1), timedelta(minutes=5))."
+        )
 
 
 def per_second(option: str, rate: object) -> float:

@@ -88,7 +88,7 @@ def receive_task(
     except ConcurrentDuplicate:
         _defer(call, options.DUPLICATE_TIMEOUT, "another delivery of its business id is being run")
     except DatabaseUnavailable as outage:
-        _defer(call, options.RETRY_BASE, f"the database is unavailable ({describe(outage)})")
+        _defer(call, options.retry.base, f"the database is unavailable ({describe(outage)})")
 
 
 def _record_period(handler: Handler) -> None:

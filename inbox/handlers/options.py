@@ -81,9 +81,9 @@ class Backoff:
     """The delays between failed attempts. An omitted value is taken from `INBOX`.
 
     Attributes:
-        base: the delay after the first failed attempt; default: RETRY_BASE.
+        base: the delay after the first failed attempt; default: the first of BACKOFF.
         factor: multiplies the delay after each further failure; 1 or more; default: 2.5.
-        cap: the longest delay; default: RETRY_CAP, or `base` if that is longer.
+        cap: the longest delay; default: the second of BACKOFF, or `base` if that is longer.
 
     Raises:
         TypeError: a delay is not a timedelta, or `factor` is not a number.

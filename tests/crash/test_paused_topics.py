@@ -89,7 +89,7 @@ def test_relay_killed_while_it_resumes_a_topic_strands_no_message(world, name):
 
 @pytest.mark.parametrize("name", WHILE_LIMITED)
 def test_relay_killed_while_a_rate_limits_its_topic_strands_no_message(world, name):
-    limited = partial(world.relay, outbox={"TOPICS": {"*": {"rate": "50/s"}}})
+    limited = partial(world.relay, outbox={"TOPICS": {"*": {"RATE": "50/s"}}})
     world.listening()
     world.operate_together(OPERATIONS)
 

@@ -30,7 +30,7 @@ TOPIC = "shop.order.placed"
 
 OPTIONS = InboxOptions(
     MAX_ATTEMPTS=3,
-    RETRY_BASE=timedelta(hours=1),
+    BACKOFF=(timedelta(hours=1), timedelta(hours=2)),
     REDELIVERY_AFTER=timedelta(hours=1),
     DUPLICATE_TIMEOUT=timedelta(milliseconds=200),
 )

@@ -122,8 +122,7 @@ def quick(**options):
         **{
             "BATCH_DEADLINE": timedelta(seconds=30),
             "POLL_INTERVAL": timedelta(seconds=0.05),
-            "RETRY_BASE": timedelta(seconds=0.02),
-            "RETRY_CAP": timedelta(seconds=0.05),
+            "BACKOFF": (timedelta(seconds=0.02), timedelta(seconds=0.05)),
             **options,
         }
     )

@@ -55,7 +55,7 @@ def broker_options(url, **changes):
         "EXCHANGE": EXCHANGE,
         "GROUP": GROUP,
         "MAX_ATTEMPTS": 3,
-        "RETRY_BASE": timedelta(hours=1),
+        "BACKOFF": (timedelta(hours=1), timedelta(hours=2)),
         "REDELIVERY_AFTER": timedelta(hours=1),
         "DUPLICATE_TIMEOUT": timedelta(milliseconds=200),
     }
@@ -283,11 +283,6 @@ def catches(pid, number):
 def as_environment(**given):
     """Options for `tests.support.apps.worker.settings`."""
     return {
-        name: json.dumps(
-            {
-                key: {"seconds": value.total_seconds()} if isinstance(value, timedelta) else value
-                for key, value in chosen.items()
-            }
-        )
+        name: json.dumps(chosen, default=lambda duration: {"seconds": duration.total_seconds()})
         for name, chosen in given.items()
     }

@@ -173,16 +173,16 @@ class TestTopics:
     @pytest.mark.parametrize(
         ("topics", "problem"),
         [
-            ({"shop.*": {"max_attemps": 3}}, "TOPICS['shop.*'] has no option 'max_attemps'. Did you mean 'max_attempts'?"),
-            ({"shop.*": {"max_attempts": "3"}}, "TOPICS['shop.*']['max_attempts'] is a str: it must be an int, such as 10."),
-            ({"shop.*": {"max_attempts": True}}, "TOPICS['shop.*']['max_attempts'] is a bool: it must be an int, such as 10."),
-            ({"shop.*": {"max_attempts": 0}}, "TOPICS['shop.*']: max_attempts is 0: it must be greater than zero."),
-            ({"shop.*": {"backoff": (timedelta(1),)}}, "TOPICS['shop.*']: backoff must be two durations"),
-            ({"shop.*": {"backoff": (timedelta(2), timedelta(1))}}, "TOPICS['shop.*']: backoff must be two durations"),
-            ({"shop.*": {"rate": "100"}}, "TOPICS['shop.*']: rate is '100': it must be a positive number per s, m or h, like"),
-            ({"shop.*": {"rate": "0/s"}}, "TOPICS['shop.*']: rate is '0/s': it must be a positive number per s, m or h, like"),
-            ({"shop.*": {"rate": 100}}, "TOPICS['shop.*']['rate'] is an int: it must be a str, such as"),
-            ({"shop.*": {"exchange": "amq.topic"}}, "TOPICS['shop.*']: exchange is 'amq.topic': the broker reserves"),
+            ({"shop.*": {"max_attemps": 3}}, "TOPICS['shop.*'] has no option 'max_attemps'. Did you mean 'MAX_ATTEMPTS'?"),
+            ({"shop.*": {"MAX_ATTEMPTS": "3"}}, "TOPICS['shop.*']['MAX_ATTEMPTS'] is a str: it must be an int, such as 10."),
+            ({"shop.*": {"MAX_ATTEMPTS": True}}, "TOPICS['shop.*']['MAX_ATTEMPTS'] is a bool: it must be an int, such as 10."),
+            ({"shop.*": {"MAX_ATTEMPTS": 0}}, "TOPICS['shop.*']: MAX_ATTEMPTS is 0: it must be greater than zero."),
+            ({"shop.*": {"BACKOFF": (timedelta(1),)}}, "TOPICS['shop.*']: BACKOFF must be two durations"),
+            ({"shop.*": {"BACKOFF": (timedelta(2), timedelta(1))}}, "TOPICS['shop.*']: BACKOFF must be two durations"),
+            ({"shop.*": {"RATE": "100"}}, "TOPICS['shop.*']: RATE is '100': it must be a positive number per s, m or h, like"),
+            ({"shop.*": {"RATE": "0/s"}}, "TOPICS['shop.*']: RATE is '0/s': it must be a positive number per s, m or h, like"),
+            ({"shop.*": {"RATE": 100}}, "TOPICS['shop.*']['RATE'] is an int: it must be a str, such as"),
+            ({"shop.*": {"EXCHANGE": "amq.topic"}}, "TOPICS['shop.*']: EXCHANGE is 'amq.topic': the broker reserves"),
             ({"shop.*": 3}, "TOPICS['shop.*'] must be a dict, not an int."),
             ({"shop.*.placed": {}}, "TOPICS has the pattern 'shop.*.placed': it must be a topic"),
             ({"shop.#": {}}, "TOPICS has the pattern 'shop.#': it must be a topic"),
@@ -201,24 +201,25 @@ class TestTopics:
     )
     def test_each_option_is_that_of_the_most_specific_pattern_that_has_it(self, topic, attempts, exchange):
         topics = {
-            "shop.order.placed": {"max_attempts": 1},
-            "*": {"exchange": "all"},
-            "shop.*": {"max_attempts": 3},
-            "shop.order.*": {"max_attempts": 2, "exchange": "orders"},
+            "shop.order.placed": {"MAX_ATTEMPTS": 1},
+            "*": {"EXCHANGE": "all"},
+            "shop.*": {"MAX_ATTEMPTS": 3},
+            "shop.order.*": {"MAX_ATTEMPTS": 2, "EXCHANGE": "orders"},
         }
         found = OutboxOptions(TOPICS=topics).topic(topic)
 
-        assert (found.max_attempts, found.exchange) == (attempts, exchange)
+        chosen = found.MAX_ATTEMPTS, found.EXCHANGE
+        assert chosen == (attempts, exchange)
 
     def test_rate_is_given_per_second_minute_or_hour_and_a_more_specific_pattern_may_lift_it(self):
         rates = {"*": "100/s", "a": "90/m", "b": "5/h", "c": ""}
-        chosen = OutboxOptions(TOPICS={pattern: {"rate": rate} for pattern, rate in rates.items()})
+        chosen = OutboxOptions(TOPICS={pattern: {"RATE": rate} for pattern, rate in rates.items()})
 
         assert [chosen.topic(topic).per_second for topic in "abcd"] == [1.5, 5 / 3600, 0.0, 100.0]
         assert OutboxOptions().topic("a").per_second == 0.0
 
     def test_options_of_a_topic_are_computed_once(self):
-        chosen = OutboxOptions(TOPICS={"*": {"max_attempts": 2}})
+        chosen = OutboxOptions(TOPICS={"*": {"MAX_ATTEMPTS": 2}})
 
         assert chosen.topic("a") is chosen.topic("a")
         assert (default := OutboxOptions()).topic("a") is default.topic("b")

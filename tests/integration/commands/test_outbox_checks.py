@@ -48,7 +48,7 @@ def test_hook_that_cannot_be_called_and_encoder_that_cannot_be_loaded_are_errors
     if check == "outbox.E004":
         settings.OUTBOX = {"PUBLISH_HOOKS": [f"{HOOKS}.tenant", path]}
     else:
-        settings.OUTBOX = {"TOPICS": {"shop.*": {"encoder": path}, "a": {"encoder": f"{HOOKS}.SortedSets"}, "b": {}}}
+        settings.OUTBOX = {"TOPICS": {"shop.*": {"ENCODER": path}, "a": {"ENCODER": f"{HOOKS}.SortedSets"}, "b": {}}}
 
     assert repr(path) in (problem := found()[check]).msg
     assert reason in problem.msg

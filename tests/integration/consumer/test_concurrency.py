@@ -676,7 +676,7 @@ def workshop(a_process, rabbitmq_url):
     """Start `inbox_consume` with the handlers of `tests.support.apps.workshop`."""
     for topic in TOPICS:
         declare(handler_of(topic), broker_options(rabbitmq_url))
-    return partial(a_process, "inbox_consume", app="workshop", RETRY_BASE=SHORT, RETRY_CAP=SHORT)
+    return partial(a_process, "inbox_consume", app="workshop", BACKOFF=(SHORT, SHORT))
 
 
 def handler_of(topic):

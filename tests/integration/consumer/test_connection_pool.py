@@ -32,7 +32,7 @@ MANY = 30
 def workers(a_process):
     """`outbox_relay` and `inbox_consume` of a project whose databases have a pool."""
     given = {"app": "pooled", "variables": {"LEASE_SECONDS": str(LEASE.total_seconds())}, "CONCURRENCY": THREADS + 1}
-    outbox = {"RETRY_BASE": SHORT, "RETRY_CAP": SHORT, "POLL_INTERVAL": SHORT}
+    outbox = {"BACKOFF": (SHORT, SHORT), "POLL_INTERVAL": SHORT}
     with ExitStack() as stack:
         names = ("inbox_consume", "outbox_relay")
         processes = [stack.enter_context(a_process(name, outbox=outbox, **given)) for name in names]

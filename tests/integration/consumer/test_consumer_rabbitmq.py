@@ -41,7 +41,7 @@ SHORT = timedelta(milliseconds=200)
 def consumer_process(a_process, rabbitmq_url):
     """Start `inbox_consume` with these options: `with consumer_process(MAX_ATTEMPTS=2) as process`."""
     declare(OF_THE_WORKERS, broker_options(rabbitmq_url))
-    return partial(a_process, "inbox_consume", RETRY_BASE=SHORT, RETRY_CAP=SHORT)
+    return partial(a_process, "inbox_consume", BACKOFF=(SHORT, SHORT))
 
 
 def job(url, what, name="job"):

@@ -212,7 +212,10 @@ class TestDeferral:
         def handle(message):
             raise RetryLater
 
-        deliver(handles(handle, retry=Retry(backoff=Backoff(base=A_MINUTE))), given=options(RETRY_BASE=timedelta(hours=9)))
+        deliver(
+            handles(handle, retry=Retry(backoff=Backoff(base=A_MINUTE))),
+            given=options(BACKOFF=(timedelta(hours=9), timedelta(hours=9))),
+        )
 
         assert timedelta(seconds=20) < time_until_retry(the_row()) <= A_MINUTE
 

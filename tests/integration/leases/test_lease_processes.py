@@ -50,7 +50,7 @@ def consumer(a_process, rabbitmq_url, lease_store):
     """Start `inbox_consume`: `with consumer("a") as process`."""
 
     def start(name, **options):
-        given = {"RETRY_BASE": SHORT, "RETRY_CAP": SHORT, "MAX_ATTEMPTS": 3, "LEASE_STORE": lease_store, **options}
+        given = {"BACKOFF": (SHORT, SHORT), "MAX_ATTEMPTS": 3, "LEASE_STORE": lease_store, **options}
         declare(LEASED_OF_THE_WORKERS, broker_options(rabbitmq_url))
         return a_process("inbox_consume", app="leased", log=name, **given)
 

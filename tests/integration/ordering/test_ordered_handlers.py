@@ -610,7 +610,7 @@ class TestConcurrency:
     def test_several_runners_keep_the_order_of_every_key_while_messages_arrive(self, handles):
         behaviour = OneAtATime()
         handler = handles(behaviour, ordered=True, name="ordered")
-        long_timeout = options(DUPLICATE_TIMEOUT=timedelta(minutes=1), RETRY_BASE=timedelta(milliseconds=1))
+        long_timeout = options(DUPLICATE_TIMEOUT=timedelta(minutes=1), BACKOFF=(timedelta(milliseconds=1), timedelta(hours=2)))
         arriving = threading.Event()
 
         def arrives():
@@ -684,7 +684,7 @@ class TestStricterIsolation:
 class TestLocalTransport:
     @pytest.fixture(autouse=True)
     def local(self):
-        with override_settings(OUTBOX={"BROKER_URL": "local://"}, INBOX={"RETRY_BASE": timedelta(hours=1)}):
+        with override_settings(OUTBOX={"BROKER_URL": "local://"}, INBOX={"BACKOFF": (timedelta(hours=1), timedelta(hours=2))}):
             yield
 
     def test_local_transport_handles_messages_of_a_key_in_order(self, handles):

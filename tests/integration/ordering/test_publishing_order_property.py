@@ -270,7 +270,7 @@ class Machine:
         return f"seed {self.seed}, step {self.step}"
 
     def new_relay(self):
-        relay = relay_for(self.peer.url, StopRequest(), RETRY_BASE=HOUR, RETRY_CAP=HOUR, MAX_ATTEMPTS=2)
+        relay = relay_for(self.peer.url, StopRequest(), BACKOFF=(HOUR, HOUR), MAX_ATTEMPTS=2)
         relay._floors._clock = self.time
         return relay
 

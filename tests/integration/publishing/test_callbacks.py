@@ -221,7 +221,7 @@ class TestCallbackEffect:
         assert [record.levelname for record in caplog.records if record.name == "outbox.relay.callback_worker"] == ["ERROR"]
         assert pending().attempts == attempts + 1
         deferred = PendingCallback.objects.filter(
-            available_at__gt=DatabaseTime(timedelta(seconds=4)), available_at__lte=DatabaseTime(outbox_options().RETRY_CAP)
+            available_at__gt=DatabaseTime(timedelta(seconds=4)), available_at__lte=DatabaseTime(outbox_options().BACKOFF[1])
         )
         assert deferred.exists()
 

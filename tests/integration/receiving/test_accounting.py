@@ -232,7 +232,7 @@ class TestConcurrentDeliveries:
         """Hundreds of messages go through the real consumer, which is stopped and started in between."""
         rng = random.Random(7)
         handler = handles(do_what_the_payload_says)
-        options = broker_options(rabbitmq_url, RETRY_BASE=timedelta(milliseconds=50), RETRY_CAP=timedelta(milliseconds=50))
+        options = broker_options(rabbitmq_url, BACKOFF=(timedelta(milliseconds=50), timedelta(milliseconds=50)))
         declare(handler, options)
         sent = 300
         with kombu.Connection(rabbitmq_url, transport_options=CONFIRMED) as broker:

@@ -46,7 +46,7 @@ def worker(a_process, rabbitmq_url):
     def start(**options):
         for handler in (OF_THE_WORKERS, *NAMED_OF_THE_WORKERS):
             declare(handler, broker_options(rabbitmq_url))
-        return a_process("inbox_consume", app="named", RETRY_BASE=SHORT, RETRY_CAP=SHORT, REDELIVERY_AFTER=SHORT, **options)
+        return a_process("inbox_consume", app="named", BACKOFF=(SHORT, SHORT), REDELIVERY_AFTER=SHORT, **options)
 
     return start
 

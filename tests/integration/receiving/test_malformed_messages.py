@@ -210,7 +210,7 @@ def test_consumer_settles_every_malformed_message_and_handles_the_valid_one_behi
             publish(b"{}", {}, content_type="application/json", message_id=f"valid behind {name}")
 
     rows = InboxMessage.objects.filter(state__in=[DONE, DEAD])
-    with a_process("inbox_consume", RETRY_BASE=SHORT, RETRY_CAP=SHORT, MAX_ATTEMPTS=2) as process:
+    with a_process("inbox_consume", BACKOFF=(SHORT, SHORT), MAX_ATTEMPTS=2) as process:
         process.until(lambda: rows.count() == 2 * len(MALFORMED))
         process.until(lambda: length_of(rabbitmq_server, OF_THE_WORKERS, broker_options(rabbitmq_url)) == 0)
         assert process.end() == 0

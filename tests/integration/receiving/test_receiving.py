@@ -309,7 +309,7 @@ class TestFailedAttempt:
 
     def test_backoff_grows_with_every_attempt(self, handles):
         handler = handles(fails, retry=Retry(backoff=Backoff(factor=100.0)))
-        given = options(MAX_ATTEMPTS=5, RETRY_BASE=A_MINUTE, RETRY_CAP=timedelta(days=300))
+        given = options(MAX_ATTEMPTS=5, BACKOFF=(A_MINUTE, timedelta(days=300)))
         deliver(handler, given=given)
         backoff = [time_until_retry(the_row())]
         for _ in range(2):

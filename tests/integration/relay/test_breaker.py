@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long, pytest.
 BAD, GOOD = "shop.stock.full", "shop.order.placed"
 REFUSED, OTHERS, ROOM = 3000, 300, 5
 PAUSED, RESUMED = "refusals in a row", "resumed: the broker takes its messages again"
-AFTER_A_REFUSAL = {"RETRY_BASE": timedelta(seconds=0.3), "RETRY_CAP": timedelta(seconds=0.6), "MAX_ATTEMPTS": 1000}
+AFTER_A_REFUSAL = {"BACKOFF": (timedelta(seconds=0.3), timedelta(seconds=0.6)), "MAX_ATTEMPTS": 1000}
 
 
 @pytest.fixture

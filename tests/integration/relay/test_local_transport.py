@@ -34,7 +34,7 @@ def relay_process(command):
     """`outbox_relay`, or another command, as a process whose handlers are those of tests.support.apps.worker."""
 
     def start(*arguments, name="outbox_relay", **inbox):
-        inbox = {"RETRY_BASE": SHORT, "RETRY_CAP": SHORT, **inbox}
+        inbox = {"BACKOFF": (SHORT, SHORT), **inbox}
         return command(name, *arguments, INBOX=inbox, OUTBOX={"BROKER_URL": "local://", "POLL_INTERVAL": SHORT})
 
     return start

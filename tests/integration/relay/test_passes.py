@@ -101,7 +101,7 @@ class TestFailedAttempt:
         bad, good = some("bad", "good")
         answering(peer, bad="nack")
 
-        report = one_pass(transport, RETRY_BASE=timedelta(hours=1), RETRY_CAP=timedelta(hours=9))
+        report = one_pass(transport, BACKOFF=(timedelta(hours=1), timedelta(hours=9)))
 
         row = row_of(bad)
         assert (row.state, row.attempts) == (State.RETRYING, 1)
@@ -156,7 +156,7 @@ class TestFailedAttempt:
         set_columns(message, attempts=500)
         answering(peer, lost="return")
 
-        one_pass(transport, MAX_ATTEMPTS=3, RETRY_BASE=timedelta(hours=1), RETRY_CAP=timedelta(hours=9))
+        one_pass(transport, MAX_ATTEMPTS=3, BACKOFF=(timedelta(hours=1), timedelta(hours=9)))
 
         row = row_of(message)
         assert (row.state, row.attempts) == (State.RETRYING, 501)

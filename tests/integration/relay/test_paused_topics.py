@@ -199,11 +199,11 @@ class TestProbes:
     def test_relays_learn_of_a_pause_from_each_other(self, peer, room):
         """Each of them would otherwise need 20 refusals of its own."""
         many(30)
-        drained(peer.url, RETRY_BASE=HOUR, RETRY_CAP=HOUR)
+        drained(peer.url, BACKOFF=(HOUR, HOUR))
         assert the_pause().paused_by == ""
         sent = len(peer.published)
         many(200)
-        drained(peer.url, RETRY_BASE=HOUR, RETRY_CAP=HOUR)
+        drained(peer.url, BACKOFF=(HOUR, HOUR))
 
         assert len(peer.published) <= sent + 5
         assert count(BAD, State.PAUSED) >= 195
@@ -269,7 +269,7 @@ class TestProbes:
         room = []
         peer.script = lambda m: [lambda: (peer.ack if room and room.pop() else peer.nack)(m)]
         many(1000)
-        with relaying(peer.url, RETRY_BASE=HOUR, RETRY_CAP=HOUR):
+        with relaying(peer.url, BACKOFF=(HOUR, HOUR)):
             wait_until(lambda: not count(BAD, State.READY))
             attempts = sum(of(BAD).values_list("attempts", flat=True))
             room += [True] * 5
@@ -331,7 +331,7 @@ class TestCost:
     ):
         many(3000)
         with recorded_updates() as updates:
-            with relaying(peer.url, relays=2, MAX_ATTEMPTS=1000, RETRY_BASE=HOUR, RETRY_CAP=HOUR):
+            with relaying(peer.url, relays=2, MAX_ATTEMPTS=1000, BACKOFF=(HOUR, HOUR)):
                 wait_until(lambda: not count(BAD, State.READY) and count(BAD, State.PAUSED))
                 probes = []
                 wait_until(lambda: len(probes.append(the_pause().probe_at) or set(probes)) > 5)
@@ -390,7 +390,7 @@ class TestConcurrency:
 
     def test_topic_that_is_paused_in_an_open_transaction_for_the_first_time_holds_up_no_relay(self, peer, room):
         many(50)
-        with open_transaction(lambda: pause(BAD, by="ada")), relaying(peer.url, RETRY_BASE=HOUR, RETRY_CAP=HOUR):
+        with open_transaction(lambda: pause(BAD, by="ada")), relaying(peer.url, BACKOFF=(HOUR, HOUR)):
             wait_until(lambda: count(BAD, State.RETRYING) == 50)
             other = published(GOOD)
             wait_until(lambda: state_of(other) == State.PUBLISHED)

@@ -26,7 +26,7 @@ HOUR = timedelta(hours=1)
 
 
 def at(rate):
-    return {"TOPICS": {"shop.mail.*": {"rate": rate}}}
+    return {"TOPICS": {"shop.mail.*": {"RATE": rate}}}
 
 
 @pytest.fixture

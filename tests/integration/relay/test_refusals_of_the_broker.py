@@ -16,7 +16,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 FORBIDDEN, PERMITTED = "closed.orders", "open.orders"
 PAUSED = "paused, because the broker forbids it"
-QUICK = {"RETRY_BASE": timedelta(seconds=0.2), "RETRY_CAP": timedelta(seconds=0.4), "POLL_INTERVAL": timedelta(seconds=0.1)}
+QUICK = {"BACKOFF": (timedelta(seconds=0.2), timedelta(seconds=0.4)), "POLL_INTERVAL": timedelta(seconds=0.1)}
 
 
 @pytest.fixture

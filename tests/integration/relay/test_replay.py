@@ -414,7 +414,7 @@ class TestRedis:
     @pytest.mark.parametrize("exchange", ["outbox", "audit"])
     def test_queue_gets_messages_of_a_topic_with_an_exchange_of_its_own(self, redis_url, exchange):
         """It is bound to that exchange, or by a handler to the one of all topics."""
-        given = {"BROKER_URL": redis_url, "TOPICS": {TOPIC: {"exchange": "audit"}}}
+        given = {"BROKER_URL": redis_url, "TOPICS": {TOPIC: {"EXCHANGE": "audit"}}}
         with (
             Queue(redis_url, name=f"billing.pay@{TOPIC}", exchange=exchange) as billing,
             Queue(redis_url, name="other", exchange=exchange) as other,

@@ -13,7 +13,7 @@ from outbox.states import State
 from tests.support.relaying import SECONDS, TOPIC, connected, one_pass, published, row_of, state_of
 
 pytestmark = pytest.mark.django_db(transaction=True)
-OWN = {"audit.*": {"exchange": "audit"}}
+OWN = {"audit.*": {"EXCHANGE": "audit"}}
 
 
 class Nacking(Transport):
@@ -29,7 +29,7 @@ def test_failed_message_dies_after_the_attempts_of_its_topic_and_is_retried_afte
     own, slow, other = published("audit.entry"), published("slow.entry"), published(TOPIC)
     hours = timedelta(hours=1), timedelta(hours=2)
 
-    one_pass(Nacking(), TOPICS={"audit.*": {"max_attempts": 1}, "slow.*": {"backoff": hours}})
+    one_pass(Nacking(), TOPICS={"audit.*": {"MAX_ATTEMPTS": 1}, "slow.*": {"BACKOFF": hours}})
 
     assert (state_of(own), state_of(slow), state_of(other)) == (State.DEAD, State.RETRYING, State.RETRYING)
     assert (row_of(slow).available_at - row_of(other).available_at) > timedelta(minutes=29)
@@ -54,7 +54,7 @@ def test_message_goes_to_the_exchange_of_its_topic_and_a_missing_one_stops_its_m
     own, lost, other = published("audit.entry"), published("lost.entry"), published(TOPIC)
 
     with connected(rabbitmq_url) as transport:
-        report = one_pass(transport, TOPICS={**OWN, "lost.*": {"exchange": "missing"}})
+        report = one_pass(transport, TOPICS={**OWN, "lost.*": {"EXCHANGE": "missing"}})
 
     assert (report.published, report.broken) == (2, None)
     assert received(rabbitmq_url, "audit").properties["message_id"] == str(own.id)
@@ -73,7 +73,7 @@ def test_message_goes_to_the_exchange_of_its_topic_on_redis(redis_url):
 
 
 def test_payload_is_serialised_by_the_encoder_of_the_topic():
-    encoders = {"audit.*": {"encoder": "tests.support.hooks.SortedSets"}}
+    encoders = {"audit.*": {"ENCODER": "tests.support.hooks.SortedSets"}}
     with override_settings(OUTBOX={"TOPICS": encoders}), transaction.atomic():
         message = publish("audit.entry", {"tags": {"b", "a"}})
         with pytest.raises(InvalidMessage, match="is not JSON"):

@@ -32,7 +32,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.django_db(transaction=True)
 
 HOUR = timedelta(hours=1)
-NEVER = {"RETRY_BASE": HOUR, "RETRY_CAP": HOUR}
+NEVER = {"BACKOFF": (HOUR, HOUR)}
 """A failed head is not retried within the test."""
 
 

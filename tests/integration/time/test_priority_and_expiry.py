@@ -162,7 +162,7 @@ class TestExpiredMessage:
         expiring = published(biz_id="expiring", key="k", expires_in=20 * MINUTE)
         last = published(biz_id="last", key="k")
         peer.script = lambda message: [partial(peer.nack, message)]
-        one_pass(transport, RETRY_BASE=2 * HOUR, RETRY_CAP=2 * HOUR)
+        one_pass(transport, BACKOFF=(2 * HOUR, 2 * HOUR))
         row = row_of(expiring)
         assert (row.state, row.available_at) == (State.RETRYING, row.expires_at)
         peer.script = None

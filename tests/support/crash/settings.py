@@ -20,7 +20,7 @@ ROOT_URLCONF = "tests.support.crash.urls"
 ALLOWED_HOSTS = ["127.0.0.1"]
 
 
-def _options(kind: type, variable: str, **ours: float) -> dict[str, Any]:
+def _options(kind: type, variable: str, **ours: Any) -> dict[str, Any]:
     return _durations(kind, {**ours, **json.loads(os.environ.get(variable, "{}"))})
 
 
@@ -31,11 +31,13 @@ def _durations(defaults: object, given: dict[str, Any]) -> dict[str, Any]:
 def _value(default: object, given: Any) -> Any:
     if is_dataclass(default):
         return _durations(default, given)
+    if isinstance(default, tuple) and default:
+        return [_value(default[0], one) for one in given]
     return timedelta(seconds=given) if isinstance(default, timedelta) else given
 
 
 OUTBOX = {
     "BROKER_URL": os.environ.get("BROKER_URL", "local://"),
-    **_options(OutboxOptions, "OUTBOX", POLL_INTERVAL=0.1, RETRY_BASE=0.2, RETRY_CAP=1),
+    **_options(OutboxOptions, "OUTBOX", POLL_INTERVAL=0.1, BACKOFF=(0.2, 1)),
 }
-INBOX = _options(InboxOptions, "INBOX", POLL_INTERVAL=0.1, RETRY_BASE=0.2, RETRY_CAP=1, REDELIVERY_AFTER=0.5)
+INBOX = _options(InboxOptions, "INBOX", POLL_INTERVAL=0.1, BACKOFF=(0.2, 1), REDELIVERY_AFTER=0.5)

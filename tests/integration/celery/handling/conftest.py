@@ -16,7 +16,7 @@ from tests.support.workers import CeleryWorker, as_environment, migrate
 
 INBOX = {
     "MAX_ATTEMPTS": 3,
-    "RETRY_BASE": timedelta(seconds=1),
+    "BACKOFF": (timedelta(seconds=1), timedelta(hours=2)),
     "DUPLICATE_TIMEOUT": timedelta(milliseconds=200),
     "REDELIVERY_AFTER": timedelta(hours=1),
 }

@@ -21,7 +21,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
-FIRST = INBOX["RETRY_BASE"].total_seconds()
+FIRST = INBOX["BACKOFF"][0].total_seconds()
 LONGEST = 300.0
 ROUNDING = 1.5
 """Celery delays by whole seconds, and time passes until a message is looked at."""

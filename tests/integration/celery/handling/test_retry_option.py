@@ -67,7 +67,7 @@ class TestMapping:
         ids=["all", "of the settings", "whole seconds", "without growth", "errors of the task", "errors of its base", "none"],
     )
     def test_retry_becomes_the_options_of_celery(self, decorated, settings, retry, options, expected):
-        settings.INBOX = {"MAX_ATTEMPTS": 9, "RETRY_BASE": timedelta(seconds=20), "RETRY_CAP": timedelta(minutes=5)}
+        settings.INBOX = {"MAX_ATTEMPTS": 9, "BACKOFF": (timedelta(seconds=20), timedelta(minutes=5))}
 
         task = decorated(fail, **options, **({} if retry is None else {"retry": retry}))
 

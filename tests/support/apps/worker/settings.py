@@ -17,6 +17,8 @@ def _options(variable):
 
 
 def _read(value):
+    if isinstance(value, list):
+        return [_read(inner) for inner in value]
     if not isinstance(value, dict):
         return value
     return timedelta(**value) if set(value) == {"seconds"} else {name: _read(inner) for name, inner in value.items()}
