@@ -24,6 +24,7 @@ from exactly_once.wire.text import why_unfit
 
 IN_THE_DATABASE = "database"
 _RETRY_FACTOR = 2.5
+_LARGEST_AGE_MARGIN = timedelta(days=1)
 _HTTP = ("http://", "https://"), "a URL like http://host:15672"
 _REDIS = ("redis://", "rediss://", "unix://"), "'database' or a URL like redis://host:6379/0"
 """The schemes of an option, and what it must be."""
@@ -49,7 +50,6 @@ class InboxOptions(AppOptions):
         DUPLICATE_TIMEOUT: how long a delivery waits for a concurrent duplicate's transaction before it is deferred.
         LEASE_STORE: the store of leased handlers' leases: "database", the handler's own, or a redis:// URL.
         RETENTION: how long receipts are stored, which is the deduplication window.
-        MAX_AGE_MARGIN: a delivery older than RETENTION minus this is not run, because its receipt may already be deleted.
         AROUND: dotted paths of functions that take a message and return a context manager, which is entered around each call
             of a handler, inside its transaction.
         WEBHOOK_NETWORKS: networks that webhook endpoints may be in although they are not public, such as "10.1.0.0/16".
@@ -67,17 +67,11 @@ class InboxOptions(AppOptions):
     DUPLICATE_TIMEOUT: timedelta = timedelta(seconds=2)
     LEASE_STORE: str = field(default=IN_THE_DATABASE, repr=False)
     RETENTION: timedelta = timedelta(days=365)
-    MAX_AGE_MARGIN: timedelta = timedelta(days=1)
     AROUND: tuple[str, ...] = ()
     WEBHOOK_NETWORKS: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.MAX_AGE_MARGIN >= self.RETENTION:
-            raise ValueError(
-                f"MAX_AGE_MARGIN ({self.MAX_AGE_MARGIN}) must be shorter than RETENTION ({self.RETENTION}); "
-                "otherwise every delivery would be too old to run."
-            )
         if self.MANAGEMENT_URL and (reason := _why_no_url(self.MANAGEMENT_URL, *_HTTP)):
             raise ValueError(f"MANAGEMENT_URL is {masked(self.MANAGEMENT_URL)}: {reason}.")
         if self.EXCHANGE and (reason := why_no_exchange(self.EXCHANGE)):
@@ -141,9 +135,14 @@ class InboxOptions(AppOptions):
         return self.ACK_TIMEOUT.total_seconds() / 2
 
     @cached_property
+    def age_margin(self) -> timedelta:
+        """How far the clocks may differ by which an age is measured: a day, or a quarter of a RETENTION below four days."""
+        return min(_LARGEST_AGE_MARGIN, self.RETENTION / 4)
+
+    @cached_property
     def oldest_run(self) -> timedelta:
-        """The maximum message age: an older delivery is not run."""
-        return self.RETENTION - self.MAX_AGE_MARGIN
+        """The maximum message age: an older delivery is not run, because its receipt may already be deleted."""
+        return self.RETENTION - self.age_margin
 
 
 _latest: tuple[object, object, InboxOptions] | None = None

@@ -203,7 +203,7 @@ def outside_window(envelope: Envelope, options: InboxOptions) -> str:
             f"It is {_duration(age)} old, past the deduplication window of {_duration(options.oldest_run)}, so it is unknown "
             f"whether it has been handled before. {_OVERRIDE}"
         )
-    if -age > options.MAX_AGE_MARGIN:
+    if -age > options.age_margin:
         return f"Its creation time is in the future ({since.isoformat()}), beyond the deduplication window. {_OVERRIDE}"
     return ""
 

@@ -16,7 +16,7 @@ from tests.support.waiting import wait_until
 logger = logging.getLogger(__name__)
 
 
-HISTORY, RETENTION, MARGIN = timedelta(seconds=6), timedelta(seconds=16), timedelta(seconds=4)
+HISTORY, RETENTION = timedelta(seconds=6), timedelta(seconds=16)
 """A message is not run once it is 12 s old. None is first delivered so late: few are under way at any time."""
 MESSAGES_AT_ONCE, COPIES_AT_ONCE, MOST_UNDER_WAY = 3, 20, 20
 ENOUGH_PURGED, ENOUGH_KILLS = 100, 10
@@ -41,7 +41,7 @@ def held_back():
 
 def test_purging_during_repeated_deliveries_doubles_and_loses_no_effect(world, handles, settings):
     handles(print, topic="crash.done", name="crash.apply")  # a command of another service would leave its messages
-    settings.INBOX = {"KEEP_HISTORY": HISTORY, "RETENTION": RETENTION, "MAX_AGE_MARGIN": MARGIN}
+    settings.INBOX = {"KEEP_HISTORY": HISTORY, "RETENTION": RETENTION}
     world.inbox_options.update({name: value.total_seconds() for name, value in settings.INBOX.items()})
     choice = random.Random(world.seed)
     operated = purged = 0

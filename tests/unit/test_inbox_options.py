@@ -20,6 +20,9 @@ class TestDefaults:
     def test_the_maximum_message_age_is_a_day_below_the_default_retention(self):
         assert InboxOptions().oldest_run == timedelta(days=364)
 
+    def test_the_maximum_message_age_is_three_quarters_of_a_retention_of_a_few_days(self):
+        assert InboxOptions(RETENTION=timedelta(hours=8)).oldest_run == timedelta(hours=6)
+
 
 class TestFollowingTheOutbox:
     @override_settings(OUTBOX={"BROKER_URL": "amqp://b", "EXCHANGE": "shop"}, INBOX={})
@@ -54,7 +57,6 @@ class TestFollowingTheOutbox:
             {"MANAGEMENT_URL": "amqp://user:secret@host"},
             "MANAGEMENT_URL is 'amqp://[^s]*@host': it must be a URL like http",
         ),
-        ({"RETENTION": timedelta(hours=1)}, "MAX_AGE_MARGIN"),
         ({"AROUND": "shop.tenants.around"}, "list or tuple"),
         ([], "must be a dict"),
     ],

@@ -214,7 +214,7 @@ class TestClockSkew:
         envelope = shift_into_the_past(OPTIONS.RETENTION + HOUR, envelope)
         purge()
 
-        clock(-OPTIONS.MAX_AGE_MARGIN - 2 * HOUR)
+        clock(-OPTIONS.age_margin - 2 * HOUR)
 
         assert deliver(handler, envelope) is Outcome.HANDLED
         assert effects() == 2

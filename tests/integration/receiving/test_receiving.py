@@ -631,7 +631,7 @@ class TestMaximumMessageAge:
         [
             pytest.param({"created_at": -OPTIONS.oldest_run - A_MINUTE}, Outcome.DEAD, "deduplication window", id="too old"),
             pytest.param({"created_at": -OPTIONS.oldest_run + A_MINUTE}, Outcome.HANDLED, "", id="old"),
-            pytest.param({"created_at": OPTIONS.MAX_AGE_MARGIN + A_MINUTE}, Outcome.DEAD, "future", id="in the future"),
+            pytest.param({"created_at": OPTIONS.age_margin + A_MINUTE}, Outcome.DEAD, "future", id="in the future"),
             pytest.param({"created_at": -400 * A_DAY, "deliver_at": -A_MINUTE}, Outcome.HANDLED, "", id="delayed"),
             pytest.param({"deliver_at": 3650 * A_DAY}, Outcome.DEAD, "future", id="to be delivered in the far future"),
             pytest.param({"created_at": None}, Outcome.HANDLED, "", id="without a creation time"),

@@ -12,7 +12,7 @@ superuser = {"username": service}
 broker = True
 
 if service == "billing":
-    INBOX = {**INBOX, "RETENTION": timedelta(days=1), "MAX_AGE_MARGIN": timedelta(hours=1), "KEEP_HISTORY": timedelta(hours=1)}
+    INBOX = {**INBOX, "RETENTION": timedelta(days=1), "KEEP_HISTORY": timedelta(hours=1)}
 
 
 def _beside():
