@@ -33,7 +33,6 @@ class AlertOptions:
     Attributes:
         EVERY: time between two evaluations.
         IGNORE: names of conditions that are not evaluated.
-        DEAD: this many new dead letters within ten minutes raise an alert.
         BACKLOG: more messages in the queues of a handler at the broker raise an alert.
         MAIL_TO: recipients of an e-mail for each raised and cleared alert. Django's EMAIL settings, or its MAILERS, send it.
         WEBHOOK_URL: receives a JSON object by POST for each raised and cleared alert; "" for none. It must be https://, except
@@ -42,7 +41,6 @@ class AlertOptions:
 
     EVERY: timedelta = timedelta(minutes=1)
     IGNORE: tuple[str, ...] = ()
-    DEAD: int = 1
     BACKLOG: int = 10_000
     MAIL_TO: tuple[str, ...] = ()
     WEBHOOK_URL: str = field(default="", repr=False)

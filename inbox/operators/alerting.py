@@ -61,8 +61,7 @@ def conditions(alias: str, options: AlertOptions) -> dict[Key, str]:
     for name in stored - set(paused):
         if due.filter(handler=name).exists():
             found["lag", name] = f"A stored message has been due for more than {duration(overdue)} and is not run."
-    dead = messages.filter(state=State.DEAD, settled_at__gte=DatabaseTime(-window(options))).count()
-    if dead >= options.DEAD:
+    if dead := messages.filter(state=State.DEAD, settled_at__gte=DatabaseTime(-window(options))).count():
         found["dead", ""] = f"New dead letters within {duration(window(options))}: {dead:,}. Retry, correct or skip them."
     for name, number in newly_conflicting(alias, window(options)).items():
         found["conflicts", name] = (

@@ -55,8 +55,7 @@ def conditions(alias: str, options: AlertOptions) -> dict[Key, str]:
     overdue = outbox_options().STUCK_AFTER
     if has_ready_for(alias, overdue):
         found["lag", ""] = f"A message has been ready for more than {duration(overdue)} and is not published."
-    dead = live.filter(state=State.DEAD, settled_at__gte=DatabaseTime(-window(options))).count()
-    if dead >= options.DEAD:
+    if dead := live.filter(state=State.DEAD, settled_at__gte=DatabaseTime(-window(options))).count():
         found["dead", ""] = f"New dead messages within {duration(window(options))}: {dead:,}. Restore or discard them."
     if stuck := live.filter(state=State.STUCK).count():
         found["stuck_prepared", ""] = (

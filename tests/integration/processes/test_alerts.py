@@ -442,7 +442,7 @@ class TestCommands:
         ({"MAIL_TOO": []}, "ALERTS has no option 'MAIL_TOO'. Did you mean 'MAIL_TO'?"),
         ({"EVERY": 5}, "ALERTS['EVERY'] is an int: it must be a timedelta, such as timedelta(seconds=60)."),
         ({"WEBHOOK_URL": "http://a.org/"}, "WEBHOOK_URL is 'http://a.org/': it must be a URL like https://"),
-        ({"DEAD": 0}, "DEAD is 0: it must be greater than zero."),
+        ({"BACKLOG": 0}, "BACKLOG is 0: it must be greater than zero."),
         ([], "OUTBOX['ALERTS'] is a list"),
     ],
     ids=["misspelt", "type", "not https", "zero", "not a dict"],
@@ -455,11 +455,11 @@ def test_check_names_each_mistake_in_alerts(settings, given, problem):
 
 
 def test_inbox_takes_the_alerts_of_the_outbox_unless_it_has_its_own(settings):
-    settings.OUTBOX = {"ALERTS": {"DEAD": 7}}
-    assert inbox_options().alerts.DEAD == 7
+    settings.OUTBOX = {"ALERTS": {"BACKLOG": 7}}
+    assert inbox_options().alerts.BACKLOG == 7
 
-    settings.INBOX = {"ALERTS": {"DEAD": 3}}
-    assert inbox_options().alerts.DEAD == 3
+    settings.INBOX = {"ALERTS": {"BACKLOG": 3}}
+    assert inbox_options().alerts.BACKLOG == 3
 
 
 def test_thread_of_the_alerts_survives_an_error_and_goes_on(alerts, monkeypatch, caplog):
