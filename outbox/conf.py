@@ -71,7 +71,6 @@ class OutboxOptions(AppOptions):
         CHECKS: when and how often checkers are asked, see `CheckOptions`.
         CALLBACK_TIMEOUT: how long a callback may take before PostgreSQL ends its transaction and it is called again later.
         BATCH_SIZE: maximum number of messages in one pass of the relay.
-        BATCH_BYTES: maximum size of the bodies in one pass of the relay; a larger message is sent alone.
         BATCH_DEADLINE: maximum time that one pass waits for the broker.
         LISTEN_ALIAS: the database alias on which idle relays of PostgreSQL LISTEN for commits, if the outbox's own goes through
             a transaction pooler; "" for its own; None: they only poll.
@@ -91,7 +90,6 @@ class OutboxOptions(AppOptions):
     CHECKS: CheckOptions = CheckOptions()
     CALLBACK_TIMEOUT: timedelta = timedelta(seconds=30)
     BATCH_SIZE: int = 500
-    BATCH_BYTES: int = 8 * 1024 * 1024
     BATCH_DEADLINE: timedelta = timedelta(seconds=5)
     LISTEN_ALIAS: str | None = ""
     PUBLISH_HOOKS: tuple[str, ...] = ()

@@ -135,7 +135,7 @@ def send_again(alias: str, rows: Sequence[int], given: Given) -> Sequence[RowOut
         BrokerUnavailable: the broker has confirmed none of them.
     """
     outcomes: list[RowOutcome] = []
-    for part in parts_of_published(alias, rows, outbox_options().BATCH_BYTES):
+    for part in parts_of_published(alias, rows):
         try:
             sent = _send_again(alias, part, given)
         except BrokerUnavailable:

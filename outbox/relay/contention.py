@@ -104,7 +104,7 @@ class Contention:
             logger.warning(
                 "relay: ended the session of another relay (pid %d): for %d s it held %d of %d shards and did not read what "
                 "the database sent it. Other relays send these messages now. Its process is frozen, or its network is cut or "
-                "too slow for OUTBOX['BATCH_BYTES'].",
+                "too slow for a batch: lower OUTBOX['BATCH_SIZE'].",
                 holder.pid,
                 holder.seconds,
                 len(holder.shards),

@@ -159,7 +159,7 @@ class Pass:
     def _run_in_one_transaction(self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str]) -> PassReport:
         skipped = {**self.contention.skipped(), **skipped}
         with transaction.atomic(using=self._alias, durable=True):
-            claim = claiming.claim_ready(self._alias, shards, limit, skipped, self._options.BATCH_BYTES, self._limits)
+            claim = claiming.claim_ready(self._alias, shards, limit, skipped, self._limits)
             batch = self._send(self._writable(claim.rows), claim.begun_at, limit)
             settled = self._settle(batch)
         report = self._report(batch, *settled)
@@ -200,7 +200,7 @@ class Pass:
 
     def _run_by_lease(self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str]) -> PassReport:
         begun_at = monotonic()
-        rows = self._lease.claim(shards, limit, skipped, self._options.BATCH_BYTES)
+        rows = self._lease.claim(shards, limit, skipped)
         if rows is None:
             return PassReport(waits_for=self._lease.holder())
         if not rows:

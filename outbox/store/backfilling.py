@@ -8,7 +8,6 @@ from django.db import OperationalError, connections
 
 from exactly_once.process.clock import monotonic
 from exactly_once.sql.connections import READ_COMMITTED
-from outbox.conf import outbox_options
 from outbox.models import SHARDS
 from outbox.states import State
 from outbox.store.claiming import RelayedMessage, claims_by_locks, parts_of_published, read_published
@@ -33,7 +32,7 @@ def read_past(
     positions = list(chosen.order_by("pk").values_list("pk", flat=True)[:most])
     if not positions:
         return [], after, True
-    part = parts_of_published(alias, positions, outbox_options().BATCH_BYTES)[0]
+    part = parts_of_published(alias, positions)[0]
     return read_published(alias, part), part[-1], len(part) == len(positions) < most
 
 

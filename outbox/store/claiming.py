@@ -386,7 +386,9 @@ class Bounds(NamedTuple):
 
 
 NOTHING_SKIPPED: Mapping[int, str] = MappingProxyType({})
-UNBOUNDED_BYTES = 2**62
+BATCH_BYTES = 8 * 1024 * 1024
+"""Of the bodies of one batch together. A lane of a relay needs about four times as much memory."""
+_UNBOUNDED_BYTES = 2**62
 
 
 def claims_by_locks(alias: str) -> bool:
@@ -469,7 +471,6 @@ def claim_ready(
     shards: Sequence[BusyShard],
     limit: int,
     skipped: Mapping[int, str] = NOTHING_SKIPPED,
-    most_bytes: int = UNBOUNDED_BYTES,
     limits: Bounds | None = None,
 ) -> Claim:
     """Lock those of the `shards` that are free until the open transaction ends, and lock their ready messages.
@@ -477,11 +478,11 @@ def claim_ready(
     It is more than one statement on purpose: a snapshot from before the locks could still contain rows that the previous holder
     of a shard has published since. The messages are in the order to send them in: by priority, then by position.
 
-    Large bodies are read by the statement that locks their rows, when it is known how many of them are claimed.
+    Their bodies have at most `BATCH_BYTES` together; a larger one is claimed alone. Large bodies are read by the statement that
+    locks their rows, when it is known how many of them are claimed.
 
     Args:
         skipped: positions not to read, with their keys. No message of these keys is read.
-        most_bytes: of all bodies together. A larger one is claimed alone.
         limits: of the transaction, which has not executed a statement yet.
 
     Raises:
@@ -494,13 +495,13 @@ def claim_ready(
     if not free_shards:
         return Claim(locked_shards=locked_shards, begun_at=begun_at)
     each = -(-limit // len(free_shards))
-    rows = _read(connection, free_shards, each, skipped, most_bytes)
+    rows = _read(connection, free_shards, each, skipped)
     counted = Counter(row.shard for row in rows)
     if 2 * len(rows) < limit and (cut := [one for one in free_shards if counted[one.shard] >= each]):
         # A few shards have the backlog, for example of one hot key: they get what the others leave of the limit.
         others = [row for row in rows if counted[row.shard] < each]
-        rows = others + _read(connection, cut, (limit - len(others)) // len(cut), skipped, most_bytes)
-    rows = _within(most_bytes, sorted(rows, key=lambda row: (-row.priority, row.position))[:limit])
+        rows = others + _read(connection, cut, (limit - len(others)) // len(cut), skipped)
+    rows = _within_bytes(sorted(rows, key=lambda row: (-row.priority, row.position))[:limit])
     free = _lock_rows(connection, rows)
     locked_rows = [row for row in rows if row.position not in free]
     if locked_rows:
@@ -509,12 +510,12 @@ def claim_ready(
     return Claim(rows=rows, locked_shards=locked_shards, locked_rows=locked_rows, begun_at=begun_at)
 
 
-def _within(most_bytes: int, rows: list[RelayedMessage]) -> list[RelayedMessage]:
-    """The first rows whose bodies have at most `most_bytes` together; at least one row."""
+def _within_bytes(rows: list[RelayedMessage]) -> list[RelayedMessage]:
+    """The first rows whose bodies have at most `BATCH_BYTES` together; at least one row."""
     total = 0
     for index, row in enumerate(rows):
         total += row.unread_bytes or len(row.body)
-        if total > most_bytes and index:
+        if total > BATCH_BYTES and index:
             return rows[:index]
     return rows
 
@@ -524,19 +525,19 @@ def read_published(alias: str, positions: Sequence[int]) -> list[RelayedMessage]
     connection = connections[alias]
     on_postgresql = is_postgresql(connection)
     expires_in = (_EXPIRES_IN_SECONDS if on_postgresql else _EXPIRES_IN_SECONDS_SQLITE).format(now=now(connection))
-    select = _select(live(connection), expires_in, UNBOUNDED_BYTES)
+    select = _select(live(connection), expires_in, _UNBOUNDED_BYTES)
     found = _fetch_published(connection, f"{_RELAY_COMMENT}{select}", positions)
     return list(map(RelayedMessage._make, map(_with_bytes if on_postgresql else _from_sqlite, found)))
 
 
-def parts_of_published(alias: str, positions: Sequence[int], most_bytes: int) -> list[list[int]]:
-    """The positions in parts whose bodies have at most `most_bytes` together, or of one message."""
+def parts_of_published(alias: str, positions: Sequence[int]) -> list[list[int]]:
+    """The positions in parts whose bodies have at most `BATCH_BYTES` together, or of one message."""
     sizes = dict(_fetch_published(connections[alias], "SELECT m.id, length(m.body)", positions))
     parts: list[list[int]] = []
-    total = most_bytes
+    total = BATCH_BYTES
     for position in positions:
         total += (size := sizes.get(position, 0))
-        if total > most_bytes or not parts:
+        if total > BATCH_BYTES or not parts:
             parts.append([])
             total = size
         parts[-1].append(position)
@@ -665,12 +666,12 @@ def shard_holders(alias: str, longer_than: timedelta) -> list[ShardHolder]:
 
 
 def _read(
-    connection: BaseDatabaseWrapper, shards: Sequence[BusyShard], each: int, skipped: Mapping[int, str], most_bytes: int
+    connection: BaseDatabaseWrapper, shards: Sequence[BusyShard], each: int, skipped: Mapping[int, str]
 ) -> list[RelayedMessage]:
     """Up to `each` messages of each shard from each of the two indexes; without the bodies that may be too many bytes."""
     found: list[Any] = []
     excluded: list[Any] = []
-    small = most_bytes // (2 * each * len(shards))
+    small = BATCH_BYTES // (2 * each * len(shards))
     if is_postgresql(connection):
         given: list[Any] = [array_of(one.shard for one in shards), array_of(one.above for one in shards), each, small]
         if is_usable(connection) and not skipped:

@@ -9,7 +9,7 @@ from django.db import transaction
 from exactly_once.models import Lease
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.loop_leases import TableLease
-from outbox.store.claiming import NOTHING_SKIPPED, UNBOUNDED_BYTES, BusyShard, RelayedMessage, claim_ready
+from outbox.store.claiming import NOTHING_SKIPPED, BusyShard, RelayedMessage, claim_ready
 
 RELAYING = "outbox: relaying"
 
@@ -38,21 +38,17 @@ class RelayLease(TableLease):
         self._duration = duration
 
     def claim(
-        self,
-        shards: Sequence[BusyShard],
-        limit: int,
-        skipped: Mapping[int, str] = NOTHING_SKIPPED,
-        most_bytes: int = UNBOUNDED_BYTES,
+        self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str] = NOTHING_SKIPPED
     ) -> Sequence[RelayedMessage] | None:
         """Take or renew the lease, and claim ready messages of the `shards`; None while another relay holds the lease.
 
         Args:
-            skipped, most_bytes: see `claim_ready`.
+            skipped: see `claim_ready`.
         """
         with transaction.atomic(using=self._alias, durable=True):
             if not self.take(self._duration):
                 return None
-            rows = claim_ready(self._alias, shards, limit, skipped, most_bytes).rows
+            rows = claim_ready(self._alias, shards, limit, skipped).rows
             self._own().update(in_hand=[row.position for row in rows if not row.is_blocked])
             return rows
 

@@ -10,6 +10,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 import pytest
+from django.test import override_settings
 
 from exactly_once.process.clock import monotonic
 from outbox.models import OutboxMessage
@@ -171,10 +172,11 @@ def test_relay_frozen_while_the_database_writes_to_it_keeps_no_message_from_anot
     """PostgreSQL ends no statement while it waits for a client to read: no timeout applies."""
     url = process_environment["DATABASE_URL"]
     deadline = timedelta(seconds=1)
-    messages = published_many(200, payload="x" * 200_000)
+    with override_settings(OUTBOX={"BODY_LIMIT_BYTES": 2**26}):
+        messages = [published(payload="x" * 40_000_000)]
     with FakeAmqpPeer() as peer, FaultProxy("127.0.0.1", int(urlsplit(url).port)) as proxy:
         process_environment["DATABASE_URL"] = proxy.through(url)
-        outbox = {"BROKER_URL": peer.url, "BATCH_DEADLINE": deadline, "BATCH_BYTES": 2**26}
+        outbox = {"BROKER_URL": peer.url, "BATCH_DEADLINE": deadline}
         proxy.freeze_after(1_000_000)
         with command("outbox_relay", OUTBOX=outbox) as frozen:
             frozen.until(waiting_for_their_client)

@@ -26,6 +26,7 @@ from outbox.models import OutboxMessage, TrailEntry
 from outbox.operators.replaying import Replay, plan
 from outbox.pausing import pause
 from outbox.states import State
+from outbox.store import claiming
 from outbox.store.selecting import Selection
 from tests.support.deliveries import drain, the_effect
 from tests.support.inbox_rows import delete_messages
@@ -349,7 +350,7 @@ class TestRabbitMQ:
 
     @pytest.mark.long
     @pytest.mark.parametrize("batch_bytes", [1, 20], ids=["[a], [k1], [k2]", "[a, k1], [k2]"])
-    def test_unconfirmed_message_stops_the_parts_after_it_and_keeps_those_before(self, peer, batch_bytes):
+    def test_unconfirmed_message_stops_the_parts_after_it_and_keeps_those_before(self, peer, monkeypatch, batch_bytes):
         """A batch of large messages is sent in parts."""
         messages = sent(1) + sent(2, key="k")
         unconfirmed = []
@@ -361,8 +362,8 @@ class TestRabbitMQ:
             return []
 
         peer.script = confirm_others
-        options = {"BROKER_URL": peer.url, "BATCH_DEADLINE": timedelta(seconds=2), "BATCH_BYTES": batch_bytes}
-        with override_settings(OUTBOX=options):
+        monkeypatch.setattr(claiming, "BATCH_BYTES", batch_bytes)
+        with override_settings(OUTBOX={"BROKER_URL": peer.url, "BATCH_DEADLINE": timedelta(seconds=2)}):
             replayed()
 
         a, k1, k2 = ids(messages)
