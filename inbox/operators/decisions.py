@@ -1,19 +1,20 @@
 """Operators' decisions about stored messages: retry, override, skip. Of one message or of many, by the same guarded change.
 
 A decision locks a row, checks its state, changes it and records that, in one transaction. Many rows are changed by one
-statement for each state that they have. A row in an order, a running message and a Celery task are decided one by one:
-another row is promoted, a lease store is asked, or the task is sent again.
+statement for each state that they have. A row in an order and a Celery task are decided one by one: another row is promoted, or
+the task is sent again. Whether a running message has been left by its owner, the lease store says before a row is locked.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial, wraps
+from functools import partial, reduce, wraps
+from operator import or_
 from typing import Any, ParamSpec, TypeVar
 
 from django.db import OperationalError, connections, transaction
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.operators.actions import DELETED, in_hand_now, state_now
@@ -62,11 +63,23 @@ class Decision:
     reason: str
     sources: Collection[str] | None = None
 
+    @property
+    def allowed(self) -> Collection[str]:
+        """The states that allow it."""
+        return self.transition.sources if self.sources is None else self.sources
+
     def why_not(self, message: InboxMessage) -> str:
         """Why this message's state does not allow it; "" if it does."""
-        if message.state not in (self.transition.sources if self.sources is None else self.sources):
+        if message.state not in self.allowed:
             return state_now(message)
         return "" if self.transition.allows(message) else str(_WHY_NOT[message.quarantined])
+
+    def written_in(self, state: str) -> Mapping[str, Any]:
+        """The columns that it changes of a message in this state."""
+        if state == State.RUNNING and self.written["state"] == State.RETRYING:
+            # Only its lease store knows whether it has been run, so it stays running until its next owner has the lease.
+            return {**self.written, "state": State.RUNNING}
+        return self.written
 
 
 def retrying(reason: str = "", *, sources: Collection[str] | None = None, after: timedelta = timedelta()) -> Decision:
@@ -119,11 +132,18 @@ def decide(alias: str, row: int, decision: Decision) -> RowOutcome:
     Raises:
         TaskNotSent, LeaseStoreUnavailable: nothing was changed.
     """
+    outcome = _decide(alias, row, decision)
+    if outcome.is_locked and (ended := _ended_leases(alias, [row])):
+        outcome = _decide(alias, row, decision, ended)
+    return outcome
+
+
+def _decide(alias: str, row: int, decision: Decision, ended: Mapping[int, int] | None = None) -> RowOutcome:
+    """The same, with the running messages whose leases have ended."""
     try:
         with waiting_for_locks(alias):
-            rows = _live(alias, [row]).exclude(state=State.RUNNING, next_attempt_at__gt=DatabaseTime())
-            message = rows.select_for_update().only(*_NAMED).first()
-            if message is not None and not decision.why_not(message) and not _is_leased(alias, message):
+            message = _decidable(alias, [row], ended or {}).select_for_update().only(*_NAMED).first()
+            if message is not None and not decision.why_not(message):
                 _write(alias, message, decision)
                 _remember_longer(alias, [row], decision)
                 if decision.written["state"] == State.RETRYING and _is_task(message):
@@ -176,36 +196,44 @@ def again_if_settled(function: Callable[_P, _T]) -> Callable[_P, _T]:
 def decide_many(alias: str, rows: Sequence[int], decision: Decision, *, waits: bool = True) -> list[RowOutcome]:
     """Make the transition of these messages. A locked row is waited for if it is the only one, unless `waits` is false."""
     if waits and len(rows) == 1:
-        return _one_by_one(alias, rows, decision)
+        return _one_by_one(alias, rows, decision, decide)
     changed: dict[str, list[int]] = {}
     outcomes: list[RowOutcome] = []
     one_at_a_time: list[int] = []
+    ended: Mapping[int, int] = {}
+    if State.RUNNING in decision.allowed:
+        try:
+            ended = _ended_leases(alias, rows)
+        except LeaseStoreUnavailable as error:
+            running = set(_running(alias, rows).values_list("pk", flat=True))
+            outcomes = [RowOutcome(row, unchanged=str(error), is_error=True) for row in rows if row in running]
+            rows = [row for row in rows if row not in running]
     with transaction.atomic(using=alias):
-        lockable = _live(alias, rows).select_for_update(skip_locked=is_postgresql(connections[alias]))
+        lockable = _decidable(alias, rows, ended).select_for_update(skip_locked=is_postgresql(connections[alias]))
         found = {message.pk: message for message in lockable.only(*_NAMED).order_by("pk")}
         for row, message in found.items():
             if why := decision.why_not(message):
                 outcomes.append(RowOutcome(row, _name(message), why))
-            elif message.state == State.RUNNING or message.ordered or _is_task(message):
+            elif message.ordered or _is_task(message):
                 one_at_a_time.append(row)
             else:
                 changed.setdefault(message.state, []).append(row)
         for state, together in changed.items():
-            update(alias, _live(alias, together), decision.written, was=state, reason=decision.reason)
+            update(alias, _live(alias, together), decision.written_in(state), was=state, reason=decision.reason)
             _remember_longer(alias, together, decision)
             outcomes += map(RowOutcome, together)
     if missing := [row for row in rows if row not in found]:
         outcomes += _unchanged(alias, missing, decision)
-    return outcomes + _one_by_one(alias, one_at_a_time, decision)
+    return outcomes + _one_by_one(alias, one_at_a_time, decision, partial(_decide, ended=ended))
 
 
-def _one_by_one(alias: str, rows: Iterable[int], decision: Decision) -> list[RowOutcome]:
+def _one_by_one(alias: str, rows: Iterable[int], decision: Decision, decide: Callable[..., RowOutcome]) -> list[RowOutcome]:
     """Decide in a savepoint each. One that is refused does not affect the others."""
     outcomes = []
     for row in rows:
         try:
             with transaction.atomic(using=alias):
-                outcomes.append(decide(alias, row, decision=decision))
+                outcomes.append(decide(alias, row, decision))
         except REFUSALS as error:
             outcomes.append(RowOutcome(row, unchanged=str(error), is_error=True))
     return outcomes
@@ -225,10 +253,18 @@ def _is_task(message: InboxMessage) -> bool:
     return message.handler == message.topic and message.topic.startswith(CELERY_TOPICS)
 
 
-def _is_leased(alias: str, message: InboxMessage) -> bool:
-    """Is it running, under a lease that has not ended according to its store? That may have extended it without the row."""
-    is_running = message.state == State.RUNNING
-    return is_running and lease_store(inbox_options()).is_held(alias, stored_row(_live(alias, [message.pk]).get()))
+def _running(alias: str, rows: Sequence[int]) -> QuerySet[InboxMessage]:
+    """Those that are running under a lease that has ended according to their row."""
+    return _live(alias, rows).filter(state=State.RUNNING).exclude(next_attempt_at__gt=DatabaseTime())
+
+
+def _ended_leases(alias: str, rows: Sequence[int]) -> dict[int, int]:
+    """Of these, with their fences, those that have ended also according to their store, which extends some without the row.
+
+    It is asked while no row is locked, because it may be slow. Another owner changes the fence.
+    """
+    store = lease_store(inbox_options())
+    return {message.pk: message.fence for message in _running(alias, rows) if not store.is_held(alias, stored_row(message))}
 
 
 @contextmanager
@@ -242,12 +278,16 @@ def _live(alias: str, rows: Sequence[int]) -> QuerySet[InboxMessage]:
     return InboxMessage.objects.using(alias).filter(pk__in=rows, day=LIVE)
 
 
+def _decidable(alias: str, rows: Sequence[int], ended: Mapping[int, int]) -> QuerySet[InboxMessage]:
+    """Those of these messages that no process is running."""
+    left = (Q(pk=row, fence=fence) for row, fence in ended.items())
+    rows_to_lock = _live(alias, rows).filter(reduce(or_, left, ~Q(state=State.RUNNING)))
+    return rows_to_lock.exclude(state=State.RUNNING, next_attempt_at__gt=DatabaseTime())
+
+
 def _write(alias: str, message: InboxMessage, decision: Decision) -> None:
-    written = decision.written
+    written = decision.written_in(message.state)
     write = partial(update, alias, _live(alias, [message.pk]), was=message.state, reason=decision.reason)
-    if message.state == State.RUNNING and written["state"] == State.RETRYING:
-        # Only its lease store knows whether it has been run, so it stays running until its next owner has the lease.
-        written = {**written, "state": State.RUNNING}
     if not message.ordered or message.state == State.WAITING:
         # The holder of the gate may be waiting for a waiting row, which is not the head.
         write(written)

@@ -16,6 +16,7 @@ from django.db import connection, transaction
 
 from exactly_once.conf.app_options import AlertOptions
 from exactly_once.process.clock import monotonic, utcnow
+from exactly_once.sql.connections import lock_timeout
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
 from inbox import Lease, Ordered, Reject, RetryLater
@@ -25,6 +26,7 @@ from inbox.handlers.registry import registry
 from inbox.leases.stores import LeaseStoreUnavailable, lease_store
 from inbox.models import InboxMessage, LeaseMemory, Step
 from inbox.operators.alerting import conditions
+from inbox.operators.decisions import decide_many, retrying
 from inbox.operators.editing import conflict_token, replace_message, run_conflicting
 from inbox.receiving import receive as receiving
 from inbox.states import Outcome, State
@@ -418,6 +420,27 @@ class TestOperator:
         redis_server.start()
 
         assert the_row().state == State.RUNNING
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("given", ["redis"], indirect=True)
+    @pytest.mark.parametrize("many", [False, True], ids=["one", "many"])
+    def test_no_row_is_locked_while_a_frozen_redis_is_asked(self, leased, handles, given, redis_server, many):
+        slow = Slow()
+        handler, envelope = leased(slow), an_envelope()
+        failing = handles(failing_once(ValueError("no")))
+        deliver(failing, given=given)
+        with slow.inside(lambda: deliver(handler, envelope, given=given)):
+            deliver(handler, envelope, given=given)
+        InboxMessage.objects.filter(handler=handler.name).update(state=State.RUNNING, day=LIVE, next_attempt_at=DatabaseTime())
+        rows = list(InboxMessage.objects.filter(handler=handler.name).values_list("pk", flat=True))
+        rows += [the_row(handler=failing.name).pk] if many else []
+        with frozen(redis_server), InAThread(lambda: decide_many("default", rows, retrying())) as deciding:
+            while not deciding.ended:
+                with transaction.atomic(), lock_timeout("default", timedelta(seconds=2)):  # less than Redis is waited for
+                    assert len(InboxMessage.objects.filter(pk__in=rows).select_for_update()) == len(rows)
+
+        outcomes = {outcome.row: outcome for outcome in deciding.answer}
+        assert outcomes[rows[0]].is_error
 
 
 @pytest.mark.long
