@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from django.db import connections
+from django.utils import translation
 
 from exactly_once.half import required
 from exactly_once.models import OperationState
@@ -141,7 +142,8 @@ class Operations:
                 self._table.end(alias, operation, OperationState.FINISHED)
                 return None
             before = change.canary.failures(alias, rows) if operation.is_canary and change.canary else {}
-            outcomes = change.perform(alias, rows, _given(operation))
+            with translation.override(None):  # its reasons are stored, and read by users of other languages
+                outcomes = change.perform(alias, rows, _given(operation))
             written: dict[str, Any] = {}
             if operation.is_canary:
                 wave = [[outcome.row, before.get(outcome.row, "")] for outcome in outcomes if not outcome.unchanged]

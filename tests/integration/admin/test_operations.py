@@ -8,6 +8,7 @@ import pytest
 from django.db import DatabaseError
 from django.test import override_settings
 from django.urls import reverse
+from django.utils import translation
 
 from exactly_once.models import AuditEntry, Operation, OperationPart
 from exactly_once.process.loop import StopRequest
@@ -175,6 +176,22 @@ class TestExecution:
         assert changed.message_id in page.text
         assert "1: it is skipped now" in page.text
         assert InboxMessage.objects.get(pk=changed.pk).state == State.SKIPPED
+
+    @override_settings(LANGUAGE_CODE="de")
+    def test_outcomes_are_stored_in_english_whatever_the_language_of_the_process(self):
+        dead_rows(1)
+        row = a_message(OutboxState.DEAD)
+        retry = planned(staff_client(VIEW, RETRY), "retry")
+        with translation.override("de"):
+            settle(InboxMessage.objects.all(), State.SKIPPED)
+            plan = Plan(action="cancel", selection="all", sources=["dead"], requested_by="ada")
+            cancel = operations.plan("default", plan, [row.pk])
+            OutboxMessage.objects.filter(pk=row.pk).delete()
+            operate()
+            Operations("outbox", ["default"]).drain(StopRequest())
+        for operation, why in ((retry, "it is skipped now"), (cancel, "it no longer exists")):
+            operation.refresh_from_db()
+            assert operation.reasons == {why: 1}
 
     @pytest.mark.long
     def test_rate_limit_bounds_each_batch(self, monkeypatch):
