@@ -24,7 +24,8 @@ _LONG = timedelta(minutes=10)
 _MANY_TRANSACTIONS = 1_000_000
 _SEES_ALL_SESSIONS = "SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE')"
 _PINS = f"""
-SELECT CASE backend_type WHEN 'walsender' THEN 'replica' ELSE 'session' END, CAST(pid AS text),
+SELECT CASE backend_type WHEN 'walsender' THEN 'replica' WHEN 'client backend' THEN 'session' ELSE backend_type END,
+  CAST(pid AS text),
   greatest(age(backend_xmin), age(backend_xid)), concat_ws(', ', nullif(application_name, ''), usename), coalesce(state, ''),
   CASE WHEN xact_start IS NOT NULL THEN greatest(statement_timestamp() - xact_start, '0') END,
   CASE WHEN query_start IS NOT NULL THEN greatest(statement_timestamp() - query_start, '0') END
@@ -47,7 +48,7 @@ class Pin(NamedTuple):
     """What keeps the vacuum horizon.
 
     Attributes:
-        kind: "session", "replica", "replication slot" or "prepared transaction".
+        kind: "session", "replica", "replication slot" or "prepared transaction"; of another process of the server its type.
         name: the process id, the slot's name or the transaction's identifier.
         age: how many transactions ago its snapshot is.
         who: the application and the user.
@@ -70,12 +71,12 @@ class Pin(NamedTuple):
             "replication slot": _("Replication slot %(name)s"),
             "prepared transaction": _("Prepared transaction %(name)s"),
         }
-        name = kinds[self.kind] % {"name": self.name}
+        name = kinds.get(self.kind, _("Server process %(name)s, %(kind)s")) % {"name": self.name, "kind": self.kind}
         return visible(f"{name} ({self.who})" if self.who else name)
 
     @property
     def remedy(self) -> tuple[str, str]:
-        """What to do about it, and the statement for it."""
+        """What to do about it, and the statement for it; "" if there is none, as for a worker that ends with its work."""
         name = "'" + self.name.replace("'", "''") + "'"
         remedies = {
             "session": (_("If its work may be lost, end it:"), f"SELECT pg_terminate_backend({self.name});"),
@@ -86,7 +87,7 @@ class Pin(NamedTuple):
                 f"COMMIT PREPARED {name} or ROLLBACK PREPARED {name}",
             ),
         }
-        return remedies[self.kind]
+        return remedies.get(self.kind, (_("It ends when its work is done. If it does not, read the log of the server."), ""))
 
 
 def pins(alias: str) -> list[Pin] | None:

@@ -1,16 +1,18 @@
 """The page of the database's health: what pins the vacuum horizon, and what to do about it."""
 
 import struct
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import timedelta
+from functools import partial
 
 import psycopg
 import pytest
-from django.db import connection, connections
+from django.db import OperationalError, connection, connections
 from django.urls import reverse
 
 from exactly_once.console.admin.database_health import Pin, horizon_warnings, pins
 from tests.support.admin_pages import Page, superuser_client
+from tests.support.deliveries import InAThread
 from tests.support.waiting import wait_until
 
 HEALTH = "admin:exactly_once_databasehealth_changelist"
@@ -18,6 +20,11 @@ HEALTH = "admin:exactly_once_databasehealth_changelist"
 
 def the_text():
     return " ".join(Page(superuser_client().get(reverse(HEALTH))).text.split())
+
+
+def until_cancelled(cursor):
+    with suppress(OperationalError):
+        cursor.execute("SELECT pg_sleep(60)")
 
 
 @pytest.mark.every_database
@@ -45,6 +52,21 @@ class TestHorizon:
         assert f"Session {pid} ({pin.who})" in text
         assert f"SELECT pg_terminate_backend({pid});" in text
         assert str(pid) not in [pin.name for pin in pins("default")]
+
+    def test_worker_of_the_server_is_named_without_a_statement_that_ends_it(self):
+        """A parallel worker, which has the snapshot of the session that it works for."""
+        setting = "debug_parallel_query" if connection.pg_version >= 160_000 else "force_parallel_mode"
+        with closing(connections["default"].copy()) as other, other.cursor() as holder:
+            holder.execute(f"SET {setting} = on")
+            with InAThread(partial(until_cancelled, holder)):
+                wait_until(lambda: "parallel worker" in [pin.kind for pin in pins("default")])
+                worker = next(pin for pin in pins("default") if pin.kind == "parallel worker")
+                text = the_text()
+                other.connection.cancel()
+
+        assert f"Server process {worker.name}, parallel worker" in str(worker)
+        assert f"pg_terminate_backend({worker.name})" not in text
+        assert worker.remedy[1] == ""
 
     def test_replica_with_feedback_is_named_and_is_not_open_for_zero_seconds(self):
         settings = connection.settings_dict
