@@ -1,11 +1,12 @@
 """Housekeeping beside a process that runs handlers: the days of history are made and dropped, and what is old is deleted.
 
 Deleted are history, receipts, and what other tables have about deleted messages. Several services on one database delete each
-other's rows, too, but only after the time for which the service of the handler keeps them; see `inbox.store.retention`.
+other's rows, too, but only after the time for which the service of the handler keeps them; see `inbox.store.handler_rows`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,7 +30,8 @@ from exactly_once.wire.formats import RUN_ELSEWHERE
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Receipt, Step, TrailEntry
-from inbox.store import retention
+from inbox.store import handler_rows
+from inbox.store.receipts import handlers_with_topics
 
 _LONGEST_WAIT = timedelta(seconds=2)
 """New deliveries wait as long. A handler's transaction holds a lock of history from its first statement on."""
@@ -43,20 +45,21 @@ handlers_elsewhere: list[Callable[[str], Iterable[str]]] = []
 def record_periods(alias: str) -> None:
     """Record for how long this service keeps the rows of its handlers."""
     ours = [handler.name for handler in registry.all() if handler.using == alias]
-    retention.record(alias, [*ours, *(name for names in handlers_elsewhere for name in names(alias))])
+    handler_rows.record_periods(alias, [*ours, *(name for names in handlers_elsewhere for name in names(alias))])
 
 
 def _staying(alias: str) -> Iterator[tuple[list[str], int]]:
     """Handlers whose history is not deleted by the settings of this service, each with the last day that may be deleted."""
-    kept, ours = retention.recorded(alias, "history"), inbox_options().keeps
+    kept, ours = handler_rows.recorded_periods(alias, "history"), inbox_options().keeps
     others = {
         name: period
         for name, period in kept.items()
         if not (registry.get(name) or (period == ours and name.startswith(RUN_ELSEWHERE)))
     }
-    for period, names in retention.by_period(others).items():
+    for period, names in handler_rows.by_period(others).items():
         yield names, last_day(alias, period)
-    yield [name for name in retention.unrecorded(alias, kept) if not registry.get(name)], LIVE
+    having = {name for name, _ in handlers_with_topics(alias, sys.maxsize)}
+    yield [name for name in having - kept.keys() if not registry.get(name)], LIVE
 
 
 def _stays(alias: str) -> Q:
@@ -73,7 +76,7 @@ def _has_rows_that_stay(alias: str, day: int) -> Callable[[], bool]:
 
 def _ended(alias: str) -> Q:
     ended = Q(pk__in=())
-    for period, names in retention.by_period(retention.recorded(alias, "retention")).items():
+    for period, names in handler_rows.by_period(handler_rows.recorded_periods(alias, "retention")).items():
         ended |= Q(handler__in=names, received_at__lt=DatabaseTime(-period))
     return ended
 
@@ -164,7 +167,7 @@ add_remains(
         model=Receipt,
         message="pk",
         at="received_at",
-        kept=lambda alias: min(retention.recorded(alias, "retention").values(), default=inbox_options().RETENTION),
+        kept=lambda alias: min(handler_rows.recorded_periods(alias, "retention").values(), default=inbox_options().RETENTION),
         ended=_ended,
     ),
     Remains(name="steps", model=Step, message="message_id", at="taken_at"),

@@ -37,7 +37,7 @@ from inbox.handlers.registry import registry
 from inbox.housekeeping import databases, housekeepers
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read_body
-from inbox.store import starts
+from inbox.store import handler_rows
 from inbox.store.message_rows import ConcurrentDuplicate
 from inbox.transactions.running import Arrival, DatabaseUnavailable
 
@@ -139,7 +139,7 @@ class LocalTransport(Transport):
         unknown = {one.name: one.starts_at for one in wanting if topics & {*one.topics} and one.name not in self._started}
         if self._is_past or not unknown:
             return ()
-        waiting = starts.waiting_among(self._alias, unknown)
+        waiting = handler_rows.waiting_among(self._alias, unknown)
         self._started.update(unknown.keys() - waiting)
         # Without history it would not get them later, so it gets them before the rest of its past.
         return waiting if outbox_keeps_history() else ()
@@ -207,12 +207,12 @@ class Starts:
         """The handlers of this process that wait for their past."""
         wanted = {handler.name: handler.starts_at for handler in registry.wanting_past(self._alias)}
         if self._is_local:
-            return sorted(starts.waiting_among(self._alias, wanted))
-        return [name for name in starts.waiting(self._alias) if name in wanted]
+            return sorted(handler_rows.waiting_among(self._alias, wanted))
+        return [name for name in handler_rows.waiting_handlers(self._alias) if name in wanted]
 
     def lock(self, handler: str) -> Any | None:
         """Lock the start until the open transaction ends; None if another process has it, or it is complete."""
-        return starts.lock(self._alias, handler)
+        return handler_rows.lock_start(self._alias, handler)
 
     def queue_of(self, handler: str) -> str:
         """The name of its queue, for messages that only this handler gets."""
@@ -226,7 +226,7 @@ class Starts:
         return self._transport.send(messages, deadline)
 
     def update(self, start: Any, **columns: Any) -> None:
-        starts.update(self._alias, start, **columns)
+        handler_rows.update_start(self._alias, start, **columns)
 
 
 def _unknown(handler: str) -> Handler:

@@ -282,7 +282,7 @@ class PausedHandler(models.Model):
 
 
 class KeptHandler(models.Model):
-    """How long a service keeps receipts and history of one handler; see `inbox.store.retention`."""
+    """How long a service keeps receipts and history of one handler; see `inbox.store.handler_rows`."""
 
     id = models.BigAutoField(primary_key=True)
     handler = NameField(max_length=NAME_LENGTH)

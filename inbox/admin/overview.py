@@ -29,7 +29,7 @@ from inbox.operators.operations import groups
 from inbox.operators.processes import Hanging, hanging, queued, unattended, what_to_start
 from inbox.states import State
 from inbox.store.due import paused_handlers
-from inbox.store.heartbeats import consumers
+from inbox.store.handler_rows import consumers
 from inbox.store.receipts import handlers_with_topics
 
 _DAY = timedelta(days=1)

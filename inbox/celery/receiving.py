@@ -39,7 +39,7 @@ from inbox.receiving.outages import make_refunds
 from inbox.receiving.outcomes import fail_exhausted, fail_stored, failure_of
 from inbox.receiving.receive import Policy, run
 from inbox.states import DUE, Outcome, State
-from inbox.store import minutes, retention, tasks
+from inbox.store import handler_rows, minutes, tasks
 from inbox.store.message_rows import ConcurrentDuplicate, Failure
 from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
 
@@ -95,8 +95,8 @@ def _record_period(handler: Handler) -> None:
     """Celery's workers have no housekeeping, and other processes do not know their tasks."""
     name = handler.using, handler.name
     if monotonic() >= _record_at.get(name, -math.inf) and not connections[handler.using].in_atomic_block:
-        committed(handler.using, retention.record, [handler.name])
-        _record_at[name] = monotonic() + retention.CONFIRMED_EVERY.total_seconds()
+        committed(handler.using, handler_rows.record_periods, [handler.name])
+        _record_at[name] = monotonic() + handler_rows.CONFIRMED_EVERY.total_seconds()
 
 
 class TaskPolicy(Policy):

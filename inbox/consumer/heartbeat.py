@@ -23,7 +23,7 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.leases import renewal as lease_heartbeat
 from inbox.store import minutes
-from inbox.store.heartbeats import consumers
+from inbox.store.handler_rows import consumers
 
 _SHUTDOWN_WAIT_SECONDS = 1.0
 

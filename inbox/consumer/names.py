@@ -11,7 +11,7 @@ from exactly_once.process.logs import escaping_logger
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import may_exist, registry
 from inbox.store import due
-from inbox.store.heartbeats import running_handlers
+from inbox.store.handler_rows import running_handlers
 from inbox.store.receipts import handlers_with_topics
 from inbox.transactions.running import committed
 

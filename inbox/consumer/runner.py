@@ -28,7 +28,7 @@ from inbox.receiving.outages import Outages, make_refunds, refund_later
 from inbox.receiving.outcomes import announce_abandoned
 from inbox.receiving.receive import claim_next, run_stored
 from inbox.states import Outcome
-from inbox.store import claims, due, ordering, starts
+from inbox.store import claims, due, handler_rows, ordering
 from inbox.store.message_rows import OrderedKey, Successor
 from inbox.transactions.running import DatabaseUnavailable, committed
 
@@ -144,7 +144,7 @@ class Runner:
         if not asked:
             return
         wanted = {handler.name: handler.starts_at for handler in asked}
-        waiting = committed(alias, starts.waiting_among, wanted)
+        waiting = committed(alias, handler_rows.waiting_among, wanted)
         self._started.update(handler.name for handler in asked if handler.name not in waiting)
         if waiting and self._starting[alias].is_due():
             logger.info(
@@ -152,7 +152,7 @@ class Runner:
                 "their queues.",
                 ", ".join(f"{one.name} gets {past_in_words(one.starts_at)}" for one in asked if one.name in waiting),
             )
-            if unknown := waiting & committed(alias, starts.without_relay):
+            if unknown := waiting & committed(alias, handler_rows.without_relay):
                 logger.warning(
                     "consumer: no relay has begun to hand over the past of %s. If none does, restart outbox_relay with the "
                     "code that has them.",

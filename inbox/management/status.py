@@ -17,7 +17,7 @@ from inbox.leases.stores import LeaseStoreUnavailable, lease_store
 from inbox.operators import accounting, pausing
 from inbox.operators.processes import queued, unattended
 from inbox.states import State
-from inbox.store import starts
+from inbox.store import handler_rows
 
 _CONFLICTS = 50
 _CAUSES = ("redelivery", "resend", "replay", "business")
@@ -67,7 +67,7 @@ def figures(alias: str, *, conflicts: bool) -> dict[str, Any]:
                 "begun": row.round_at is not None,
                 "handed_over": row.handed_over,
             }
-            for row in starts.incomplete(alias)
+            for row in handler_rows.incomplete_starts(alias)
         ],
     }
     if conflicts:

@@ -6,7 +6,7 @@ from exactly_once.telemetry.prometheus import Sample, TableGauges, processes_by_
 from inbox import metrics
 from inbox.operators import accounting
 from inbox.operators.processes import queued, unattended
-from inbox.store.heartbeats import consumers
+from inbox.store.handler_rows import consumers
 
 
 def table_gauges(alias: str) -> TableGauges:

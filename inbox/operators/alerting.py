@@ -18,7 +18,7 @@ from inbox.models import InboxMessage, PausedHandler
 from inbox.operators.processes import hanging, queued
 from inbox.states import DUE, State
 from inbox.store.due import stored_handlers
-from inbox.store.heartbeats import consumers, running_handlers
+from inbox.store.handler_rows import consumers, running_handlers
 
 
 def newly_conflicting(alias: str, within: timedelta) -> dict[str, int]:

@@ -28,8 +28,8 @@ from inbox.models import InboxMessage
 from inbox.operators import decisions
 from inbox.receiving.reading import identify, is_parked, message_of, stored_envelope, why_undecodable
 from inbox.states import RETRY, State
-from inbox.store import admitting, ordering, receipts
-from inbox.store.arrivals import Insertion, insert_one
+from inbox.store import ordering, receipts
+from inbox.store.arrivals import Insertion, admit, insert_one
 from inbox.store.dialect import LONGEST_LOCK_WAIT
 from inbox.store.message_rows import (
     UNIDENTIFIED,
@@ -200,7 +200,7 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
         handler = registry.get(row.handler)
         in_order = bool(handler and handler.ordered and row.key)
         state = State.WAITING if in_order else State.RECEIVED
-        (became,) = admitting.admit(alias, [Insertion(row, state, {"due_after": 0.0, "ordered": in_order})])
+        (became,) = admit(alias, [Insertion(row, state, {"due_after": 0.0, "ordered": in_order})])
         if became is None:
             raise NotEditable(ROW_LOCKED.format(pk))
         # Its delivery is a row now, or counted with one. If its cause was counted, it stays a duplicate, too.

@@ -14,7 +14,7 @@ from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.states import SETTLED, State
-from inbox.store.heartbeats import consumers, running_handlers
+from inbox.store.handler_rows import consumers, running_handlers
 
 
 def queued(alias: str) -> dict[str, int]:

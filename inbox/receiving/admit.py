@@ -28,9 +28,9 @@ from inbox.limits.shedder import shedder_of
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import admitted, unfit
 from inbox.states import Outcome, State
-from inbox.store import admitting, ordering
-from inbox.store.admitting import Admitted
-from inbox.store.arrivals import Insertion, Values, in_lock_order
+from inbox.store import arrivals as fresh
+from inbox.store import ordering
+from inbox.store.arrivals import Admitted, Insertion, Values, in_lock_order
 from inbox.store.message_rows import ConcurrentDuplicate, undecoded
 from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
 
@@ -96,7 +96,7 @@ def hand_over(handler: Handler, *arrivals: Arrival) -> None:
         ConcurrentDuplicate: another transaction is handling one of these messages; roll back and hand them over again.
     """
     with lock_timeout(handler.using, _HAND_OVER_WAIT):
-        became = admitting.admit(handler.using, [_insertion(handler, arrival) for arrival in arrivals])
+        became = fresh.admit(handler.using, [_insertion(handler, arrival) for arrival in arrivals])
     if None in became:
         raise ConcurrentDuplicate
 
@@ -111,7 +111,7 @@ def _store(alias: str, handler: Handler, arrivals: Sequence[Arrival], shed: str,
     # The deliveries of an ordered handler are inserted as they came; one transaction at a time inserts those of a queue.
     order = range(len(arrivals)) if handler.ordered else in_lock_order([arrival.row for arrival in arrivals])
     with ordering.deciding(alias, longest_wait):
-        stored = admitting.admit(alias, [_insertion(handler, arrivals[index], shed) for index in order])
+        stored = fresh.admit(alias, [_insertion(handler, arrivals[index], shed) for index in order])
     by_index = dict(zip(order, stored, strict=True))
     return [by_index[index] for index in range(len(arrivals))]
 

@@ -22,7 +22,7 @@ from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
 from inbox.states import Outcome, State
 from inbox.store import arrivals, claims, dialect, duplicates, message_rows, minutes
-from inbox.store.admitting import Admitted
+from inbox.store.arrivals import Admitted
 from inbox.store.message_rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, order_of
 from inbox.transactions.running import TRIES_AT_ONCE, Arrival, DatabaseUnavailable, committed
 

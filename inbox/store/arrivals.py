@@ -1,7 +1,7 @@
 """New messages: one statement inserts receipts, and the messages of those that are new.
 
 `begin_fresh` inserts the rows of deliveries in the transaction of their handlers, which has nothing to write after them but its
-effect. All other rows are inserted to be run later.
+effect. All other rows are inserted to be run later: `admit` stores the deliveries of one handler in their order.
 
 On PostgreSQL a load of any size is one statement with the same text, so it is prepared. A parameter for each value would cost
 more than the INSERT, so each column is one text, split by the statement; the bodies are one array, and what differs from a
@@ -30,9 +30,10 @@ from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStateme
 from inbox.conf import inbox_options
 from inbox.states import INSERTED, State
 from inbox.store.dialect import BOUND, RECEIPTS, TABLE, UNBOUND, adapted, as_bound, locked_means_busy, run
+from inbox.store.duplicates import count_duplicate
 from inbox.store.failure_columns import FIRST_ATTEMPT, as_inserted
-from inbox.store.message_rows import COLUMNS, Failure, Guard, NewRow, columns_of, emptied
-from inbox.store.ordering import OPEN
+from inbox.store.message_rows import COLUMNS, Earlier, Failure, Guard, NewRow, columns_of, emptied
+from inbox.store.ordering import OPEN, hold_gates, promote_next
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail_entries import ENTRY, record, this_process
 
@@ -332,3 +333,52 @@ def _entries(insertions: Sequence[Insertion]) -> dict[int, str]:
         if is_every or (reason and values.get("error_class") != DEFERRED):
             entries[index] = reason
     return entries
+
+
+Admitted = State | Earlier | None
+"""The state that a delivery was stored in, or the row that it is a duplicate of. None: that row is being run, so that the
+duplicate could not be counted."""
+
+
+def admit(alias: str, insertions: Sequence[Insertion]) -> list[Admitted]:
+    """∅ → received, due now; ∅ → waiting, in order and behind another of its key; ∅ → dead if refused; ∅ → shed.
+
+    For deliveries of one handler, in their order, inside a transaction of `ordering.deciding` or one like it.
+
+    Raises:
+        ConcurrentDuplicate: another transaction held a lock for longer than this one's lock_timeout. Roll back and try again.
+    """
+    if not insertions:
+        return []
+    handler, insertions = insertions[0].row.handler, _with_leaders(insertions)
+    with locked_means_busy:
+        hold_gates(alias, handler, [insertion.row.key for insertion in insertions if insertion.values.get("ordered")])
+    inserted, _ = insert_many(alias, insertions)
+    admitted: list[Admitted] = []
+    for index, insertion in enumerate(insertions):
+        # Of two copies in one load, the first was inserted, and the second is its duplicate.
+        _, state = inserted.get(index, (0, ""))
+        admitted.append(State(state) if state else count_duplicate(alias, insertion.row))
+    for key in _headless(insertions, admitted):
+        promote_next(alias, handler, key)
+    return admitted
+
+
+def _with_leaders(insertions: Sequence[Insertion]) -> Sequence[Insertion]:
+    """The first of each ordering key leads its load."""
+    if not any(insertion.values.get("ordered") for insertion in insertions):
+        return insertions
+    seen: set[str] = set()
+    leading: list[Insertion] = []
+    for row, state, values in insertions:
+        leading.append(Insertion(row, state, {**values, "leads": row.key not in seen}))
+        if values.get("ordered"):
+            seen.add(row.key)
+    return leading
+
+
+def _headless(insertions: Sequence[Insertion], admitted: Sequence[Admitted]) -> list[str]:
+    """Keys whose first delivery here was a duplicate, so that the next one, stored as waiting, may be the head."""
+    became = list(zip(insertions, admitted, strict=True))
+    missing = {given.row.key for given, one in became if given.values.get("leads") and not isinstance(one, State)}
+    return sorted(missing & {given.row.key for given, one in became if one is State.WAITING})

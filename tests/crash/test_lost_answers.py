@@ -6,7 +6,7 @@ from inbox.operators import accounting
 from inbox.receiving.reading import read
 from inbox.receiving.receive import receive
 from inbox.states import Outcome, State
-from inbox.store import admitting, sentinel
+from inbox.store import arrivals, sentinel
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, the_effect, the_row
 from tests.support.lost_answers import losing_the_answer
 
@@ -53,7 +53,7 @@ def test_a_redelivery_whose_stored_row_was_not_confirmed_is_counted_as_its_own_d
         before=lambda: deliver(handler, an_envelope(biz_id="first")),
         call=lambda: deliver(handler, an_envelope(biz_id="second"), redelivered=True),
         written="SELECT 1 FROM inbox_inboxmessage WHERE biz_id = 'second'",
-        after=(admitting, "admit"),
+        after=(arrivals, "admit"),
     )
 
     assert answer is Outcome.DUPLICATE

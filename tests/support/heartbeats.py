@@ -6,7 +6,7 @@ from datetime import timedelta
 from exactly_once.models import Process
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.heartbeat_table import ProcessIdentity
-from inbox.store.heartbeats import consumers
+from inbox.store.handler_rows import consumers
 from outbox.relay.heartbeat import relays
 
 

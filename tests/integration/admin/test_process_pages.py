@@ -14,7 +14,7 @@ from exactly_once.models import AuditEntry, Process
 from exactly_once.process.loop import Mode, Request
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.heartbeat_table import SILENT_AFTER, STOPPED_SHOWN_FOR
-from inbox.store.heartbeats import consumers
+from inbox.store.handler_rows import consumers
 from outbox.relay.heartbeat import relays
 from outbox.states import State
 from tests.support.admin_pages import Page, a_message, act, said, staff_client

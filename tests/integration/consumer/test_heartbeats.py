@@ -16,7 +16,7 @@ from inbox.consumer import heartbeat as module
 from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.models import PausedHandler
 from inbox.operators.processes import queued
-from inbox.store.heartbeats import consumers
+from inbox.store.handler_rows import consumers
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import the_effect

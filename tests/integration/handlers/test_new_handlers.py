@@ -17,7 +17,7 @@ from exactly_once.sql.now import DatabaseTime
 from inbox import idempotent_handler
 from inbox.conf import inbox_options
 from inbox.models import HandlerStart, InboxMessage
-from inbox.store import starts
+from inbox.store import handler_rows
 from outbox import Draft, publish_many
 from outbox.models import OutboxMessage
 from outbox.relay import starting
@@ -202,7 +202,7 @@ class TestLocally:
     def test_without_history_it_gets_new_messages_at_once(self, handles, settings, waits):
         handler = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
         if waits:
-            assert starts.waiting_among("default", {"new": handler.starts_at}) == {"new"}
+            assert handler_rows.waiting_among("default", {"new": handler.starts_at}) == {"new"}
         settings.OUTBOX = {"BROKER_URL": "local://", "KEEP_HISTORY": None}
         published()
 
@@ -217,7 +217,7 @@ class TestLocally:
         since = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
         handler = handles(the_effect, topic=TOPIC, name="new", start_from=since)
         words = "all messages of its topics in the outbox's history since 2026-03-01 12:30:00+00:00"
-        assert starts.waiting_among("default", {"new": handler.starts_at}) == {"new"}
+        assert handler_rows.waiting_among("default", {"new": handler.starts_at}) == {"new"}
 
         with override_settings(OUTBOX={"BROKER_URL": "local://", "KEEP_HISTORY": None}):
             (warning,) = [one for one in run_checks() if one.id == "inbox.W005"]
@@ -328,7 +328,7 @@ class TestFromABroker:
         self.relayed_to_another(handles, options, 6)
         OutboxMessage.objects.update(settled_at=DatabaseTime(timedelta(minutes=-1)))
         new = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
-        starts.waiting_among("default", {new.name: new.starts_at})
+        handler_rows.waiting_among("default", {new.name: new.starts_at})
         monkeypatch.setattr(backfilling, "read_past", read_while_others_publish)
         relay_all()
 
@@ -340,7 +340,7 @@ class TestFromABroker:
 
         new = handles(notes, topic=TOPIC, name="new", ordered=True, start_from="beginning")
         with consuming([new], options):
-            wait_until(lambda: starts.waiting("default") == ["new"])
+            wait_until(lambda: handler_rows.waiting_handlers("default") == ["new"])
             wait_until(lambda: "no relay has begun to hand over the past of new" in caplog.text)
             assert "No relay has begun to hand over the past of: new." in status()
             assert [shown["begun"] for shown in json.loads(status(json=True))["inbox"]["starting_handlers"]] == [False]

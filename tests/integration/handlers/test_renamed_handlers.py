@@ -8,7 +8,7 @@ from django.core.checks import run_checks
 
 from inbox import batch_handler, idempotent_handler, leased_handler
 from inbox.handlers.registry import registry
-from inbox.store.heartbeats import consumers
+from inbox.store.handler_rows import consumers
 from tests.support.deliveries import TOPIC, deliver, effects, the_effect
 from tests.support.heartbeats import a_consumer
 from tests.support.waiting import wait_until

@@ -31,7 +31,7 @@ from inbox.operators import decisions
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.states import Outcome, State
-from inbox.store import admitting, arrivals, claims, dialect, due, failure_columns, ordering, sentinel
+from inbox.store import arrivals, claims, dialect, due, failure_columns, ordering, sentinel
 from inbox.transactions.running import DatabaseUnavailable
 from tests.integration.ordering.actors import Actor, Killed, gates, this_actor
 from tests.support import decisions as by_operators
@@ -49,7 +49,7 @@ KEYS = ("a", "a", "a", "b", "b", "c", "")
 OPTIONS = options(MAX_ATTEMPTS=2, DUPLICATE_TIMEOUT=timedelta(minutes=1))
 OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.DEAD)
 GATES = {
-    admitting: ["hold_gates", "insert_many", "_headless", "admit"],
+    arrivals: ["hold_gates", "insert_many", "_headless", "admit"],
     sentinel: ["promote_next", "finish"],
     claims: ["begin_stored", "fail_stored", "give_back"],
     ordering: ["hold_gates", "promote_next"],
@@ -387,7 +387,7 @@ def change(patch, module, name, old, new):
 DEAD_IS_SETTLED = ordering.OPEN.replace("'done'", "'done', 'dead'")
 BLOCK, SKIP = "block", "skip"
 MUTATIONS = {
-    "storing does not lock the key": (BLOCK, lambda patch: patch.setattr(admitting, "hold_gates", do_nothing)),
+    "storing does not lock the key": (BLOCK, lambda patch: patch.setattr(arrivals, "hold_gates", do_nothing)),
     "settling does not lock the key": (
         BLOCK,
         lambda patch: change(patch, sentinel, "_FINISH", "pg_advisory_xact_lock($6)", "$6"),
@@ -404,7 +404,7 @@ MUTATIONS = {
         SKIP,
         lambda patch: patch.setattr(failure_columns, "promote_behind", do_nothing),
     ),
-    "message after a duplicate waits": (BLOCK, lambda patch: patch.setattr(admitting, "_headless", lambda *given: [])),
+    "message after a duplicate waits": (BLOCK, lambda patch: patch.setattr(arrivals, "_headless", lambda *given: [])),
     "retry ignores the head": (BLOCK, lambda patch: patch.setattr(decisions, "is_head", lambda *order: True)),
     "dead does not block its key": (
         BLOCK,

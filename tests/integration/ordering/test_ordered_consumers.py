@@ -18,7 +18,7 @@ from inbox.consumer.topology import declare as declare_queues
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.states import Outcome, State
-from inbox.store import admitting
+from inbox.store import arrivals
 from outbox import Draft, publish_many
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import TOPIC, effects, the_effect
@@ -132,7 +132,7 @@ class TestOrder:
         handler, options = handling(the_effect, ordered=True), broker_options(rabbitmq_url)
         sent(rabbitmq_url, range(60))
         failures = iter(range(3))
-        original = admitting.admit
+        original = arrivals.admit
 
         def fails(*args, **kwargs):
             taken = original(*args, **kwargs)
@@ -140,7 +140,7 @@ class TestOrder:
                 raise error
             return taken
 
-        monkeypatch.setattr(admitting, "admit", fails)
+        monkeypatch.setattr(arrivals, "admit", fails)
         with consuming([handler], options):
             wait_until(lambda: effects() == 60)
 

@@ -21,7 +21,7 @@ from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.receiving.receive import claim_next, run_stored
 from inbox.states import Outcome, State
-from inbox.store import admitting, dialect, ordering
+from inbox.store import arrivals, dialect, ordering
 from inbox.transactions.running import DatabaseUnavailable
 from outbox import Draft, publish, publish_many
 from tests.support import decisions
@@ -217,7 +217,7 @@ class TestStoring:
 
     def test_failed_storing_stores_none_of_the_messages(self, handles, monkeypatch):
         handler = handles(the_effect, ordered=True)
-        monkeypatch.setattr(admitting, "_headless", lambda places, taken: 1 / 0)
+        monkeypatch.setattr(arrivals, "_headless", lambda places, taken: 1 / 0)
 
         with pytest.raises(Exception, match="cannot be stored"):
             named(handler, "a1", "a2")
@@ -571,7 +571,7 @@ class TestConcurrency:
         monkeypatch.setattr(ordering, "LONGEST_IDLE", timedelta(milliseconds=300))
         handler = handles(the_effect, ordered=True)
         named(handler, "a1")
-        with paused(monkeypatch, admitting, "_headless") as (frozen, go), suppress(DatabaseUnavailable):
+        with paused(monkeypatch, arrivals, "_headless") as (frozen, go), suppress(DatabaseUnavailable):
             with InAThread(lambda: named(handler, "a2")) as frozen_process:
                 assert frozen.wait(A_WHILE)
 

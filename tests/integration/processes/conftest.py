@@ -6,7 +6,7 @@ import kombu
 import pytest
 
 from inbox.consumer.topology import queue_name
-from inbox.store.heartbeats import consumers
+from inbox.store.handler_rows import consumers
 from outbox.relay.heartbeat import relays
 from tests.support.workers import broker_options
 

@@ -20,7 +20,7 @@ from inbox.housekeeping import HISTORY, Housekeeper
 from inbox.models import InboxMessage, KeptHandler, Receipt, TrailEntry
 from inbox.operators.editing import conflict_token, run_conflicting
 from inbox.states import Outcome, State
-from inbox.store import retention
+from inbox.store import handler_rows
 from tests.support.apps.effects.models import Effect
 from tests.support.decisions import retry, skip
 from tests.support.deliveries import an_envelope, at_once, deliver, drain, fails, the_effect
@@ -40,7 +40,7 @@ def old(handles):
     deliver(handles(fails, name="tests.retrying"))
     make_older(InboxMessage.objects.all(), YEARS)
     TrailEntry.objects.update(at=DatabaseTime(-YEARS))
-    retention.record("default", receipts())
+    handler_rows.record_periods("default", receipts())
 
 
 def states():
@@ -103,7 +103,7 @@ def test_one_process_at_a_time_deletes_in_small_transactions(handles, old, monke
 def another_service_keeps(*handlers, for_=2 * YEARS, ago=timedelta()):
     """Another service has recorded that it keeps the rows of these handlers, and stopped so long ago."""
     with override_settings(INBOX={"RETENTION": for_, "KEEP_HISTORY": for_}):
-        retention.record("default", handlers)
+        handler_rows.record_periods("default", handlers)
     KeptHandler.objects.filter(handler__in=handlers).update(confirmed_at=DatabaseTime(-ago))
 
 
@@ -163,13 +163,13 @@ def test_periods_are_confirmed_once_an_hour(old, settings):
     def confirmed():
         return set(KeptHandler.objects.filter(handler="tests.done").values_list("retention", "confirmed_at"))
 
-    retention.record("default", ["tests.done"])
+    handler_rows.record_periods("default", ["tests.done"])
     first = confirmed()
-    retention.record("default", ["tests.done"])
+    handler_rows.record_periods("default", ["tests.done"])
     assert confirmed() == first
 
     KeptHandler.objects.update(confirmed_at=DatabaseTime(-timedelta(hours=2)))
-    retention.record("default", ["tests.done"])
+    handler_rows.record_periods("default", ["tests.done"])
     assert len(confirmed()) == 1
     assert KeptHandler.objects.filter(confirmed_at__gt=DatabaseTime(-timedelta(hours=1))).exists()
 

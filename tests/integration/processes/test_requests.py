@@ -9,7 +9,7 @@ from django.urls import reverse
 from exactly_once.models import AuditEntry
 from exactly_once.models import Process as ProcessRow
 from exactly_once.process.loop import Mode, Request
-from inbox.store.heartbeats import consumers
+from inbox.store.handler_rows import consumers
 from outbox.models import OutboxMessage
 from outbox.relay.heartbeat import relays
 from outbox.states import State

@@ -11,7 +11,7 @@ from exactly_once.process.clock import monotonic, utcnow
 from inbox import Lease
 from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.states import State
-from inbox.store.heartbeats import consumers
+from inbox.store.handler_rows import consumers
 from tests.support.admin_pages import Page, staff_client
 from tests.support.deliveries import Slow
 from tests.support.heartbeats import a_consumer, a_relay

@@ -20,7 +20,7 @@ from inbox.consumer.runner import Runner
 from inbox.models import InboxMessage
 from inbox.operators import accounting
 from inbox.states import Outcome, State
-from inbox.store.heartbeats import consumers
+from inbox.store.handler_rows import consumers
 from tests.support.aliases import an_alias, unresolvable
 from tests.support.deliveries import (
     OPTIONS,
