@@ -42,6 +42,7 @@ class Handler:
         concurrency: the maximum number of threads of one process that run it at a time; None: the default of the process.
         shed: which messages may be dropped when too many wait; None: no message.
         all_of: the topics that it joins. They are stored by `inbox.contrib.joins`, so it has no queue. (): it joins none.
+        gather: what the function of a join gets, made of its messages.
         collects_for: the join whose messages it stores, in READ COMMITTED transactions whatever the database's default;
             "": none.
         publishes: the topics that it is declared to publish.
@@ -64,6 +65,7 @@ class Handler:
     concurrency: int | None = None
     shed: Shed | None = None
     all_of: tuple[str, ...] = ()
+    gather: Callable[[Sequence[Message]], Any] | None = None
     collects_for: str = ""
     publishes: tuple[str, ...] = ()
     start_from: StartFrom = "now"
@@ -118,9 +120,8 @@ class Handler:
                 os._exit(1)
 
     def _call(self, messages: tuple[Message, ...]) -> object:
-        given = list(messages) if self.batch or self.all_of else messages[0]
         hooks = inbox_options().around
-        result = _called_around(hooks, messages, lambda: self.function(given)) if hooks else self.function(given)
+        result = _called_around(hooks, messages, lambda: self._run(messages)) if hooks else self._run(messages)
         if result is not None and (inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator)):
             if inspect.iscoroutine(result):
                 result.close()
@@ -129,6 +130,11 @@ class Handler:
                 "missing. Decorate the async function itself, or await or exhaust the result inside the handler."
             )
         return result
+
+    def _run(self, messages: tuple[Message, ...]) -> object:
+        if self.gather:
+            return self.function(self.gather(messages))
+        return self.function(list(messages) if self.batch else messages[0])
 
     def identify(self, message: Message) -> str:
         """The biz-id of `message`, fit to be stored.

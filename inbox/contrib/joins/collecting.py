@@ -103,12 +103,12 @@ def collect(join: Definition, message: Message) -> None:
                 raise RetryLater(_RUNNING, f"the run {run_id} of {join.name} is being handled without it")
         elif store.may_lack_messages(alias, run):
             _report_late(join, message, "an attempt of its run began without it")
-    elif not join.missing(store.topics_of(alias, run)) and not store.make_due(alias, run):
+    elif not join.missing({part.topic for part in store.parts(alias, run).only("topic")}) and not store.make_due(alias, run):
         raise RetryLater(_RUNNING, f"another transaction is changing the run {run_id} of {join.name}")
 
 
 def gather(join: Definition, given: Sequence[Message]) -> Join:
-    """The messages of a run.
+    """The messages of a run, whose payloads go with its effect if the inbox keeps none of messages that are done.
 
     Args:
         given: the message of the run's inbox row; in a test, the messages of the run.
@@ -121,17 +121,28 @@ def gather(join: Definition, given: Sequence[Message]) -> Join:
     if given[0].topic != TOPIC:
         return _joined(join, given[0], {message.topic: message for message in given})
     (of_the_run,) = given
-    found = store.collected(join.using, join.name, of_the_run.biz_id, join.collectors)
-    if found is None:
+    run = store.collected(join.using, join.name, of_the_run.biz_id)
+    if run is None:
         raise Reject(f"The messages of the run {of_the_run.biz_id} are not stored: its row was not made by this join.")
-    joined = _joined(join, of_the_run, {part.topic: _message_of(part, of_the_run) for part in found.parts})
-    if not joined.missing or found.started_by:
-        return joined
+    left = run.deadline_at - run.database_now
+    # Before the parts are read: a message that is handled in between is one of them.
+    stored = ", ".join(store.unhandled(join.using, run, join.collectors)) if left <= timedelta() else ""
+    parts = store.parts(join.using, run)
+    joined = _joined(join, of_the_run, {part.topic: _message_of(part, of_the_run) for part in parts})
+    if joined.missing and not run.started_by:
+        _require_deadline(join, joined, left, stored)
+    if not inbox_options().keeps_successes:
+        # Restored with the transaction if the function fails.
+        parts.update(body=b"", headers={})
+    return joined
+
+
+def _require_deadline(join: Definition, joined: Join, left: timedelta, stored: str) -> None:
+    """Raise RetryLater or Reject unless the run is to start without the messages that are missing."""
     names = ", ".join(joined.missing)
-    if found.left > timedelta():
-        raise RetryLater(min(found.left, _EARLY), f"waits for {names}")
-    stored = ", ".join(found.unhandled)
-    if stored and -found.left < max(_EARLY, min(join.deadline, _LONGEST_OVERTIME)):
+    if left > timedelta():
+        raise RetryLater(min(left, _EARLY), f"waits for {names}")
+    if stored and -left < max(_EARLY, min(join.deadline, _LONGEST_OVERTIME)):
         raise RetryLater(_EARLY, f"the deadline has passed, but what may be of {names} is stored and not handled yet: {stored}")
     unhandled = stored and f" These stored messages may be of it, and are still not handled: {stored}."
     if join.on_missing == "dead":
@@ -140,13 +151,6 @@ def gather(join: Definition, given: Sequence[Message]) -> Join:
             "deadline, or start it without them."
         )
     logger.warning("%s: run %s starts at its deadline without: %s.%s", join.name, joined.run_id, names, unhandled)
-    return joined
-
-
-def finish(join: Definition, given: Sequence[Message]) -> None:
-    """After the function, in its transaction: keep no payloads, if the inbox keeps none of messages that are done."""
-    if given[0].topic == TOPIC and not inbox_options().keeps_successes:
-        store.empty_parts(join.using, join.name, given[0].biz_id)
 
 
 def _joined(join: Definition, of_the_run: Message, by_topic: dict[str, Message]) -> Join:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from django.db import transaction
+from django.db.models import Prefetch, prefetch_related_objects
 
 from exactly_once.sql.connections import decision_transaction
 from exactly_once.wire.identity import new_message_id
@@ -83,8 +84,10 @@ def missing(run: Any) -> tuple[str, ...]:
 def _decide(alias: str, pk: int, decide: Callable[[Run], bool]) -> bool:
     with decision_transaction(alias):
         run = Run.objects.using(alias).filter(pk=pk).first()
-        locked = run and store.lock(alias, run.handler, run.run_id)
-        decided = bool(run and locked and store.state_of(alias, run)[0] in RETRY.sources and decide(run))
+        decided = False
+        if run and store.lock(alias, run.handler, run.run_id) and store.state_of(alias, run)[0] in RETRY.sources:
+            prefetch_related_objects([run], Prefetch("parts", store.parts(alias, run)))
+            decided = decide(run)
         if not decided:
             transaction.set_rollback(True, using=alias)
         return decided

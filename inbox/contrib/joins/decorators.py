@@ -15,12 +15,12 @@ from datetime import timedelta
 from functools import partial, update_wrapper
 from typing import Any, Literal
 
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync
 
 from exactly_once.packages import name_of
-from exactly_once.telemetry.tracing import OUTER_CORRELATION, Cause, caused_by, current_cause
+from exactly_once.telemetry.tracing import OUTER_CORRELATION, caused_by, current_cause
 from inbox.contrib.joins import Join
-from inbox.contrib.joins.collecting import Definition, collect, finish, gather
+from inbox.contrib.joins.collecting import Definition, collect, gather
 from inbox.contrib.joins.store import TOPIC
 from inbox.errors import Reject
 from inbox.handlers.decorator import Function, database_of, kept_name, refuse_not_callable, registering, require_topics
@@ -101,7 +101,7 @@ def correlated(
 
     Raises:
         NotCallable: the function is a generator function, or cannot be called with two messages.
-        TypeError: the timeout is not a timedelta, or `on_timeout` is not a function of the same kind, async or not.
+        TypeError: the timeout is not a timedelta, or `on_timeout` is not a function.
         ValueError: the timeout is not longer than zero, a topic is invalid, both are the same, or another handler has the name.
     """
     require_duration("timeout", timeout)
@@ -110,8 +110,6 @@ def correlated(
 
     def decorate(function: Function) -> Function:
         refuse_not_callable(function, "request", "answer")
-        if on_timeout is not None and inspect.iscoroutinefunction(on_timeout) != inspect.iscoroutinefunction(function):
-            raise TypeError("The handler and its on_timeout must both be async functions, or both be synchronous.")
         join = Definition(
             name=name or name_of(function, "handler"),
             using=database_of(using),
@@ -120,7 +118,7 @@ def correlated(
             on_missing="dead" if on_timeout is None else "call",
             refuses_late=True,
         )
-        _register(join, _answering(request, answer, function, on_timeout), lambda message: message.correlation_id, retry=retry)
+        _register(join, _answering(join, function, on_timeout), lambda message: message.correlation_id, retry=retry)
         return function
 
     return decorate
@@ -130,54 +128,32 @@ def _register(join: Definition, function: Callable[[Join], Any], correlate: BizI
     for collector, topic in join.collectors.items():
         register = registering([topic], biz_id=correlate, name=collector, using=join.using, collects_for=join.name)
         register(update_wrapper(partial(collect, join), collect))
-    register = registering([TOPIC], all_of=join.topics, biz_id=correlate, name=join.name, using=join.using, **options)
-    register(_of_messages(join, function))
+    options |= {"all_of": join.topics, "gather": partial(gather, join)}
+    registering([TOPIC], biz_id=correlate, name=join.name, using=join.using, **options)(function)
 
 
-def _of_messages(join: Definition, function: Callable[[Join], Any]) -> Callable[..., Any]:
-    """The function of a join as a function of messages."""
+def _answering(join: Definition, function: Callable[..., Any], on_timeout: Callable[..., Any] | None) -> Callable[[Join], Any]:
+    """The function of a request and its answer as the function of a join.
 
-    async def run_async(given: Sequence[Message]) -> Any:
-        result = await function(await sync_to_async(gather)(join, given))
-        await sync_to_async(finish)(join, given)
-        return result
+    It raises Reject if an operator has started the run without what it needs.
+    """
+    request, answer = join.topics
 
-    def run(given: Sequence[Message]) -> Any:
-        result = function(gather(join, given))
-        finish(join, given)
-        return result
+    def run(come: Join) -> Any:
+        if request not in come.messages:
+            raise Reject(f"No request has the correlation id {come.run_id} of this answer.")
+        asked = come[request]
+        # The chain in which the request was made.
+        outer = asked.headers.get(OUTER_CORRELATION)
+        with caused_by(replace(current_cause(), correlation_id=str(outer)) if outer else current_cause()):
+            if answer in come.messages:
+                return _synchronous(function)(asked, come[answer])
+            if on_timeout is not None:
+                return _synchronous(on_timeout)(asked)
+        raise Reject("It has no answer, and its handler has no on_timeout= to call without one. Enter the missing answer.")
 
-    return update_wrapper(run_async if inspect.iscoroutinefunction(function) else run, function)
+    return update_wrapper(run, function)
 
 
-def _answering(
-    request: str, answer: str, function: Callable[..., Any], on_timeout: Callable[[Message], Any] | None
-) -> Callable[[Join], Any]:
-    """The function of a request and its answer as the function of a join."""
-
-    def call(join: Join) -> Any:
-        asked = join[request]
-        return function(asked, join[answer]) if answer in join.messages or on_timeout is None else on_timeout(asked)
-
-    def run(join: Join) -> Any:
-        with caused_by(cause_of(join)):
-            return call(join)
-
-    async def run_async(join: Join) -> Any:
-        with caused_by(cause_of(join)):
-            return await call(join)
-
-    def cause_of(join: Join) -> Cause:
-        """The chain in which the request was made.
-
-        Raises:
-            Reject: an operator has started the run without what it needs.
-        """
-        if request not in join.messages:
-            raise Reject(f"No request has the correlation id {join.run_id} of this answer.")
-        if answer not in join.messages and on_timeout is None:
-            raise Reject("It has no answer, and its handler has no on_timeout= to call without one. Enter the missing answer.")
-        outer = join[request].headers.get(OUTER_CORRELATION)
-        return replace(current_cause(), correlation_id=str(outer)) if outer else current_cause()
-
-    return update_wrapper(run_async if inspect.iscoroutinefunction(function) else run, function)
+def _synchronous(function: Callable[..., Any]) -> Callable[..., Any]:
+    return async_to_sync(function) if inspect.iscoroutinefunction(function) else function

@@ -8,8 +8,7 @@ while a user's function runs. The row of a run is locked after the run, or alone
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -35,22 +34,6 @@ TOPIC = "inbox.join"
 """The topic in the inbox rows of runs. No message is delivered for it."""
 _RUNS = Run._meta.db_table
 _MOST_NAMED = 5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Collected:
-    """A run and its parts.
-
-    Attributes:
-        left: the time until the deadline; not positive if it has passed.
-        started_by: the operator who started it without the missing messages, or "".
-        unhandled: the deadline has passed, and these messages, which arrived before, are stored, but not parts yet.
-    """
-
-    left: timedelta
-    started_by: str
-    unhandled: Sequence[str]
-    parts: Sequence[Part]
 
 
 def lock(alias: str, handler: str, run_id: str) -> Run | None:
@@ -113,8 +96,9 @@ def add_part(alias: str, run: Run, topic: str, payload: Any, **columns: Any) -> 
     Part.objects.using(alias).bulk_create([part], ignore_conflicts=True)
 
 
-def topics_of(alias: str, run: Run) -> set[str]:
-    return set(Part.objects.using(alias).filter(run_id=run.pk).values_list("topic", flat=True))
+def parts(alias: str, run: Run) -> QuerySet[Part]:
+    # Not `run.parts`, which a database router may read from a replica.
+    return Part.objects.using(alias).filter(run_id=run.pk)
 
 
 def make_due(alias: str, run: Run) -> bool:
@@ -150,23 +134,17 @@ def may_lack_messages(alias: str, run: Run) -> bool:
     return runs.filter(Q(deadline_at__lte=DatabaseTime()) | ~Q(started_by="")).exists()
 
 
-def collected(alias: str, handler: str, run_id: str, topics: Mapping[str, str]) -> Collected | None:
-    """A run with its parts, for its function; None if it does not exist.
+def collected(alias: str, handler: str, run_id: str) -> Any:
+    """A run, with `database_now`, for its function; None if it does not exist."""
+    return Run.objects.using(alias).filter(handler=handler, run_id=run_id).annotate(database_now=DatabaseTime()).first()
+
+
+def unhandled(alias: str, run: Run, topics: Mapping[str, str]) -> list[str]:
+    """The messages, by their rows, that arrived before the deadline of the run, are stored, and are not handled yet.
 
     Args:
         topics: by the handlers that collect them.
     """
-    found = Run.objects.using(alias).filter(handler=handler, run_id=run_id).annotate(database_now=DatabaseTime())
-    run: Any = found.first()
-    if run is None:
-        return None
-    left = run.deadline_at - run.database_now
-    # Before the parts are read: a message that is handled in between is one of them.
-    unhandled = _unhandled(alias, run, topics) if left <= timedelta() else ()
-    return Collected(left=left, started_by=run.started_by, unhandled=unhandled, parts=list(run.parts.all()))
-
-
-def _unhandled(alias: str, run: Run, topics: Mapping[str, str]) -> list[str]:
     having = _receipts(alias, topics)
     # Of any run, because it is not read. The bounds are for the unique index, which serves a LIKE in some collations only.
     unread = having.filter(biz_id__gte="parked", biz_id__lt="parkee", biz_id__startswith=PARKED)
@@ -187,9 +165,3 @@ def age(alias: str, run_id: str, topics: Mapping[str, str]) -> timedelta:
 
 def _receipts(alias: str, topics: Mapping[str, str]) -> QuerySet[Receipt]:
     return Receipt.objects.using(alias).filter(handler__in=topics.keys(), topic__in=topics.values())
-
-
-def empty_parts(alias: str, handler: str, run_id: str) -> None:
-    """Remove the payloads of a run that is done."""
-    parts = Part.objects.using(alias).filter(run__handler=handler, run__run_id=run_id)
-    parts.update(body=b"", headers={})

@@ -44,6 +44,11 @@ def the_run(run_id="monday"):
     return Run.objects.select_related("row").get(run_id=run_id)
 
 
+class ReadsElsewhere:
+    def db_for_read(self, model, **hints):
+        return "other" if model._meta.app_label == "inbox_joins" else None
+
+
 ALL = ",".join(TOPICS)
 SERIALIZABLE_ROUNDS = 5
 
@@ -129,6 +134,15 @@ class TestAllCome:
         assert deliver(registry.get(f"{NAME}/{TOPICS[0]}"), an_envelope({"day": 1}, topic=TOPICS[0])) is Outcome.DEAD
         assert "run_id" in InboxMessage.objects.get().last_error
         assert not Part.objects.exists()
+
+    @pytest.mark.django_db(transaction=True, databases=["default", "other"])
+    def test_messages_of_a_run_are_not_read_from_a_replica(self, joins, settings):
+        settings.DATABASE_ROUTERS = [ReadsElsewhere()]
+        joins(report)
+        for topic in TOPICS:
+            comes(topic)
+        drain()
+        assert effects() == [("monday", ALL)]
 
     def test_join_of_one_topic_runs_at_once(self, joins):
         joins(report, topics=TOPICS[:1])

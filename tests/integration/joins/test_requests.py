@@ -4,6 +4,7 @@ import threading
 from datetime import timedelta
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.db import connection, transaction
 
 from exactly_once.telemetry.tracing import OUTER_CORRELATION, Cause, caused_by
@@ -110,14 +111,16 @@ class TestAnswer:
         # The chain in which the requests were made, not the one of each request.
         assert {message.correlation_id for message in published("order.paid")} == {"chain-0"}
 
-    def test_async_handlers_of_answer_and_timeout_run_in_the_transaction_of_the_run(self, asks):
+    @pytest.mark.parametrize("is_timeout_async", [True, False])
+    def test_async_handlers_of_answer_and_timeout_run_in_the_transaction_and_the_chain_of_the_run(self, asks, is_timeout_async):
         async def settle_async(asked, answered):
             await Effect.objects.acreate(name=asked.payload["payment"], detail=answered.payload["result"])
+            await sync_to_async(publish)("order.paid", {})
 
         async def give_up_async(asked):
             await Effect.objects.acreate(name=asked.payload["payment"], detail="no answer")
 
-        asks(settle_async, on_timeout=give_up_async)
+        asks(settle_async, on_timeout=give_up_async if is_timeout_async else give_up)
         is_asked()
         is_answered()
         is_asked("chain-2", "payment-2")
@@ -125,6 +128,7 @@ class TestAnswer:
         travel(TIMEOUT)
         drain()
         assert effects() == [("payment-1", "paid"), ("payment-2", "no answer")]
+        assert published("order.paid")[0].correlation_id == "chain-1"
 
     def test_run_handler_calls_the_functions_with_the_given_messages(self, asks):
         function = asks(settle, on_timeout=give_up)
@@ -270,10 +274,3 @@ class TestDeclaring:
         with pytest.raises(error, match=words):
             asks(settle, **arguments)
         assert registry.get(NAME) is None
-
-    def test_async_timeout_of_a_synchronous_handler_is_refused(self, asks):
-        async def give_up_async(asked):
-            pass
-
-        with pytest.raises(TypeError, match="must both be async"):
-            asks(settle, on_timeout=give_up_async)
