@@ -1,6 +1,6 @@
 """`manage.py check` for the inbox."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
@@ -10,6 +10,7 @@ from django.conf import settings
 from django.core.checks import CheckMessage, Error, Info, Tags, Warning, register
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
+from django.db.models import Model
 
 from exactly_once.checks import check_half, check_with
 from exactly_once.conf.masking import masked
@@ -48,15 +49,24 @@ check_half("INBOX", InboxOptions, HISTORY, settings_id="inbox.W009", rights_id="
 @register()
 def check_handlers(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """inbox.E002: a handler on a database that does not exist or that has no inbox tables."""
+    return errors_without_tables(
+        InboxMessage,
+        [(f"The handler {handler.name}", handler) for handler in registry.all()],
+        what="inbox",
+        hint="The inbox row and the effect must be in the same database. Set using= to an alias of DATABASES to which the "
+        "database routers allow the inbox to be migrated.",
+        id="inbox.E002",
+    )
+
+
+def errors_without_tables(
+    model: type[Model], named: Iterable[tuple[str, Handler]], *, what: str, **error: Any
+) -> list[CheckMessage]:
+    """An error for each handler, after its name for people, whose database does not exist or may not have the table."""
     return [
-        Error(
-            f"The handler {handler.name} has using={handler.using!r}, but that database has no inbox.",
-            hint="The inbox row and the effect must be in the same database. Set using= to an alias of DATABASES to which the "
-            "database routers allow the inbox to be migrated.",
-            id="inbox.E002",
-        )
-        for handler in registry.all()
-        if handler.using not in connections or not router.allow_migrate_model(handler.using, InboxMessage)
+        Error(f"{name} has using={handler.using!r}, but that database has no {what}.", **error)
+        for name, handler in named
+        if handler.using not in connections or not router.allow_migrate_model(handler.using, model)
     ]
 
 

@@ -30,6 +30,7 @@ import inbox
 import inbox.checks
 import inbox.contrib.http
 import inbox.contrib.joins
+import inbox.contrib.joins.decorators
 import inbox.contrib.outgoing_webhooks
 import inbox.contrib.outgoing_webhooks.fanning_out
 import inbox.metrics
@@ -154,7 +155,7 @@ def test_every_argument_of_a_command_is_documented_and_no_other(name):
 
 
 def test_every_check_is_documented_and_no_other():
-    optional = (inbox.contrib.joins.checks, inbox.contrib.outgoing_webhooks.fanning_out)
+    optional = (inbox.contrib.joins.decorators, inbox.contrib.outgoing_webhooks.fanning_out)
     modules = (exactly_once.checks, outbox.checks, inbox.checks, *optional)
     text = "".join(Path(module.__file__).read_text() for module in modules)
     ids = re.findall(r'id="((?:exactly_once|outbox|inbox|inbox_joins|inbox_outgoing_webhooks)\.[EWI]\d{3})"', text)

@@ -7,7 +7,7 @@ from django.core.checks import WARNING
 from django.test import override_settings
 
 from inbox.contrib.joins import joined_handler
-from inbox.contrib.joins.checks import check_cycles, check_tables
+from inbox.contrib.joins.decorators import check_cycles, check_tables
 from inbox.handlers.decorator import idempotent_handler
 
 

@@ -9,7 +9,6 @@ class JoinsConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from inbox.contrib.joins import checks  # noqa: F401 - importing it registers the checks
         from inbox.contrib.joins.models import Run
         from inbox.housekeeping import Remains, add_remains
 

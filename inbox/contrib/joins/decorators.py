@@ -1,4 +1,4 @@
-"""The decorators: of a join, and of a request and its answer, which is a join, too.
+"""The decorators, of a join, and of a request and its answer, which is a join, too; and the checks of what they declare.
 
 A join is registered as a handler for its runs, and a handler for each topic that it waits for.
 
@@ -9,23 +9,29 @@ that arrives before its request waits for it, copies of both are suppressed, and
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial, update_wrapper
 from typing import Any, Literal
 
 from asgiref.sync import async_to_sync
+from django.apps import AppConfig
+from django.core.checks import CheckMessage, Warning, register
 
 from exactly_once.packages import name_of
 from exactly_once.telemetry.tracing import OUTER_CORRELATION, caused_by, current_cause
+from inbox.checks import errors_without_tables
 from inbox.contrib.joins import Join
 from inbox.contrib.joins.collecting import Definition, collect, gather
+from inbox.contrib.joins.models import Run
 from inbox.contrib.joins.store import TOPIC
 from inbox.errors import Reject
 from inbox.handlers.decorator import Function, database_of, kept_name, refuse_not_callable, registering, require_topics
+from inbox.handlers.handler import Handler
 from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import Retry, require_duration
+from inbox.handlers.registry import registry
 
 
 def joined_handler(
@@ -126,8 +132,8 @@ def correlated(
 
 def _register(join: Definition, function: Callable[[Join], Any], correlate: BizId | str, **options: Any) -> None:
     for collector, topic in join.collectors.items():
-        register = registering([topic], biz_id=correlate, name=collector, using=join.using, collects_for=join.name)
-        register(update_wrapper(partial(collect, join), collect))
+        collecting = registering([topic], biz_id=correlate, name=collector, using=join.using, collects_for=join.name)
+        collecting(update_wrapper(partial(collect, join), collect))
     options |= {"all_of": join.topics, "gather": partial(gather, join)}
     registering([TOPIC], biz_id=correlate, name=join.name, using=join.using, **options)(function)
 
@@ -157,3 +163,57 @@ def _answering(join: Definition, function: Callable[..., Any], on_timeout: Calla
 
 def _synchronous(function: Callable[..., Any]) -> Callable[..., Any]:
     return async_to_sync(function) if inspect.iscoroutinefunction(function) else function
+
+
+@register()
+def check_cycles(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """inbox_joins.W001: a join that waits for a message which, as far as is declared, is published only after it has run."""
+    return [
+        Warning(
+            f"The join {join.name} can never run, as far as is declared: it waits for {topic!r}, which only "
+            f"{', '.join(sorted(names))} publishes, and that runs only after it.",
+            hint="Remove the topic from all_of=, or correct the publishes= of these handlers. Silence this check if "
+            "other code, such as a view, publishes the first of these messages.",
+            id="inbox_joins.W001",
+        )
+        for join in _joins()
+        for topic, names in _never_published(join)
+    ]
+
+
+@register()
+def check_tables(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """inbox_joins.E002: a join on a database that has no tables of joins."""
+    return errors_without_tables(
+        Run,
+        [(f"The join {join.name}", join) for join in _joins()],
+        what="tables of joins",
+        hint="Its runs and its effect must be in the same database. Allow inbox_joins to be migrated there in the database "
+        "routers, or set using= to another alias.",
+        id="inbox_joins.E002",
+    )
+
+
+def _joins() -> list[Handler]:
+    return [handler for handler in registry.all() if handler.all_of]
+
+
+def _never_published(join: Handler) -> Iterator[tuple[str, set[str]]]:
+    """The topics of a join whose declared publishers all run after it, with these publishers."""
+    after = {handler.name for handler in _after(join)}
+    for topic in join.all_of:
+        publishers = {handler.name for handler in registry.all() if topic in handler.publishes}
+        if publishers and publishers <= after:
+            yield topic, publishers
+
+
+def _after(join: Handler) -> list[Handler]:
+    """The join, and the handlers of the messages that it publishes."""
+    found = [join]
+    for earlier in found:
+        found += [
+            handler
+            for handler in registry.all()
+            if handler not in found and {*earlier.publishes} & {*handler.topics, *handler.all_of}
+        ]
+    return found

@@ -14,14 +14,15 @@ from functools import partial, update_wrapper
 from typing import Any
 
 from django.apps import AppConfig
-from django.core.checks import CheckMessage, Error, register
+from django.core.checks import CheckMessage, register
 from django.core.serializers.json import DjangoJSONEncoder
-from django.db import connections, router
+from django.db import router
 
 from exactly_once.process.clock import utcnow
 from exactly_once.wire.envelope import JSON
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from exactly_once.wire.identity import new_message_id
+from inbox.checks import errors_without_tables
 from inbox.contrib.outgoing_webhooks.endpoints import subscribed
 from inbox.contrib.outgoing_webhooks.models import Endpoint, State
 from inbox.handlers.decorator import database_of, registering
@@ -79,16 +80,14 @@ def fan_outs() -> list[Handler]:
 @register()
 def check_tables(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """inbox_outgoing_webhooks.E001: webhooks on a database that has no table of endpoints."""
-    return [
-        Error(
-            f"send_webhooks({handler.topics[0]!r}) has using={handler.using!r}, but that database has no table of endpoints.",
-            hint="A message and its requests are stored in one transaction. Allow inbox_outgoing_webhooks to be migrated there "
-            "in the database routers, or set using= to another alias.",
-            id="inbox_outgoing_webhooks.E001",
-        )
-        for handler in fan_outs()
-        if handler.using not in connections or not router.allow_migrate_model(handler.using, Endpoint)
-    ]
+    return errors_without_tables(
+        Endpoint,
+        [(f"send_webhooks({handler.topics[0]!r})", handler) for handler in fan_outs()],
+        what="table of endpoints",
+        hint="A message and its requests are stored in one transaction. Allow inbox_outgoing_webhooks to be migrated there in "
+        "the database routers, or set using= to another alias.",
+        id="inbox_outgoing_webhooks.E001",
+    )
 
 
 def aliases() -> list[str]:
