@@ -26,7 +26,7 @@ pytestmark = pytest.mark.every_database
 PUBLISHING = {
     "before outbox.contrib.http.publishing.publish_many": 0,
     "after outbox.contrib.http.publishing.publish_many": 0,
-    "after outbox.contrib.http.endpoints.publish_with_key": 1,
+    "after outbox.contrib.http.urls.publish_with_key": 1,
 }
 """Where the server is killed while it publishes, and how many messages are committed then."""
 READING = {

@@ -101,8 +101,8 @@ def documents():
     """The committed OpenAPI documents, by the module of their API."""
     reference = Path(ROOT, "docs", "reference")
     return {
-        "outbox.contrib.http.endpoints": reference / "outbox-openapi.json",
-        "inbox.contrib.http.endpoints": reference / "inbox-openapi.json",
+        "outbox.contrib.http.urls": reference / "outbox-openapi.json",
+        "inbox.contrib.http.urls": reference / "inbox-openapi.json",
     }
 
 

@@ -27,7 +27,7 @@ CHECKS = (
 def served(live_server, own_handlers, monkeypatch):
     """The URL of both APIs."""
     subscribe(TOPIC)
-    monkeypatch.setattr("inbox.contrib.http.endpoints._MAX_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr("inbox.contrib.http.urls._MAX_WAIT_SECONDS", 0.05)
     with override_settings(ROOT_URLCONF="tests.support.http_urls", OUTBOX={"HTTP": HTTP}):
         yield f"{live_server.url}/api"
 
@@ -84,7 +84,7 @@ def test_generated_client_publishes_and_gets_typed_answers(served, tmp_path, mon
     config.write_text("post_hooks: []")  # it would format what it has written
     generated = ran(
         *(sys.executable, "-m", "openapi_python_client", "generate", "--meta", "none", "--fail-on-warning"),
-        *("--config", config, "--path", documents()["outbox.contrib.http.endpoints"], "--output-path", tmp_path / "generated"),
+        *("--config", config, "--path", documents()["outbox.contrib.http.urls"], "--output-path", tmp_path / "generated"),
         directory=tmp_path,
     )
     assert generated.returncode == 0, generated.stdout

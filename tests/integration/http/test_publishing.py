@@ -171,7 +171,7 @@ def test_no_message_of_a_batch_is_published_if_one_is_refused(bad, status):
 
 
 def test_batch_is_refused_if_it_is_empty_too_large_or_has_an_idempotency_key(monkeypatch):
-    monkeypatch.setattr("outbox.contrib.http.endpoints.MAX_MESSAGES", 2)
+    monkeypatch.setattr("outbox.contrib.http.urls.MAX_MESSAGES", 2)
     answers = [
         Api().post("outbox/messages/batch", {"messages": []}),
         Api().post("outbox/messages/batch", {"messages": [MESSAGE] * 3}),

@@ -110,7 +110,7 @@ def test_http_lists_the_newest_messages_of_a_name_first_whatever_their_days(most
     ago = timedelta(days=40)
     OutboxMessage.objects.filter(message_id=ids[2]).update(settled_at=DatabaseTime(-ago), day=day_of("default", ago))
 
-    monkeypatch.setattr("outbox.contrib.http.endpoints.MAX_MESSAGES", most)
+    monkeypatch.setattr("outbox.contrib.http.urls.MAX_MESSAGES", most)
     with override_settings(ROOT_URLCONF="tests.support.http_urls", OUTBOX={"HTTP": HTTP}):
         answer = Api().get("outbox/messages", topic="shop.order.placed", biz_id="order-17").json()
 
