@@ -4,7 +4,7 @@ Commands are processes of their own. The module of the settings may say more abo
 
     before = "CREATE PUBLICATION …"     SQL for the empty database
     tenants = ("blue", "red")           schemas of `django_tenants`, which share one outbox and one inbox
-    using = "main"                      the alias of the database with the messages
+    using = "main"                      the alias of the database with the messages, which the routers name
     broker = True                       RabbitMQ and a consumer, in place of `local://`
     service = "billing"                 the first part of the names of topic and handler
     server = ("gunicorn", …)            the command of a web server, a module and its arguments, in whose requests messages are
@@ -37,7 +37,6 @@ import django
 
 PROJECT = import_module(os.environ["DJANGO_SETTINGS_MODULE"])
 USING: str = getattr(PROJECT, "using", "default")
-DATABASE = () if USING == "default" else ("--database", USING)
 TENANTS: tuple[str, ...] = getattr(PROJECT, "tenants", ())
 TOPIC = f"{getattr(PROJECT, 'service', 'projects')}.order"
 HANDLER = f"{TOPIC}.book"
@@ -187,7 +186,7 @@ def write(tenant: str) -> None:
     from outbox import Draft, cancel, prepare, publish, publish_many, reschedule
 
     def send(name: str, payload: str = "", **options: Any) -> None:
-        publish(TOPIC, payload, biz_id=f"{tenant}{name}", using=USING, **options)
+        publish(TOPIC, payload, biz_id=f"{tenant}{name}", **options)
 
     for number in range(20):
         with transaction.atomic(using=USING):
@@ -200,7 +199,7 @@ def write(tenant: str) -> None:
         with a_request(), transaction.atomic(using=USING):
             send(f"request {number}")
     with transaction.atomic(using=USING):
-        publish_many((Draft(TOPIC, "", biz_id=f"{tenant}many {number}") for number in range(10)), using=USING)
+        publish_many(Draft(TOPIC, "", biz_id=f"{tenant}many {number}") for number in range(10))
     for _ in range(2):
         with transaction.atomic(using=USING):
             send("published twice")
@@ -213,13 +212,13 @@ def write(tenant: str) -> None:
         send("rescheduled", delay=timedelta(hours=1))
         send("restored", delay=timedelta(hours=1))
         send("cancelled")
-    with prepare(TOPIC, "", biz_id=f"{tenant}prepared", using=USING):
+    with prepare(TOPIC, "", biz_id=f"{tenant}prepared"):
         pass
-    with contextlib.suppress(ZeroDivisionError), prepare(TOPIC, "", biz_id=f"{tenant}rolled back", using=USING):
+    with contextlib.suppress(ZeroDivisionError), prepare(TOPIC, "", biz_id=f"{tenant}rolled back"):
         raise ZeroDivisionError
     for name in ("cancelled", "restored"):
-        assert cancel(topic=TOPIC, biz_id=f"{tenant}{name}", using=USING), name
-    assert reschedule(topic=TOPIC, biz_id=f"{tenant}rescheduled", delay=timedelta(), using=USING)
+        assert cancel(topic=TOPIC, biz_id=f"{tenant}{name}"), name
+    assert reschedule(topic=TOPIC, biz_id=f"{tenant}rescheduled", delay=timedelta())
 
 
 def expected() -> Counter[str]:
@@ -256,7 +255,7 @@ def handled(wanted: Counter[str], **receipt: Any) -> None:
     """
     deadline = time.monotonic() + LONGEST_SECONDS
     while True:
-        run("outbox_relay", "--drain", *DATABASE)
+        run("outbox_relay", "--drain")
         found = {tenant: effects(tenant) for tenant in TENANTS or ("",)}
         for tenant, names in found.items():
             assert not names - wanted, f"too much in {tenant or USING}: {names - wanted}"
@@ -276,13 +275,13 @@ def operate(get: Get) -> None:
     from tests.projects.shop.models import Effect
 
     for tenant in TENANTS or ("",):
-        assert restore(topic=TOPIC, biz_id=f"{tenant}restored", using=USING)
-        assert publish_now(topic=TOPIC, biz_id=f"{tenant}restored", using=USING)
+        assert restore(topic=TOPIC, biz_id=f"{tenant}restored")
+        assert publish_now(topic=TOPIC, biz_id=f"{tenant}restored")
         with at_home(tenant):
             Effect.objects.using(USING).create(name="repaired", topic=TOPIC)
-    call_command("inbox_retry", "--all", *DATABASE, stdout=StringIO())
+    call_command("inbox_retry", "--all", stdout=StringIO())
     for command in COMMANDS:
-        call_command(*command, *DATABASE, stdout=StringIO())
+        call_command(*command, stdout=StringIO())
     pages(get)
 
 
@@ -293,7 +292,7 @@ def purge() -> None:
     from inbox.models import InboxMessage
     from outbox.models import OutboxMessage
 
-    call_command("exactly_once_purge", "--older-than-days", "0", *DATABASE, stdout=StringIO())
+    call_command("exactly_once_purge", "--older-than-days", "0", stdout=StringIO())
     for model in (OutboxMessage, InboxMessage):
         assert not model.objects.using(USING).filter(topic=TOPIC).exclude(settled_at=None).exists(), model
 

@@ -8,3 +8,11 @@ class EventBus(OutboxConfig):
 
 class EventInbox(InboxConfig):
     label = "eventInbox"
+
+
+class MessageOutbox(OutboxConfig):
+    label = "message_outbox"
+
+
+class MessageInbox(InboxConfig):
+    label = "message_inbox"

@@ -1,16 +1,15 @@
-"""A project whose own apps are labelled outbox and inbox installs ours under other labels, as the documentation shows."""
+"""A project whose own apps are labelled outbox and inbox installs ours under other labels, as the documentation shows.
+
+The whole cycle under other labels is a project of `tests/projects`.
+"""
 
 import pytest
 
 from tests.support import ROOT
 from tests.support.pages import titled_files
-from tests.support.projects import ADMIN_URLS, SHOP_HANDLERS, SHOP_SETTINGS, USE_SHOP, run_in
+from tests.support.projects import ADMIN_SETTINGS, ADMIN_URLS, run_in, settings_of
 
 PAGE = ROOT / "docs" / "how-to" / "app-named-outbox.md"
-SETTINGS = f"""\
-{SHOP_SETTINGS}
-INSTALLED_APPS = [*ADMIN_APPS, "shop.outbox", "shop.inbox", "shop.orders"]
-"""
 THEIR_MODELS = """\
 from django.db import models
 
@@ -18,37 +17,47 @@ from django.db import models
 class {name}(models.Model):
     body = models.TextField()
 """
+HANDLERS = """\
+from inbox import idempotent_handler
 
-
-USE = f"""{USE_SHOP}
+idempotent_handler("shop.order.placed", name="shop.handle")(print)
+"""
+USE = """
 from django.apps import apps
-from django.contrib.auth.models import Permission
-from django.db import connection
+from django.contrib.auth.models import Permission, User
+from django.core.management import call_command
+from django.db import connection, transaction
+from django.test import Client
 
 from exactly_once.models import AuditEntry
+from inbox.models import InboxMessage
+from outbox import publish
+from outbox.models import OutboxMessage
 
 call_command("makemigrations", "outbox", "inbox", verbosity=0)
 call_command("makemigrations", check=True)
 call_command("migrate", verbosity=0)
 call_command("check", databases=["default"])
-use("default", "message_")
-tables = {{*connection.introspection.table_names()}}
-assert {{"message_outbox_outboxmessage", "message_inbox_inboxmessage", "outbox_outboxmessage", "inbox_inboxmessage"}} <= tables
+with transaction.atomic():
+    publish("shop.order.placed", {}, biz_id="now")
+    publish("shop.order.placed", {}, biz_id="later", delay="2m")
+call_command("outbox_relay", drain=True, verbosity=0)
+assert InboxMessage.objects.get(biz_id="now").state == "done"
+tables = {*connection.introspection.table_names()}
+assert {"message_outbox_outboxmessage", "message_inbox_inboxmessage", "outbox_outboxmessage", "inbox_inboxmessage"} <= tables
 theirs = [apps.get_model("outbox.OutboxMessage"), apps.get_model("inbox.InboxMessage")]
 assert [model.objects.count() for model in theirs] == [0, 0]
 
 user = User.objects.create_user("staff", is_staff=True)
 labels = ["exactly_once", "message_outbox", "message_inbox"]
 user.user_permissions.set(Permission.objects.filter(content_type__app_label__in=labels))
+client = Client()
 client.force_login(user)
-visited("/admin/exactly_once/overview/figures/?charts=hour")
-row, bad = (OutboxMessage.objects.get(biz_id=name) for name in ("later", "bad"))
-page = visited(f"/admin/message_outbox/outboxmessage/{{row.pk}}/change/")
-assert "message-life" in page
-assert "/admin/message_inbox/inboxmessage/?q=" in visited(f"/admin/message_outbox/outboxmessage/{{bad.pk}}/change/")
-chosen = {{"action": "cancel", "_selected_action": row.pk}}
-assert "No, take me back" in visited("/admin/message_outbox/outboxmessage/", chosen)
-visited("/admin/message_outbox/outboxmessage/", {{**chosen, "confirmed": "yes", "reason": "try"}})
+rows = {row.biz_id: row for row in OutboxMessage.objects.all()}
+page = client.get(f"/admin/message_outbox/outboxmessage/{rows['now'].pk}/change/").text
+assert "message-life" in page and "/admin/message_inbox/inboxmessage/?q=" in page
+chosen = {"action": "cancel", "_selected_action": rows["later"].pk, "confirmed": "yes", "reason": "try"}
+client.post("/admin/message_outbox/outboxmessage/", chosen)
 assert OutboxMessage.objects.get(biz_id="later").state == "cancelled"
 assert AuditEntry.objects.filter(action="cancel", actor="staff").exists()
 """
@@ -57,13 +66,15 @@ assert AuditEntry.objects.filter(action="cancel", actor="staff").exists()
 @pytest.fixture
 def project(tmp_path, empty_database):
     """The files of the page, and two apps of the project with our labels and the names of our models."""
+    apps = ["shop.outbox", "shop.inbox", "shop.orders"]
+    given = {"database": empty_database("shop.sqlite3"), "ALLOWED_HOSTS": ["testserver"], "ROOT_URLCONF": "shop.urls"}
     files = {
         "shop/__init__.py": "",
         "shop/urls.py": ADMIN_URLS,
-        "shop/settings.py": SETTINGS + f"DATABASES = {{'default': {empty_database('shop.sqlite3')!r}}}\n",
+        "shop/settings.py": settings_of(INSTALLED_APPS=apps, **given) + ADMIN_SETTINGS + "INSTALLED_APPS += ADMIN_APPS\n",
         "shop/outbox/models.py": THEIR_MODELS.format(name="OutboxMessage"),
         "shop/inbox/models.py": THEIR_MODELS.format(name="InboxMessage"),
-        "shop/orders/handlers.py": SHOP_HANDLERS,
+        "shop/orders/handlers.py": HANDLERS,
         **{f"shop/{app}/__init__.py": "" for app in ("outbox", "inbox", "orders")},
     }
     for name, text in titled_files(PAGE, given=files).items():
@@ -73,9 +84,8 @@ def project(tmp_path, empty_database):
     return tmp_path
 
 
-def run(project, *scripts):
-    program = "import django\ndjango.setup()\n" + "".join(scripts)
-    return run_in(project, "shop.settings", "-c", program, PYTHONWARNINGS="error")
+def run(project, script=""):
+    return run_in(project, "shop.settings", "-c", f"import django\ndjango.setup()\n{script}", PYTHONWARNINGS="error")
 
 
 @pytest.mark.every_database
