@@ -17,63 +17,61 @@ from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.admin_pages import NASTY, Page, act, said, staff_client
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import an_envelope, deliver, options, the_effect, the_row
+from tests.support.deliveries import an_envelope, deliver, fails, options, the_effect, the_row
 from tests.support.inbox_rows import settle
 from tests.support.sql import executed
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
 VIEW, DRY_RUN = "view_inboxmessage", "dry_run_inboxmessage"
-LIST, DETAIL = "admin:inbox_inboxmessage_changelist", "admin:inbox_inboxmessage_change"
+LIST = "admin:inbox_inboxmessage_changelist"
 
 
-class Handler:
-    """Fails at its delivery, and does what the test says in a dry run."""
-
-    def __init__(self):
-        self.does = None
-
-    def __call__(self, message):
-        if self.does is None:
-            raise ValueError("at first")
-        return self.does(message)
+def asked(**fields):
+    return act(staff_client(VIEW, DRY_RUN), "dry_run", the_row(), page=LIST, **fields)
 
 
 @pytest.fixture
-def dead(handles):
-    """A dead message, and the handler that made it one."""
-    function = Handler()
-    deliver(handles(function), an_envelope(), given=options(MAX_ATTEMPTS=1))
-    return function
+def run_dry(handles):
+    """Dead-letter a message, store one effect in the other database, run the handler dry, and return the page.
 
+    It leaves nothing in the database of the message.
+    """
 
-def run(row=None, **fields):
-    client = staff_client(VIEW, DRY_RUN)
-    return act(client, "dry_run", row or the_row(), page=LIST, confirmed="yes", **{"seconds": "10", **fields})
+    def run(does, seconds="10"):
+        failed = []
 
+        def handler(message):
+            if not failed:
+                failed.append(message)
+                raise ValueError("at first")
+            return does(message)
 
-def untouched(before):
-    now = InboxMessage.objects.values().get()
-    return now == before
+        deliver(handles(handler), an_envelope(), given=options(MAX_ATTEMPTS=1))
+        before = InboxMessage.objects.values().get()
+        Effect.objects.using("other").create(name="kept")
+        connections["other"].close()
+        page = Page(asked(confirmed="yes", seconds=seconds))
+        assert InboxMessage.objects.values().get() == before
+        assert not Effect.objects.exists()
+        assert not OutboxMessage.objects.exists()
+        return page
+
+    return run
 
 
 @pytest.mark.every_database
-def test_dry_run_shows_what_would_be_written_and_published_and_leaves_nothing(dead):
+def test_dry_run_shows_what_would_be_written_and_published_and_leaves_nothing(run_dry):
     def work(message):
         the_effect(message)
         publish("shop.reserved", {"order": 7}, biz_id="reserved-7")
 
-    dead.does = work
-    before = InboxMessage.objects.values().get()
-    page = Page(run())
+    page = run_dry(work)
     assert "It would be handled" in page.text
     assert "INSERT INTO" in page.text
     assert Effect._meta.db_table in page.text
     assert "shop.reserved reserved-7" in page.text
     assert '"order": 7' in page.text
-    assert not Effect.objects.exists()
-    assert not OutboxMessage.objects.exists()
-    assert untouched(before)
 
 
 @pytest.mark.every_database
@@ -86,24 +84,20 @@ def test_dry_run_shows_what_would_be_written_and_published_and_leaves_nothing(de
         (SystemExit(3), "It would fail"),
     ],
 )
-def test_dry_run_shows_what_the_handler_raises(dead, error, outcome):
+def test_dry_run_shows_what_the_handler_raises(run_dry, error, outcome):
     def fail(message):
         the_effect(message)
         raise error
 
-    dead.does = fail
-    before = InboxMessage.objects.values().get()
-    page = Page(run())
+    page = run_dry(fail)
     assert outcome in page.text
     assert str(error) in page.text
     assert "tests/integration/admin/test_dry_run.py" in page.text
-    assert not Effect.objects.exists()
-    assert untouched(before)
 
 
 @pytest.mark.long
 @pytest.mark.every_database
-def test_handler_that_takes_too_long_is_interrupted(dead):
+def test_handler_that_takes_too_long_is_interrupted(run_dry):
     ended = threading.Event()
 
     def loop(message):
@@ -114,28 +108,22 @@ def test_handler_that_takes_too_long_is_interrupted(dead):
         finally:
             ended.set()
 
-    dead.does = loop
-    page = Page(run(seconds="1"))
-    assert "It did not end in time" in page.text
+    assert "It did not end in time" in run_dry(loop, seconds="1").text
     assert ended.wait(10)
-    assert not Effect.objects.exists()
 
 
 @pytest.mark.every_database
-def test_statement_that_would_end_the_transaction_is_refused(dead):
-
+def test_statement_that_would_end_the_transaction_is_refused(run_dry):
     def commit(message):
         the_effect(message)
         executed("COMMIT")
 
-    dead.does = commit
-    assert "It would fail" in Page(run()).text
-    assert not Effect.objects.exists()
+    assert "It would fail" in run_dry(commit).text
 
 
-def test_dry_run_asks_first_and_warns_of_real_effects(dead):
-    page = Page(act(staff_client(VIEW, DRY_RUN), "dry_run", the_row(), page=LIST))
-    assert "Mail, HTTP requests and other effects outside the database are real." in page.text
+def test_dry_run_asks_first_and_warns_of_real_effects(handles):
+    deliver(handles(fails), an_envelope(), given=options(MAX_ATTEMPTS=1))
+    assert "Mail, HTTP requests and other effects outside the database are real." in Page(asked()).text
 
 
 def test_handler_under_a_lease_and_a_done_message_are_refused(handles):
@@ -148,23 +136,19 @@ def test_handler_under_a_lease_and_a_done_message_are_refused(handles):
     deliver(handles(work, lease=Lease()), an_envelope(), given=options(MAX_ATTEMPTS=1))
     assert the_row().state == State.DEAD
     ran.clear()
-    reasons = [said(run())]
-    settle(InboxMessage.objects.all())
-    reasons.append(said(run()))
-
-    assert [level for ((level, _),) in reasons] == ["error", "error"]
-    for ((_, words),), expected in zip(reasons, ("cannot be rolled back", "only dead and retrying messages"), strict=True):
-        assert expected in words
+    for reason in ("cannot be rolled back", "only dead and retrying messages"):
+        ((level, words),) = said(asked(confirmed="yes", seconds="10"))
+        assert (level, reason in words) == ("error", True)
+        settle(InboxMessage.objects.all())
     assert not ran
 
 
-def test_markup_in_writes_and_payloads_stays_text(dead):
+def test_markup_in_writes_and_payloads_stays_text(run_dry):
     def work(message):
         Effect.objects.create(name="x", detail=NASTY[:60])
         publish("shop.x", {"text": NASTY})
 
-    dead.does = work
-    page = Page(run())
+    page = run_dry(work)
     assert "<script>" in page.text
     assert not page.all("img")
 
@@ -190,29 +174,6 @@ def with_the_driver(sql=DELETE):
 
 
 @pytest.fixture
-def run_dry(handles):
-    """Dead-letter a message, store one effect in the other database, run the handler dry, and return the page."""
-
-    def run(does):
-        failed = []
-
-        def handler(message):
-            if not failed:
-                failed.append(message)
-                raise ValueError("at first")
-            return does()
-
-        deliver(handles(handler), an_envelope(), given=options(MAX_ATTEMPTS=1))
-        Effect.objects.using("other").create(name="kept")
-        connections["other"].close()
-        client = staff_client("view_inboxmessage", "dry_run_inboxmessage")
-        page = "admin:inbox_inboxmessage_changelist"
-        return Page(act(client, "dry_run", the_row(), page=page, confirmed="yes", seconds="10"))
-
-    return run
-
-
-@pytest.fixture
 def emptying_function(transactional_db):
     execute(f"CREATE FUNCTION empty_the_effects() RETURNS void LANGUAGE sql AS $$ {DELETE} $$")
     yield
@@ -226,7 +187,7 @@ def the_names():
 @pytest.mark.parametrize("sql", DELETING.values(), ids=DELETING)
 @pytest.mark.usefixtures("emptying_function")
 def test_statement_that_writes_to_another_database_in_any_form_is_refused_by_the_database(run_dry, sql):
-    page = run_dry(lambda: execute(sql))
+    page = run_dry(lambda message: execute(sql))
     assert the_names() == ["kept"]
     assert "It would fail" in page.text
     assert READ_ONLY in page.text
@@ -249,7 +210,7 @@ def commit_by_the_driver():
 @pytest.mark.every_database
 @pytest.mark.parametrize("write", [with_the_driver, reconnect, commit_by_the_driver])
 def test_write_to_another_database_by_the_driver_or_after_a_reconnect_is_refused(run_dry, write):
-    page = run_dry(write)
+    page = run_dry(lambda message: write())
     assert the_names() == ["kept"]
     assert "It would fail" in page.text
 
@@ -271,7 +232,7 @@ def test_write_on_a_connection_that_a_pool_wraps_is_refused(run_dry, monkeypatch
     monkeypatch.setattr(backend, "_set_autocommit", lambda self, value: setattr(self.connection._raw, "autocommit", value))
     connections.close_all()
 
-    page = run_dry(lambda: execute(DELETE))
+    page = run_dry(lambda message: execute(DELETE))
     assert the_names() == ["kept"]
     assert "cannot execute DELETE in a read-only transaction" in page.text
     connections.close_all()
@@ -279,7 +240,7 @@ def test_write_on_a_connection_that_a_pool_wraps_is_refused(run_dry, monkeypatch
 
 @pytest.mark.every_database
 def test_error_that_the_handler_swallows_still_leaves_the_other_database_as_it_was(run_dry):
-    def swallow():
+    def swallow(message):
         with suppress(Exception), transaction.atomic(using="other"):
             execute(DELETE)
 
@@ -289,7 +250,7 @@ def test_error_that_the_handler_swallows_still_leaves_the_other_database_as_it_w
 
 
 def test_transaction_that_the_handler_ends_makes_another_database_no_more_writable(run_dry):
-    def end():
+    def end(message):
         with suppress(Exception):
             execute("COMMIT")
         with suppress(Exception), transaction.atomic(using="other", durable=True):
@@ -306,7 +267,7 @@ def test_transaction_that_the_handler_ends_makes_another_database_no_more_writab
 def test_handler_reads_another_database_also_in_a_transaction_and_its_commit_hooks_do_not_run(run_dry):
     ran, read = [], []
 
-    def reads():
+    def reads(message):
         with transaction.atomic(using="other"):
             transaction.on_commit(lambda: ran.append("hook"), using="other")
             read.extend(Effect.objects.using("other").values_list("name", flat=True))
@@ -324,7 +285,7 @@ def test_other_threads_of_the_web_process_write_to_another_database_during_a_dry
         Effect.objects.using("other").create(name="written meanwhile")
         connections["other"].close()
 
-    def while_it_runs():
+    def while_it_runs(message):
         Effect.objects.using("other").count()
         with ThreadPoolExecutor(1) as web:
             web.submit(elsewhere).result()
@@ -338,7 +299,7 @@ def test_pooled_connection_writes_again_after_a_dry_run(run_dry, the_only_sessio
     """The pool has one connection, so the dry run and the web process use the same session."""
     sessions = []
 
-    def look():
+    def look(message):
         sessions.append(the_only_session())
         if outcome == "refused":
             execute(DELETE)
