@@ -108,9 +108,9 @@ class RowProducer(kombu.Producer):  # type: ignore[misc] # kombu exports none of
             properties=properties,
         )
         row = _row(body.encode() if isinstance(body, str) else bytes(body), wire, deliver_at, end)
-        text = _text(wire, row)
+        row = row._replace(wire=_text(wire, row))
         # Celery accepts the same task id twice, so this does, too: the later row gets a new message id.
-        while writing.insert_formed(self._alias, row, text) is None:
+        while writing.insert(self._alias, row) is None:
             row = row._replace(message_id=new_message_id())
         doorbell.ring_if_soon(self._alias, deliver_at)
 

@@ -12,7 +12,7 @@ from exactly_once.wire.identity import uuid_in
 from exactly_once.wire.text import why_no_topic
 from outbox.models import OutboxMessage
 from outbox.states import State
-from outbox.store.trail_entries import record
+from outbox.store.transitions import record
 from outbox.store.unique import require_unpublished
 from outbox.store.writing import shard_of
 

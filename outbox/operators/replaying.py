@@ -33,7 +33,7 @@ from outbox.conf import OutboxOptions, outbox_options
 from outbox.models import PausedTopic
 from outbox.operators.operations import names_of, operations
 from outbox.states import State
-from outbox.store import trail_entries
+from outbox.store import transitions
 from outbox.store.claiming import DamagedRow, RelayedMessage, parts_of_published, read_published
 from outbox.store.outgoing import outgoing
 from outbox.store.selecting import Selection
@@ -176,7 +176,7 @@ def _send_again(alias: str, rows: Sequence[int], given: Given) -> Sequence[RowOu
     to = f" to {to_group}" if to_group else ""
     said = f"sent again{to}: {given.text}"
     published = State.PUBLISHED.value
-    trail_entries.record(alias, [found[position].message_id for position in sent], was=published, became=published, reason=said)
+    transitions.record(alias, [found[position].message_id for position in sent], was=published, became=published, reason=said)
     names = names_of(alias, [row for row in rows if row not in sent]) if len(sent) < len(rows) else {}
     return [
         RowOutcome(row)

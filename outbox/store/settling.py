@@ -26,8 +26,7 @@ from outbox.states import CONFIRM, DIE, EXPIRE, FIRE, HOLD, HOLDING_KEY, RELEASE
 from outbox.store.dialect import EVER, any_of, live
 from outbox.store.paused_topics import pause_in_hand
 from outbox.store.pending_callbacks import record_calls, topics_with_callbacks
-from outbox.store.trail_entries import is_recorded
-from outbox.store.transitions import Found, Locked, count_moved, delete, move, move_and_commit
+from outbox.store.transitions import Found, Locked, count_moved, delete, is_recorded, move, move_and_commit
 from outbox.store.unwritable_rows import SAVEPOINT, Changed, Rows, UnwritableRows, change_in_parts, change_writable
 
 _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)

@@ -4,6 +4,9 @@ No other code changes the state of a message. The statement is an UPDATE, unless
 or out of it: then on PostgreSQL one statement deletes the row from one part of the table and inserts it into another. A
 statement that waits for the row then finds no row, as if its guard had found another state. An UPDATE of `day` would also move
 the row, but raise an error in the statements that wait for it.
+
+An entry of the trail is written in the transaction of its transition, after it, while the row is still locked. So an entry
+exists if and only if the transition was committed, even if the process was killed a moment later.
 """
 
 import re
@@ -18,15 +21,17 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.sql.connections import execute, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
-from exactly_once.sql.now import NOW, now_after
+from exactly_once.sql.now import NOW, now, now_after
 from exactly_once.sql.partitions import days_by
 from exactly_once.sql.prepared_statements import PreparedStatement, numbered
 from exactly_once.states import Transition
 from exactly_once.wire.envelope import BY_OPERATOR, REPLAY_HEADER
-from outbox.models import OutboxMessage
+from exactly_once.wire.identity import process_name
+from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, printable
+from outbox.conf import outbox_options
+from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import SETTLED, State
-from outbox.store.dialect import COLUMNS, DRAWN, HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live, places
-from outbox.store.trail_entries import is_recorded, record
+from outbox.store.dialect import COLUMNS, DRAWN, HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live, places, some_uuids
 
 _PARAMETER = re.compile(r"\{(\w+)\}")
 _EXPIRY = {
@@ -286,3 +291,27 @@ def _record(alias: str, moved: Sequence[Moved], reason: str) -> None:
         by_states.setdefault((was, became), []).append(message_id)
     for (was, became), message_ids in by_states.items():
         record(alias, message_ids, was=was, became=became, reason=reason)
+
+
+def is_recorded(*, decision: bool) -> bool:
+    """Are such transitions recorded? Decisions, which matter to an operator, always are; others if TRAIL is "all"."""
+    return decision or outbox_options().TRAIL == "all"
+
+
+def record(alias: str, message_ids: Sequence[uuid.UUID], *, was: str, became: str, reason: str) -> None:
+    """Record in the open transaction that these messages changed from one state to another.
+
+    Args:
+        was: "" for new messages.
+        reason: human-readable; "" if the states are explanation enough.
+    """
+    if not message_ids:
+        return
+    connection = connections[alias]
+    ids, parameter = some_uuids(connection, message_ids)
+    execute(
+        connection,
+        f"INSERT INTO {TrailEntry._meta.db_table} (message_id, was, became, at, process, reason) "
+        f"SELECT id, %s, %s, {now(connection)}, %s, %s FROM {ids}",
+        [was, became, process_name()[:NAME_LENGTH], printable(reason, ERROR_LENGTH), parameter],
+    )

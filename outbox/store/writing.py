@@ -21,7 +21,7 @@ from exactly_once.sql.prepared_statements import PreparedStatement, is_worthwhil
 from outbox.models import SHARDS
 from outbox.states import State
 from outbox.store.dialect import DRAWN, HISTORY, LIVE_PART, TABLE, as_uuid, chunks, live
-from outbox.store.trail_entries import record_insert
+from outbox.store.transitions import is_recorded, record
 from outbox.store.unique import UNLESS_FOUND, is_published_already
 
 ORDER_SPACE = zlib.crc32(f"{TABLE}.key".encode()) - 2**31
@@ -39,7 +39,11 @@ def shard_of(key: str, message_id: uuid.UUID) -> int:
 
 
 class NewRow(NamedTuple):
-    """A validated message to insert. `body` and `headers` are serialised; durations count from the insert."""
+    """A validated message to insert. `body` and `headers` are serialised; durations count from the insert.
+
+    Attributes:
+        wire: its format, if that is of another protocol, as in `RelayedMessage`.
+    """
 
     message_id: uuid.UUID
     topic: str
@@ -55,6 +59,7 @@ class NewRow(NamedTuple):
     delay: timedelta | None
     deliver_at: datetime | None
     expires_in: timedelta | None
+    wire: str | None = None
 
     @property
     def shard(self) -> int:
@@ -119,19 +124,29 @@ def hold_order(alias: str, keys: Collection[str]) -> None:
 
 
 def insert(alias: str, row: NewRow) -> int | None:
-    """Insert one message; its position, or None if it conflicts with another unique message, see `find_unique`."""
+    """Insert one message; its position, or None if it conflicts with an earlier one.
+
+    A unique message conflicts with another unique one, see `find_unique`; one in the format of another protocol with any that
+    has its message id, which the caller may have chosen (a Celery task id).
+    """
     connection = connections[alias]
     values, parameters = _values(connection, row)
-    unless = UNLESS_FOUND[connection.vendor] if row.is_unique else ""
-    statement = f"INSERT INTO {live(connection)} {_INTO} {values} {unless} RETURNING id"
+    into, unless = _INTO, UNLESS_FOUND[connection.vendor] if row.is_unique else ""
+    if row.wire is not None:
+        into, unless = _INTO_FORMED, "ON CONFLICT (message_id) DO NOTHING"
+        values, parameters = f"{values.removesuffix(')')}, %s)", [*parameters, row.wire]
+    statement = f"INSERT INTO {live(connection)} {into} {values} {unless} RETURNING id"
     if is_worthwhile(connection):
         found = next(iter(_prepared(statement).fetch(connection, parameters)), None)
     else:
         found = next(iter(fetch(connection, statement, parameters)), None)
-    if found and row.is_unique and is_published_already(alias, found):
-        _take_back(connection, found)
+    if found is None:
         return None
-    return _begun(alias, found)
+    if is_published_already(alias, found) if row.is_unique else row.wire is not None and _is_settled(connection, row):
+        execute(connection, f"DELETE FROM {LIVE_PART} WHERE id = %s", found)
+        return None
+    _record(alias, [row], row.state)
+    return int(found[0])
 
 
 @lru_cache(maxsize=64)
@@ -142,26 +157,10 @@ def _prepared(statement: str) -> PreparedStatement:
     return PreparedStatement(f"outbox_insert_{zlib.crc32(statement.encode())}", types, numbered(statement))
 
 
-def insert_formed(alias: str, row: NewRow, wire: str) -> int | None:
-    """Insert one message in the wire format of another protocol; its position, or None if its message id exists already.
-
-    The caller may have chosen such an id (a Celery task id), so it need not be new.
-    """
-    connection = connections[alias]
-    values, parameters = _values(connection, row)
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"INSERT INTO {live(connection)} {_INTO_FORMED} {values.removesuffix(')')}, %s) "
-            "ON CONFLICT (message_id) DO NOTHING RETURNING id",
-            [*parameters, wire],
-        )
-        found = cursor.fetchone()
-        if found and is_postgresql(connection):
-            cursor.execute(f"SELECT 1 FROM {HISTORY} WHERE message_id = %s LIMIT 1", [row.message_id])
-            if cursor.fetchone():
-                _take_back(connection, found)
-                return None
-    return _begun(alias, found)
+def _is_settled(connection: BaseDatabaseWrapper, row: NewRow) -> bool:
+    """Has a message in history, which the index of live messages does not cover, the id of this one?"""
+    query = f"SELECT 1 FROM {HISTORY} WHERE message_id = %s LIMIT 1"
+    return is_postgresql(connection) and bool(fetch(connection, query, [row.message_id]))
 
 
 def insert_prepared(alias: str, row: NewRow, check_after: timedelta) -> int:
@@ -169,7 +168,7 @@ def insert_prepared(alias: str, row: NewRow, check_after: timedelta) -> int:
     connection = connections[alias]
     values, parameters = _values(connection, row, check_after)
     position: int = fetch(connection, f"INSERT INTO {live(connection)} {_INTO} {values} RETURNING id", parameters)[0][0]
-    record_insert(alias, [position])
+    _record(alias, [row], _PREPARED)
     return position
 
 
@@ -178,31 +177,26 @@ def insert_many(alias: str, rows: Sequence[NewRow]) -> list[int]:
     connection = connections[alias]
     with connection.cursor() as cursor:
         if len(rows) >= _COPIED_FROM and is_postgresql(connection) and hasattr(cursor, "copy"):  # psycopg 3 has it
-            copied = _copy(connection, cursor, rows)
-            record_insert(alias, copied)
-            return copied
-        positions: dict[uuid.UUID, int] = {}
-        for chunk in chunks(rows, _INSERT_CHUNK):
-            values, parameters = zip(*(_values(connection, row) for row in chunk), strict=True)
-            cursor.execute(
-                f"INSERT INTO {live(connection)} {_INTO} {', '.join(values)} RETURNING id, message_id",
-                [parameter for some in parameters for parameter in some],
-            )
-            positions.update((as_uuid(message_id), position) for position, message_id in cursor.fetchall())
-    record_insert(alias, list(positions.values()))
-    return [positions[row.message_id] for row in rows]
+            inserted = _copy(connection, cursor, rows)
+        else:
+            positions: dict[uuid.UUID, int] = {}
+            for chunk in chunks(rows, _INSERT_CHUNK):
+                values, parameters = zip(*(_values(connection, row) for row in chunk), strict=True)
+                cursor.execute(
+                    f"INSERT INTO {live(connection)} {_INTO} {', '.join(values)} RETURNING id, message_id",
+                    [parameter for some in parameters for parameter in some],
+                )
+                positions.update((as_uuid(message_id), position) for position, message_id in cursor.fetchall())
+            inserted = [positions[row.message_id] for row in rows]
+    for state in {row.state for row in rows}:
+        _record(alias, [row for row in rows if row.state == state], state)
+    return inserted
 
 
-def _take_back(connection: BaseDatabaseWrapper, position: Sequence[Any]) -> None:
-    """Delete the row that this transaction has just inserted."""
-    execute(connection, f"DELETE FROM {LIVE_PART} WHERE id = %s", position)
-
-
-def _begun(alias: str, found: Sequence[Any] | None) -> int | None:
-    if found is None:
-        return None
-    record_insert(alias, found)
-    return int(found[0])
+def _record(alias: str, rows: Sequence[NewRow], state: str) -> None:
+    """Record the insert of these messages. It is not a decision, because the rows show it as long as they exist."""
+    if is_recorded(decision=False):
+        record(alias, [row.message_id for row in rows], was="", became=state, reason="")
 
 
 def _copy(connection: BaseDatabaseWrapper, cursor: Any, rows: Sequence[NewRow]) -> list[int]:

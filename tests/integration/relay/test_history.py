@@ -22,7 +22,7 @@ from outbox.states import CANCEL, RESTORE, ROLL_BACK, SETTLED, State
 from outbox.store import claiming, decision_rows, history, restoring, settling
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
 from outbox.store.settling import Settlement
-from outbox.store.writing import NewRow, insert_formed
+from outbox.store.writing import NewRow, insert
 from tests.support.http_api import HTTP, Api
 from tests.support.lower_bounds import at_least
 from tests.support.open_transactions import OpenTransaction
@@ -414,10 +414,10 @@ class TestUnique:
 
     def test_message_of_another_protocol_with_a_message_id_in_history_is_not_inserted(self):
         first = settled(published())
-        row = NewRow(first.id, TOPIC, "b", "", 0, b"{}", "{}", "", "", "", False, None, None, None)
+        row = NewRow(first.id, TOPIC, "b", "", 0, b"{}", "{}", "", "", "", False, None, None, None, wire="{}")
 
         with transaction.atomic():
-            assert insert_formed("default", row, "{}") is None
+            assert insert("default", row) is None
 
         assert OutboxMessage.objects.count() == 1
 
