@@ -8,12 +8,12 @@ channel closes the connection; the broker delivers again, and the inbox suppress
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import kombu
 from amqp.exceptions import ChannelError
@@ -50,7 +50,6 @@ from inbox.states import Outcome
 
 logger = escaping_logger(__name__)
 
-_Answer = TypeVar("_Answer")
 _TICK_SECONDS = 0.05
 _BUSY_TICK_SECONDS = 0.005
 _HOUSEKEEPING_SECONDS = 0.5
@@ -167,7 +166,6 @@ class Consumer:
             received=self.outcomes.total(),
             ran=self._runner.ran,
             waits_for=self._waits_for,
-            without_broker=bool(self._waits_for),
             broker_seconds=self._round_trip,
             queued=self._queued,
             waits=self._runner.outages.waits,
@@ -214,7 +212,7 @@ class Consumer:
             on_delivery = partial(self._on_delivery, lane, acks)
             consumer = kombu.Consumer(channel, [queue], on_message=on_delivery, on_decode_error=on_delivery, auto_declare=False)
             self._open[acks] = Subscription(lane, queue, consumer)
-            self._time(partial(consumer.qos, prefetch_count=prefetch_of(lane.handler, self._options)))
+            consumer.qos(prefetch_count=prefetch_of(lane.handler, self._options))
             try:
                 with refused_for_handler_only(lane.handler, self._options):
                     if lane in self._suspected:
@@ -402,7 +400,9 @@ class Consumer:
         for lane in self._usable:
             try:
                 with self._connection.channel() as channel:
-                    waiting, subscriptions = self._time(partial(self._length_of, lane.queue(channel)))
+                    asked_at = monotonic()
+                    waiting, subscriptions = self._length_of(lane.queue(channel))
+                    self._round_trip = monotonic() - asked_at if self._speaks_amqp else None
             except self._connection.channel_errors as error:
                 logger.debug("consumer: the length of the queue %r is unknown: %s", lane.queue.name, describe(error))
                 waiting = subscriptions = 0
@@ -469,14 +469,6 @@ class Consumer:
             if speaks_amqp(self._options.broker_url):
                 raise
             return 0, 1
-
-    def _time(self, ask: Callable[[], _Answer]) -> _Answer:
-        """Ask the broker, and store how long its answer took."""
-        asked_at = monotonic()
-        answer = ask()
-        if self._speaks_amqp:
-            self._round_trip = monotonic() - asked_at
-        return answer
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

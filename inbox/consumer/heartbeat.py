@@ -36,8 +36,7 @@ class Activity:
         handlers: the handlers that it receives messages for.
         received: deliveries since its start.
         ran: stored messages that it has run since its start.
-        waits_for: the unavailable resource that stops it from working, for people; "" if there is none.
-        without_broker: is that the broker?
+        waits_for: why it waits for the broker, for people; "" if it does not.
         broker_seconds: the last round trip to the broker; None without one.
         queued: by handler, the messages in its queues at the broker, as it last read them.
         waits: what stops single handlers from working, for people.
@@ -47,7 +46,6 @@ class Activity:
     received: int = 0
     ran: int = 0
     waits_for: str = ""
-    without_broker: bool = False
     broker_seconds: float | None = None
     queued: Mapping[str, int] = field(default_factory=dict)
     waits: Sequence[str] = ()
@@ -93,7 +91,7 @@ class Heartbeats:
                     monotonic(),
                     done=activity.received + activity.ran,
                     waits_for=activity.waits_for,
-                    without_broker=activity.without_broker,
+                    without_broker=bool(activity.waits_for),
                     facts={
                         "handlers": [handler.name for handler in handlers],
                         "threads": {handler.name: handler.concurrency for handler in handlers if handler.concurrency},
