@@ -10,6 +10,7 @@ The pipeline (`inbox.receiving.receive`) runs a task as it runs a message. This 
 """
 
 import inspect
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ from inbox.receiving.outages import make_refunds
 from inbox.receiving.outcomes import fail_exhausted, fail_stored, failure_of
 from inbox.receiving.receive import Policy, run
 from inbox.states import DUE, Outcome, State
-from inbox.store import handler_rows, minutes, tasks
+from inbox.store import claims, handler_rows, minutes, receipts
 from inbox.store.message_rows import ConcurrentDuplicate, Failure
 from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
 
@@ -153,11 +154,15 @@ class TaskPolicy(Policy):
         elif isinstance(error, TransactionEnded):
             # Its effect may be partial, so Celery must not run it again.
             super().settle_failure(arrival, error)
-            headers = as_sent(self.call.task, *self.call.arguments())
-            committed(self.handler.using, tasks.store_signature, arrival.row, headers)
+            committed(self.handler.using, self._store_signature)
         else:
             self._count_failure(error)
         raise error
+
+    def _store_signature(self, alias: str) -> None:
+        """Store how the task was sent, after its row has become a dead letter."""
+        row, headers = self.call.arrival.row, as_sent(self.call.task, *self.call.arguments())
+        receipts.open_message(alias, row).filter(message_id=row.message_id).update(headers=json.loads(headers))
 
     def _settle_stored_failure(self, stored: InboxMessage, error: Exception) -> None:
         try:
@@ -177,7 +182,7 @@ class TaskPolicy(Policy):
     def _run_open_row(self) -> Outcome | None:
         """Run the stored row of this task; None if there is none, if it is not open, or if it is being run."""
         row = self.call.arrival.row
-        stored = committed(self.handler.using, tasks.claim_existing, row, self.options.REDELIVERY_AFTER)
+        stored = committed(self.handler.using, claims.claim_task, row, self.options.REDELIVERY_AFTER)
         if stored is None:
             return None
         if exhausted := fail_exhausted(self.handler, stored, self.options):
@@ -189,7 +194,7 @@ class TaskPolicy(Policy):
         ended = isinstance(error, TransactionEnded)
         if stored.state == State.RECEIVED and not ended:
             self._count_failure(error)
-            committed(self.handler.using, tasks.delete_failed, stored)
+            committed(self.handler.using, claims.delete_task, stored)
         elif ended or not _celery_retries(self.call.task, error):
             # It ended its transaction, or an operator had sent it again, who must see that it failed.
             failure = failure_of(self.handler, error, stored.attempts, self.options)
@@ -235,12 +240,12 @@ def _earlier_result(call: Call, received: Outcome) -> object:
     using, name, biz_id = call.handler.using, call.handler.name, call.message.biz_id
     earlier = None
     if received is not Outcome.DEFERRED:
-        earlier = committed(using, tasks.outcome, call.arrival.row)
+        earlier = committed(using, receipts.outcome_of_task, call.arrival.row)
     if earlier is None or earlier.state in DUE:
         raise ConcurrentDuplicate
     if earlier.state != State.DONE:
         raise NotRun(
-            f"{name} was not run: its business id {biz_id!r} is {earlier.state.label.lower()} in the inbox "
+            f"{name} was not run: its business id {biz_id!r} is {State(earlier.state).label.lower()} in the inbox "
             f"({earlier.last_error}). An operator decides whether it is run."
         )
     if earlier.result is None and call.awaited:

@@ -18,7 +18,7 @@ from django.db.models import F, Q
 
 from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.days import LIVE
-from exactly_once.sql.now import NOW_AFTER, DatabaseTime
+from exactly_once.sql.now import NOW_AFTER, DatabaseTime, now_after
 from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, is_usable
 from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, SKIP_COPY, State
@@ -128,6 +128,30 @@ def claim_due(
         # It exempts this attempt from the crash quarantine, and not the next.
         under_claim(alias, claimed).update(stopping=False)
     return claimed
+
+
+def claim_task(alias: str, row: NewRow, redelivery_after: timedelta) -> InboxMessage | None:
+    """received | retrying, its attempt counted, in its own commit: the open row of this delivery of a Celery task.
+
+    Celery delivers and retries tasks, so an open row is run by the delivery that finds it. Such a row exists while a
+    redelivered message is running, and after a worker died while running it. A task that fails normally leaves none: Celery
+    decides what comes next.
+
+    None: another transaction is handling it, or there is nothing to run.
+    """
+    connection, given = connections[alias], [redelivery_after.total_seconds(), *receipts.name_of(row)]
+    skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
+    sql = (
+        f"{due.CLAIM.format(after=now_after(connection))} WHERE {IS_OPEN} AND id = (SELECT id FROM {TABLE} "
+        f"WHERE id = {receipts.ID_OF} AND {IS_OPEN} AND state IN ('received', 'retrying') AND next_attempt_at IS NOT NULL "
+        f"{skip_locked}) RETURNING *"
+    )
+    return next(iter(InboxMessage.objects.using(alias).raw(sql, given)), None)
+
+
+def delete_task(alias: str, claimed: InboxMessage) -> bool:
+    """received → ∅, after the task failed normally. False: it is no longer ours."""
+    return bool(receipts.delete(alias, f"{_OURS} AND state = 'received'", [claimed.pk, claimed.fence]))
 
 
 def under_claim(alias: str, claimed: InboxMessage) -> Any:

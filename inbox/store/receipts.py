@@ -4,7 +4,7 @@ The receipt outlives the message, whose history is dropped earlier.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.db import connections, transaction
 from django.db.models import QuerySet
@@ -52,6 +52,29 @@ def open_message(alias: str, row: NewRow) -> QuerySet[InboxMessage]:
     handler, topic, biz_id = name_of(row)
     ids = Receipt.objects.using(alias).filter(handler=handler, topic=topic, biz_id=biz_id).values("pk")
     return InboxMessage.objects.using(alias).filter(pk__in=ids, day=LIVE)
+
+
+class TaskOutcome(NamedTuple):
+    """The outcome of a Celery task.
+
+    Attributes:
+        result: what it returned, as JSON; None if that is unknown.
+    """
+
+    state: str
+    result: str | None
+    last_error: str
+
+
+def outcome_of_task(alias: str, row: NewRow) -> TaskOutcome | None:
+    """The outcome of the task that `row` repeats; None if it was deleted. One without history is taken to be done."""
+    ids = [pk for (pk,) in fetch(connections[alias], f"SELECT {ID_OF}", name_of(row)) if pk]
+    days = ", ".join(map(str, {LIVE, *days_of(alias, ids).values()}))
+    sql = (
+        "SELECT COALESCE(m.state, 'done'), CAST(m.result AS text), COALESCE(m.last_error, '') "
+        f"FROM {RECEIPTS} r LEFT JOIN {TABLE} m ON m.id = r.id AND m.day IN ({days}) WHERE r.id = %s"
+    )
+    return next((TaskOutcome(*found) for pk in ids for found in fetch(connections[alias], sql, [pk])), None)
 
 
 def create(alias: str, **columns: Any) -> InboxMessage:
