@@ -11,16 +11,15 @@ gets one statement for each row.
 The rows are numbered in the order in which they are given. Rows that exist already are left out.
 """
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, NamedTuple, TypedDict, Unpack, get_type_hints
+from typing import Annotated, NamedTuple, TypedDict, Unpack, get_type_hints
 
 from django.db import connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.failures import DEFERRED
 from exactly_once.sql.connections import execute, is_outermost, is_postgresql
@@ -36,9 +35,6 @@ from inbox.store.message_rows import COLUMNS, Earlier, Failure, Guard, NewRow, c
 from inbox.store.ordering import OPEN, hold_gates, promote_next
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail_entries import ENTRY, record, this_process
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 
 class Values(TypedDict, total=False):

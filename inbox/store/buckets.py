@@ -5,20 +5,15 @@ Turner 1986). Processes lease whole tokens in small portions. A bucket is one ro
 so the clocks of the processes may differ. On PostgreSQL a lease is one statement, so a frozen process holds no lock.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from django.db import connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.sql.connections import execute, fetch, is_postgresql
 from exactly_once.sql.now import now
 from inbox.models import TokenBucket
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 TABLE = TokenBucket._meta.db_table
 

@@ -5,15 +5,14 @@ that is due and has no `next_attempt_at` can only come from a handler that commi
 `dead_letter_abandoned` makes it a dead letter.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from django.db import IntegrityError, connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import F, Q
 
 from exactly_once.sql.connections import fetch, is_postgresql
@@ -54,9 +53,6 @@ from inbox.store.message_rows import (
 from inbox.store.ordering import deciding, promote_after_commit, promote_behind, run_lock, sees_every_commit
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail_entries import record, update
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 # In a CASE, or the planner may prefer reading the whole index of due rows to the primary key.
 _IS_CLAIMED = f"{IS_OPEN} AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
@@ -216,18 +212,16 @@ def _begin(
     return "", bool(on_sqlite[0][0]), "", True
 
 
-def identify(
-    alias: str, claimed: InboxMessage, columns: Mapping[str, Any], longest_wait: timedelta = LONGEST_LOCK_WAIT
-) -> bool | None:
+def identify(alias: str, claimed: InboxMessage, columns: Mapping[str, Any]) -> bool | None:
     """Give a claimed row that was stored without its biz-id that one, and what else was read with it.
 
     False: another row has the biz-id. None: it is no longer ours.
 
     Raises:
-        ConcurrentDuplicate: another transaction is inserting a row of that biz-id and did not end within `longest_wait`.
+        ConcurrentDuplicate: another transaction is inserting a row of that biz-id and did not end in time.
     """
     try:
-        with deciding(alias, longest_wait), locked_means_busy:
+        with deciding(alias, LONGEST_LOCK_WAIT), locked_means_busy:
             if not under_claim(alias, claimed).update(**columns):
                 return None
             copied = {column: value for column, value in columns.items() if column in receipts.COPIED}

@@ -1,14 +1,13 @@
 """Shared by the modules of the store: the table, and small differences between the databases."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.db import OperationalError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import JSONField
 
 from exactly_once.sql.connections import fetch, is_direct, is_postgresql
@@ -18,9 +17,6 @@ from exactly_once.sql.now import NOW, DatabaseTime
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox.models import InboxMessage, PausedHandler, Receipt
 from inbox.store.message_rows import ConcurrentDuplicate
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 TABLE = InboxMessage._meta.db_table
 RECEIPTS = Receipt._meta.db_table

@@ -3,15 +3,15 @@
 All of it is written by the statement that changes the state.
 """
 
-from __future__ import annotations
-
 import json
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Case, F, Func, JSONField, Value, When
+from django.db.models.sql.compiler import SQLCompiler
 
 from exactly_once.failures import COMMITTED_BY_ITSELF
 from exactly_once.sql.now import DatabaseTime
@@ -21,10 +21,6 @@ from inbox.states import ABANDON, DIE, RETRY_LATER
 from inbox.store.message_rows import ABANDONED, Failure, OrderedKey
 from inbox.store.ordering import LOCK_TIMEOUT, deciding, limits, promote_behind
 from inbox.store.trail_entries import update
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-    from django.db.models.sql.compiler import SQLCompiler
 
 ATTEMPTS_KEPT = 10
 """The latest failed attempts of a message are kept, each with its traceback."""

@@ -1,7 +1,5 @@
 """The inputs and outputs of the store: a new row, a failure, the existing row of a duplicate."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -9,14 +7,13 @@ from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.failures import REFUSED
 from exactly_once.wire.envelope import OPAQUE, headers_as_json
 from inbox.models import InboxMessage
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 UNIDENTIFIED = "unidentified:"
 """Prefix of the biz-id of a delivery whose own could not be found; a handler's own biz-ids never have it."""
@@ -60,6 +57,19 @@ class OrderedKey(NamedTuple):
 def order_of(stored: InboxMessage) -> OrderedKey | None:
     """The order that the row of this message has a place in."""
     return OrderedKey(stored.handler, stored.key) if stored.ordered and stored.key else None
+
+
+class DuplicateCause(StrEnum):
+    """The cause of a duplicate."""
+
+    REDELIVERY = "redelivery"
+    """The broker had delivered it before."""
+    RESEND = "resend"
+    """The same message was sent twice, as by a relay that crashed before it received the broker's confirm."""
+    REPLAY = "replay"
+    """An operator replayed it."""
+    BUSINESS = "business"
+    """Another message of the same biz-id: its publisher published the same fact twice."""
 
 
 @dataclass(slots=True)
@@ -237,19 +247,6 @@ class Failure:
     deferred: bool = False
     quarantined: bool = False
     is_stored: bool = False
-
-
-class DuplicateCause(StrEnum):
-    """The cause of a duplicate."""
-
-    REDELIVERY = "redelivery"
-    """The broker had delivered it before."""
-    RESEND = "resend"
-    """The same message was sent twice, as by a relay that crashed before it received the broker's confirm."""
-    REPLAY = "replay"
-    """An operator replayed it."""
-    BUSINESS = "business"
-    """Another message of the same biz-id: its publisher published the same fact twice."""
 
 
 @dataclass(frozen=True, slots=True)

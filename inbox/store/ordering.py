@@ -17,8 +17,6 @@ Every path that removes a row from the order must promote the next one: `hold_ga
 that, the key makes no progress until `release_stuck` finds it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,9 +24,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.db import connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.sql.connections import LONGEST_IDLE, READ_COMMITTED, execute, fetch, is_outermost, is_postgresql, set_local
 from exactly_once.sql.days import LIVE
@@ -40,9 +39,6 @@ from inbox.store.dialect import IS_OPEN, TABLE, as_bound, columns_of, run
 from inbox.store.due import CLAIM, NOT_PAUSED, first_due
 from inbox.store.message_rows import OrderedKey
 from inbox.store.trail_entries import record
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 OPEN = f"ordered AND NOT (state IN ('done', 'skipped', 'shed')) AND {IS_OPEN}"
 """True for rows with a place in the order, as in the index `inbox_order`."""

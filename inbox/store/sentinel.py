@@ -4,13 +4,12 @@ If a handler has swallowed a database error, Django and PostgreSQL roll back wit
 acknowledges would lose the message.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.db import DatabaseError, InterfaceError, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.sql.connections import fetch, is_outermost, is_postgresql
 from exactly_once.sql.days import LIVE
@@ -27,9 +26,6 @@ from inbox.store.failure_columns import ABANDON_AS
 from inbox.store.message_rows import ABANDONED, PARTLY, Guard
 from inbox.store.ordering import FOLLOW, GATE, PROMOTE_HEAD, for_follow, for_gate, promote_behind, promote_next
 from inbox.store.trail_entries import record
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 ENDED = f"The handler ended the inbox's transaction: it committed or rolled back without Django. {PARTLY}"
 SAVEPOINT = "inbox_guard"
