@@ -54,6 +54,12 @@ def end(before: Work | None) -> None:
         _now[threading.get_ident()] = before
 
 
+def lasting(app: str, seconds: float) -> dict[Work, int]:
+    """What has been running for this long, each with its thread."""
+    before = monotonic() - seconds
+    return {work: thread for thread, work in list(_now.items()) if work.app == app and work.began_at <= before}
+
+
 def running(app: str, alias: str, started_at: float) -> list[dict[str, Any]]:
     """What threads run now for this database, the oldest first and not more than fifty; after a minute, each with its stack.
 

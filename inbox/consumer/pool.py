@@ -6,7 +6,6 @@ so that neither starves the other. No more handlers run at a time than there are
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from math import inf
@@ -14,9 +13,11 @@ from typing import Any
 
 from django.db import connections
 
+from exactly_once.process import work
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.main_thread import stack_of
+from exactly_once.process.work import Work
 from inbox.consumer.lanes import Delivery, Lane, Unanswered
 from inbox.consumer.reception import Reception
 from inbox.consumer.runner import Runner
@@ -26,16 +27,6 @@ from inbox.limits import slots
 logger = escaping_logger(__name__)
 
 _LONGEST_WAIT_SECONDS = 0.5
-
-
-@dataclass(slots=True)
-class RunningLoad:
-    """A load that a thread has been running since `since` (monotonic)."""
-
-    since: float
-    thread: int
-    load: Sequence[Delivery]
-    is_reported: bool = False
 
 
 class Pool:
@@ -70,7 +61,8 @@ class Pool:
         self._next_lane = 0
         self._occupied: set[str] = set()
         self._probe_at = {lane.handler.using: 0.0 for lane in lanes}
-        self._running: dict[int, RunningLoad] = {}
+        self._overdue: set[Work] = set()
+        self._running: dict[int, Handler] = {}
         self._threads = [threading.Thread(target=self._work, name=f"worker-{n}", daemon=True) for n in range(1, size + 1)]
         self._storing = threading.Thread()  # not started
 
@@ -88,21 +80,16 @@ class Pool:
             raise RuntimeError("consumer: a worker thread has ended unexpectedly; the process ends. Restart it.")
 
     def report_overdue(self, limit: timedelta) -> None:
-        """Log once each load that has been running for longer than `limit`, and each handler that has used all its threads."""
-        now = monotonic()
-        for running in self.running():
-            if now - running.since >= limit.total_seconds() and not running.is_reported:
-                running.is_reported = True
-                # Its inbox row is not committed, so no other connection sees it.
-                first = running.load[0]
-                logger.warning(
-                    "handler %s: message %s has been running for %.0f s and occupies a worker thread. Set timeout= to limit a "
-                    "run. The stack of the thread:\n%s",
-                    first.handler.name,
-                    first.message.properties.get("message_id"),
-                    now - running.since,
-                    stack_of(running.thread),
-                )
+        """Log once each message that has been running for longer than `limit`, and each handler that uses all its threads."""
+        overdue = work.lasting("inbox", limit.total_seconds())
+        for one in overdue.keys() - self._overdue:
+            # Its inbox row may not be committed, so no other connection sees it.
+            logger.warning(
+                "handler %s: message %s has been running for %.0f s and occupies a worker thread. Set timeout= to limit a run. "
+                "The stack of the thread:\n%s",
+                *(one.what, one.message, monotonic() - one.began_at, stack_of(overdue[one])),
+            )
+        self._overdue = {*overdue}
         occupied = slots.occupied(limit)
         for name in occupied.keys() - self._occupied:
             count, seconds, thread = occupied[name]
@@ -205,7 +192,7 @@ class Pool:
     def is_running(self, handler: Handler) -> bool:
         """May a thread have a load of this handler in hand? Once the handler is paused, no thread takes another one."""
         with self._changed:
-            return self._storing.is_alive() or any(one.load[0].handler is handler for one in self._running.values())
+            return self._storing.is_alive() or handler in self._running.values()
 
     def _keeps_others_waiting(self, handler: Handler) -> bool:
         """Are there deliveries that should be received before more stored messages of this handler are run?"""
@@ -216,9 +203,6 @@ class Pool:
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify()
-
-    def running(self) -> list[RunningLoad]:
-        return list(self._running.values())
 
     @property
     def idle(self) -> bool:
@@ -260,18 +244,15 @@ class Pool:
             if lane.handler.using in self._probe_at or self._runner.is_paused(lane.handler):
                 continue
             if load := lane.take(now, hurry=self._hurry):
-                return self._job(lane, load, turn, now, partial(self._receive_for, lane))
+                return self._job(lane, load, turn, partial(self._receive_for, lane))
             if load := lane.take_to_check(now):
-                return self._job(lane, load, turn, now, partial(self._check_for, lane))
+                return self._job(lane, load, turn, partial(self._check_for, lane))
         return self._runner.turn if self._runner.seconds_left(now) <= 0 else None
 
-    def _job(
-        self, lane: Lane, load: list[Delivery], turn: int, now: float, do: Callable[[list[Delivery]], object]
-    ) -> Callable[[], object]:
+    def _job(self, lane: Lane, load: list[Delivery], turn: int, do: Callable[[list[Delivery]], object]) -> Callable[[], object]:
         self._next_lane += turn + 1
         self._stored_next = True
-        me = threading.get_ident()
-        self._running[me] = RunningLoad(now, me, load)
+        self._running[threading.get_ident()] = lane.handler
         return partial(self.run, lane, load, do)
 
     def _receive_for(self, lane: Lane, load: list[Delivery]) -> None:

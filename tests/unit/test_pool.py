@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import kombu
 import pytest
 
+from exactly_once.process import work
 from exactly_once.process.clock import monotonic
 from inbox import Batch, Ordered
 from inbox.consumer.channels import Acks
@@ -353,3 +354,15 @@ def test_a_load_that_cannot_be_stored_leaves_the_slot_of_its_handler():
         wait_until(lambda: sorted(tried) == [1, 1, 2])
 
     assert slots_of(lane.handler).is_free
+
+
+def test_message_that_runs_for_long_is_reported_once_with_the_stack_of_its_thread(caplog):
+    pool, before = a_pool([]), work.begin("inbox", "default", "tests.pool", "m1")
+    try:
+        for _ in range(2):
+            pool.report_overdue(timedelta())
+    finally:
+        work.end(before)
+
+    (report,) = [record.getMessage() for record in caplog.records if "message m1 has been running" in record.getMessage()]
+    assert "test_pool.py" in report
