@@ -165,11 +165,14 @@ class Pool:
     def run(self, lane: Lane, load: list[Delivery], do: Callable[[list[Delivery]], object]) -> None:
         """Run a load on this thread; `Unanswered` deliveries go back to the front of their lane."""
         left: Unanswered | None = None
+        handler, message = lane.handler, load[0].message.properties.get("message_id")
+        before = work.begin("inbox", handler.using, handler.name, str(message or ""), len(load))
         try:
             do(load)
         except Unanswered as unanswered:
             left = unanswered
         finally:
+            work.end(before)
             with self._changed:
                 self._running.pop(threading.get_ident(), None)
                 if left is None:
