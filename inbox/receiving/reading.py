@@ -253,8 +253,11 @@ def message_for(arrival: Arrival, options: InboxOptions) -> Message:
         Undecodable: its body cannot be read.
     """
     attempt = 1 if arrival.stored is None else arrival.stored.attempts
-    biz_id = business_id(arrival.row.biz_id)
-    return _message_of(arrival.envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
+    envelope, biz_id = arrival.envelope, business_id(arrival.row.biz_id)
+    if biz_id.startswith(UNIDENTIFIED):
+        # A structured event that could not be read is stored as it came.
+        envelope = opened(envelope, options.BODY_LIMIT_BYTES)
+    return _message_of(envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
 
 
 def _identified_by_headers(envelope: Envelope, *, needs_id: bool = True) -> str:

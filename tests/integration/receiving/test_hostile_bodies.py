@@ -11,10 +11,22 @@ import pytest
 
 from inbox.models import InboxMessage
 from inbox.operators import accounting
-from inbox.states import State
+from inbox.states import Outcome, State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
-from tests.support.deliveries import TOPIC, an_envelope, effects, handed_over, make_due, the_effect, the_row
+from tests.support.decisions import retry
+from tests.support.deliveries import (
+    TOPIC,
+    an_envelope,
+    deliver,
+    drain,
+    effects,
+    handed_over,
+    make_due,
+    options,
+    the_effect,
+    the_row,
+)
 from tests.support.waiting import wait_until
 from tests.support.workers import (
     NAMED_OF_THE_WORKERS,
@@ -85,6 +97,19 @@ def test_body_over_the_limit_is_a_dead_letter_with_its_body_and_takes_no_memory(
     assert "INBOX['BODY_LIMIT_BYTES']" in row.last_error
     # A body comes in frames, which are joined; it is sent to the database, and libpq copies it for that.
     assert taken < 64 + 5 * len(body) // MEGABYTE
+
+
+def test_event_over_the_limit_is_handled_with_its_data_when_it_is_retried_after_the_limit_was_raised(handles):
+    payloads = []
+    handler = handles(lambda message: payloads.append((message.id, message.payload)))
+    event = {"specversion": "1.0", "id": "large", "source": "/shop", "type": TOPIC, "data": "x" * 2_000}
+    envelope = an_envelope(event, content_type=STRUCTURED, id="", biz_id="")
+    assert deliver(handler, envelope, given=options(BODY_LIMIT_BYTES=1_024)) is Outcome.DEAD
+
+    retry("default", the_row().pk)
+    assert drain() == 1
+
+    assert payloads == [("large", "x" * 2_000)]
 
 
 def test_many_stored_messages_with_large_bodies_are_run_in_bounded_memory(worker, rabbitmq_url):
