@@ -99,18 +99,13 @@ class InboxStuckFilter(filters.StuckFilter):
 class InboxStateFilter(filters.StateFilter):
     """Deferred messages, which are `retrying` as well, are listed apart from those that failed."""
 
-    later = "later"
-
-    def states(self, model_admin: Any) -> list[tuple[str, str]]:
-        states = super().states(model_admin)
-        after = 1 + [state for state, _label in states].index(State.RETRYING)
-        return [*states[:after], (self.later, str(_("Later"))), *states[after:]]
-
-    def of(self, queryset: QuerySet[Any], state: str) -> QuerySet[Any]:
-        if state == self.later:
-            return queryset.filter(IS_DEFERRED)
-        chosen = super().of(queryset, state)
-        return chosen.exclude(IS_DEFERRED) if state == State.RETRYING else chosen
+    def conditions(self, model_admin: Any) -> filters.Conditions:
+        found = {}
+        for state, (label, condition) in super().conditions(model_admin).items():
+            found[state] = label, condition & ~IS_DEFERRED if state == State.RETRYING else condition
+            if state == State.RETRYING:
+                found["later"] = _("Later"), IS_DEFERRED
+        return found
 
 
 class DuplicatesFilter(filters.ConditionFilter):

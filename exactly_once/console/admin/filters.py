@@ -86,35 +86,25 @@ def in_states(states: Iterable[str]) -> Q:
     return reduce(or_, (Q(state=state) for state in states))
 
 
-class StateFilter(admin.SimpleListFilter):
-    """By state."""
+class StateFilter(ConditionFilter):
+    """By state, each with the number of its messages, up to the same limit as the list's."""
 
     title = _("state")
     parameter_name = "state"
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        """Every state with its count."""
-        states = self.states(model_admin)
+    def conditions(self, model_admin: Any) -> Conditions:
+        return {state: (label, Q(state=state)) for state, label in model_admin.opts.get_field("state").choices}
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, Any]]:
+        states = super().lookups(request, model_admin)
         if not is_shown(request):
             return states
         counts = self.counts(request, model_admin)
         return [(state, f"{label} ({counts[state]})") for state, label in states]
 
     def counts(self, request: HttpRequest, model_admin: Any) -> Mapping[str, str]:
-        """The number of messages by state, up to the same limit as the list's."""
         rows = model_admin.get_queryset(request)
-        return {state: counted(self.of(rows, state)) for state, _label in self.states(model_admin)}
-
-    def states(self, model_admin: Any) -> list[tuple[str, str]]:
-        return list(model_admin.opts.get_field("state").choices)
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        known = {state for state, _ in self.lookup_choices}
-        value = self.value()
-        return self.of(queryset, value) if value in known else queryset
-
-    def of(self, queryset: QuerySet[Any], state: str) -> QuerySet[Any]:
-        return queryset.filter(state=state)
+        return {state: counted(rows.filter(condition)) for state, (_label, condition) in self._conditions.items()}
 
 
 class StuckFilter(ConditionFilter):
