@@ -1,7 +1,7 @@
 import re
 from datetime import datetime
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 from django.db.models import Count, Max, Min, Q
@@ -26,23 +26,6 @@ from outbox.store.selecting import Selection
 _SELECTING = ("topic", "biz_id", "since", "until", "all")
 _POLL_SECONDS = 0.2
 _MOST_PER_SECOND = 100_000
-
-
-class Replayable(NamedTuple):
-    """The selected messages of one topic and state.
-
-    Attributes:
-        messages: their number.
-        expired: the number of those that have expired since, and are not sent again.
-        oldest, newest: when the first and the last of them was settled.
-    """
-
-    topic: str
-    state: str
-    messages: int
-    expired: int
-    oldest: datetime
-    newest: datetime
 
 
 class Command(DatabaseCommand):
@@ -75,7 +58,7 @@ class Command(DatabaseCommand):
         replay, rate = _replay(options), _per_second(options["rate"])
         found = _preview(alias, replay.selection)
         show(_shown(found, replay), self.stdout)
-        count = sum(group.messages for group in found if group.state == State.PUBLISHED)
+        count = sum(group["messages"] for group in found if group["state"] == State.PUBLISHED)
         if options["dry_run"] or not count:
             return
         if not options["yes"] and not _agreed(count):
@@ -156,29 +139,32 @@ def _per_second(given: str) -> int:
     return int(match[1])
 
 
-def _preview(alias: str, selection: Selection) -> list[Replayable]:
-    """The selected messages, by topic and state."""
+def _preview(alias: str, selection: Selection) -> list[dict[str, Any]]:
+    """The selected messages, by topic and state: when the first and the last was settled, and how many have expired since.
+
+    Expired messages are not sent again.
+    """
+    groups = selection.messages(alias).order_by("topic", "state").values("topic", "state")
     expired = Count("id", filter=Q(expires_at__lte=DatabaseTime()))
-    groups = selection.messages(alias).order_by("topic", "state").values_list("topic", "state")
-    counted = groups.annotate(Count("id"), expired=expired, oldest=Min("settled_at"), newest=Max("settled_at"))
-    return [Replayable._make(group) for group in counted]
+    return list(groups.annotate(messages=Count("id"), expired=expired, oldest=Min("settled_at"), newest=Max("settled_at")))
 
 
-def _shown(found: list[Replayable], replay: Replay) -> list[Table]:
+def _shown(found: list[dict[str, Any]], replay: Replay) -> list[Table]:
     head = Line([_("topic"), _("state"), _("messages"), _("expired"), _("first"), _("last")], BOLD)
+    groups = (group.values() for group in found)
     rows = [
-        Line([group.topic, group.state, f"{group.messages:,}", f"{group.expired:,}", _ago(group.oldest), _ago(group.newest)])
-        for group in found
+        Line([topic, state, f"{count:,}", f"{expired:,}", _ago(oldest), _ago(newest)])
+        for topic, state, count, expired, oldest, newest in groups
     ]
-    published = [group for group in found if group.state == State.PUBLISHED]
-    count, expired = sum(group.messages for group in published), sum(group.expired for group in published)
+    published = [group for group in found if group["state"] == State.PUBLISHED]
+    count, expired = sum(group["messages"] for group in published), sum(group["expired"] for group in published)
     lines = []
     words = _("Published: %(count)s. Of these, %(expired)s have expired and are not sent.")
     to = _("The others are sent to every queue of their topic.")
     if replay.to_group:
         to = _("The others are sent to %(group)s.") % {"group": replay.to_group}
     lines.append(f"{words % {'count': f'{count:,}', 'expired': f'{expired:,}'}} {to}")
-    if others := sum(group.messages for group in found) - count:
+    if others := sum(group["messages"] for group in found) - count:
         lines.append(_("In another state and not sent: %(count)s; see outbox_restore.") % {"count": f"{others:,}"})
     kept = outbox_options().KEEP_HISTORY
     since = replay.selection.since

@@ -1,6 +1,5 @@
 from collections import Counter
-from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 from django.db.models import Count, Min
@@ -36,22 +35,6 @@ _AT_ONCE = 500
 _STATES = [state.value for state in RESTORE.sources]
 
 
-class Restorable(NamedTuple):
-    """The messages of one topic and state that a restore would affect.
-
-    Attributes:
-        messages: their number.
-        overdue: the number of those whose delivery time has passed; once restored, they are sent at once.
-        oldest: when the first of them was cancelled, expired or became dead.
-    """
-
-    topic: str
-    state: str
-    messages: int
-    overdue: int
-    oldest: datetime | None
-
-
 class Command(DatabaseCommand):
     app = "outbox"
     help = gettext_lazy(
@@ -85,7 +68,7 @@ class Command(DatabaseCommand):
             show(_shown(preview, overdue=overdue), self.stdout)
             return
         found = dict(selection.messages(alias).order_by("pk").values_list("pk", "message_id"))
-        expected = sum(group.messages - (0 if overdue else group.overdue) for group in preview)
+        expected = sum(group["messages"] - (0 if overdue else group["overdue"]) for group in preview)
         total, left = Counter[str](), Counter[str]()
 
         with Progress(_("restored"), expected) as progress:
@@ -117,23 +100,23 @@ def _selection(options: dict[str, Any]) -> Selection:
     )
 
 
-def _preview(alias: str, selection: Selection) -> list[Restorable]:
-    """The messages that a restore would affect, by topic and state."""
-    groups = selection.messages(alias).exclude(IS_REPLACED).order_by("topic", "state").values_list("topic", "state")
-    return [
-        Restorable(topic, state, count, count - ahead, oldest)
-        for topic, state, count, ahead, oldest in groups.annotate(
-            Count("id"), ahead=Count("id", filter=IS_AHEAD), oldest=Min("settled_at")
-        )
-    ]
+def _preview(alias: str, selection: Selection) -> list[dict[str, Any]]:
+    """The messages that a restore would affect, by topic and state.
+
+    Those that are overdue are sent at once. The oldest is the first that was cancelled, expired or became dead.
+    """
+    groups = selection.messages(alias).exclude(IS_REPLACED).order_by("topic", "state").values("topic", "state")
+    overdue = Count("id") - Count("id", filter=IS_AHEAD)
+    return list(groups.annotate(messages=Count("id"), overdue=overdue, oldest=Min("settled_at")))
 
 
-def _shown(found: list[Restorable], *, overdue: bool) -> list[Table]:
-    messages, late = sum(group.messages for group in found), sum(group.overdue for group in found)
+def _shown(found: list[dict[str, Any]], *, overdue: bool) -> list[Table]:
+    messages, late = sum(group["messages"] for group in found), sum(group["overdue"] for group in found)
     head, ago = Line([_("topic"), _("state"), _("messages"), _("overdue"), _("oldest")], BOLD), _("%(time)s ago")
+    groups = (group.values() for group in found)
     rows = [
-        Line([group.topic, group.state, f"{group.messages:,}", f"{group.overdue:,}", ago % {"time": age(group.oldest)}])
-        for group in found
+        Line([topic, state, f"{count:,}", f"{due:,}", ago % {"time": age(oldest)}])
+        for topic, state, count, due, oldest in groups
     ]
     if overdue:
         summary = ngettext(
