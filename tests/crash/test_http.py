@@ -124,9 +124,9 @@ def is_due():
 
 
 STORING = {
-    "before outbox.contrib.incoming_webhooks.endpoint.publish": 0,
-    "after outbox.contrib.incoming_webhooks.endpoint.publish": 0,
-    "after outbox.contrib.incoming_webhooks.endpoint.Endpoint.store": 1,
+    "before outbox.contrib.incoming_webhooks.views.publish": 0,
+    "after outbox.contrib.incoming_webhooks.views.publish": 0,
+    "after outbox.contrib.incoming_webhooks.views.Endpoint.store": 1,
 }
 """Where the server is killed, and how many events are stored then."""
 BODY = json.dumps({"operation": "paid-1", "how": ""}).encode()

@@ -8,9 +8,8 @@ The package has no table and is not an app: the outbox's own row is the stored e
 Nothing else in the outbox imports this package.
 """
 
-from outbox.contrib.incoming_webhooks.endpoint import Callback, header
 from outbox.contrib.incoming_webhooks.signatures import GitHub, InvalidSignature, StandardWebhooks, Stripe
-from outbox.contrib.incoming_webhooks.views import WebhookView, conflicting_event
+from outbox.contrib.incoming_webhooks.views import Callback, WebhookView, conflicting_event, header
 
 __all__ = [
     "Callback",
