@@ -22,7 +22,7 @@ from inbox.store.failure_columns import as_failed
 from inbox.store.lease_rows import done_columns, remember_all
 from inbox.store.message_rows import DuplicateCause, Failure, NewRow, OrderedKey, attributes_of
 from inbox.store.ordering import deciding, promote_behind
-from inbox.store.trail_entries import record
+from inbox.store.trail_entries import update
 
 
 def store_external(
@@ -79,7 +79,8 @@ def finish_external(
         open_row = _locked(alias, row)
         if open_row is not None:
             content = {**(_content_of(alias, row) if delivered else {}), **done_columns()}
-            _write(alias, open_row, {**content, "attempts": Greatest(F("attempts") - uncounted, 0)}, matters=False)
+            columns = {**content, "attempts": Greatest(F("attempts") - uncounted, 0)}
+            update(alias, _same(alias, open_row), columns, was=open_row.state, matters=False)
         promote_behind(alias, order)
     return open_row is not None
 
@@ -107,7 +108,8 @@ def fail_external(
         if (open_row := _locked(alias, row)) is None:
             return None
         written |= {**_content_of(alias, row), "fence": Greatest(F("fence"), fence)}
-        _write(alias, open_row, written, reason=failure.error, matters=not failure.deferred)
+        matters = not failure.deferred
+        update(alias, _same(alias, open_row), written, was=open_row.state, reason=failure.error, matters=matters)
         remember_all(alias, open_row.pk, steps)
         promote_behind(alias, leaves)
     return int(open_row.pk)
@@ -139,9 +141,8 @@ def _locked(alias: str, row: NewRow) -> InboxMessage | None:
     return found
 
 
-def _write(alias: str, open_row: InboxMessage, columns: Mapping[str, Any], *, reason: str = "", matters: bool) -> None:
-    InboxMessage.objects.using(alias).filter(pk=open_row.pk, day=LIVE).update(**columns)
-    record(alias, [open_row.pk], was=open_row.state, reason=reason, matters=matters)
+def _same(alias: str, open_row: InboxMessage) -> Any:
+    return InboxMessage.objects.using(alias).filter(pk=open_row.pk, day=LIVE)
 
 
 def _content_of(alias: str, row: NewRow) -> dict[str, Any]:

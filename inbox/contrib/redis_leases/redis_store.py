@@ -125,7 +125,7 @@ class RedisLeases:
                 answer_by = _now() + self._ahead + _milliseconds(timedelta(seconds=_SOCKET_SECONDS))
                 answer = self._run(
                     scripts.ACQUIRE,
-                    state.incarnation,
+                    state,
                     arrival.row,
                     owner,
                     _milliseconds(arrival.terms.duration),
@@ -138,9 +138,7 @@ class RedisLeases:
                     arrival.row.cause.value,
                     answer_by,
                 )
-            if answer[0] == "lost":
-                self._handle_loss(state)
-            elif answer[0] != "late":
+            if answer[0] not in {"lost", "late"}:
                 return answer
         raise LeaseStoreUnavailable(f"the lease store {self._where} lost data, or answered late, {_MAX_TRIES} times in a row")
 
@@ -188,12 +186,10 @@ class RedisLeases:
 
     def is_held(self, alias: str, row: NewRow) -> bool:
         for _ in range(_MAX_TRIES):
-            state = self._state(alias)
-            (answer,) = self._run(scripts.HELD, state.incarnation, row)
+            (answer,) = self._run(scripts.HELD, self._state(alias), row)
             if answer != "lost":
                 return bool(answer == "held")
-            self._handle_loss(state)
-        raise self._keeps_losing_data()
+        raise LeaseStoreUnavailable(f"the lease store {self._where} lost data, or answered late, {_MAX_TRIES} times in a row")
 
     def counts(self) -> dict[str, dict[str, int]]:
         """By handler, messages without a row: `handled`, their `duplicates` by cause, and `conflicts`.
@@ -280,19 +276,19 @@ class RedisLeases:
         return None
 
     def _as_owner(self, script: str, lease: Lease, *arguments: object) -> list[Any]:
-        state = self._state(lease.arrival.handler.using)
-        keep = _milliseconds(self._keep)
-        answer = self._run(script, state.incarnation, lease.arrival.row, lease.owner, lease.fence, keep, *arguments)
-        if answer[0] == "lost":
-            self._handle_loss(state)
-        return answer
+        arrival, keep = lease.arrival, _milliseconds(self._keep)
+        return self._run(script, self._state(arrival.handler.using), arrival.row, lease.owner, lease.fence, keep, *arguments)
 
-    def _run(self, script: str, incarnation: str, row: NewRow, *arguments: object) -> list[Any]:
-        """The script's answer, without its report."""
+    def _run(self, script: str, state: _KnownState, row: NewRow, *arguments: object) -> list[Any]:
+        """The script's answer, without its report. After "lost", the state is read again."""
         keys = [self._key("state"), self._key(_record_key(row)), self._key("counts")]
-        answer, report, *more = self._call(script, keys, [incarnation, *self._last_report(incarnation)[:2], *arguments])
+        reported = self._reports.get(state.incarnation, _Report())
+        answer, report, *more = self._call(script, keys, [state.incarnation, *reported[:2], *arguments])
         if answer != "lost":
-            self._store_report(incarnation, self._read_report(report))
+            self._store_report(state.incarnation, self._read_report(report))
+        else:
+            with self._lock:
+                self._states = {alias: known for alias, known in self._states.items() if known != state}
         return [answer, *more]
 
     def _read_report(self, report: list[Any]) -> _Report:
@@ -300,9 +296,6 @@ class RedisLeases:
         # Too little by the time that the answer took, so that a request is never granted too late.
         self._ahead = read.time - _now()
         return read
-
-    def _last_report(self, incarnation: str) -> _Report:
-        return self._reports.get(incarnation, _Report())
 
     def _store_report(self, incarnation: str, report: _Report) -> None:
         with self._lock:
@@ -370,16 +363,7 @@ class RedisLeases:
                     "run; then override or skip it.",
                     self._where,
                 )
-        raise self._keeps_losing_data()
-
-    def _keeps_losing_data(self) -> LeaseStoreUnavailable:
-        return LeaseStoreUnavailable(f"the lease store {self._where} lost data {_MAX_TRIES} times in a row")
-
-    def _handle_loss(self, state: _KnownState) -> None:
-        report = self._last_report(state.incarnation)
-        self._call(scripts.REPLACE_INCARNATION, [self._key("state")], [state.incarnation, *report[:2], uuid.uuid4().hex])
-        with self._lock:
-            self._states = {alias: known for alias, known in self._states.items() if known != state}
+        raise LeaseStoreUnavailable(f"the lease store {self._where} lost data {_MAX_TRIES} times in a row")
 
     def _check_eviction(self) -> None:
         if self._eviction_checked:

@@ -7,7 +7,8 @@ script returns a report for the next call, with the time of Redis.
 Redis stores its `incarnation`, the number of `writes`, the current `server` process, and the history of `servers`: for each its
 run id, and the number of writes when it took over. An emptied Redis has another incarnation or none. A Redis restored from an
 older state, by a restart or the promotion of a replica, had fewer writes when it took over than the caller's report contains,
-even if it has more now. In both cases every script answers "lost" and does nothing.
+even if it has more now. In both cases every script answers "lost" and does nothing but give a restored Redis a new incarnation,
+so that all processes detect the loss.
 
 A record's fields: `state` (running, free, consumed), `owner`, `fence`, `until` (milliseconds), `attempts`, `digest` and
 `message` (short hashes of body and message id), `row` (1: the message has a row in the database, which decides from then on),
@@ -47,7 +48,11 @@ Without permission for INFO, a change of server is not detected. Then only a cou
 _OPEN = (
     _READ_META
     + """
-if meta[1] ~= ARGV[1] or not has_all(ARGV[2], tonumber(ARGV[3])) then return {'lost', {'', 0}} end
+if meta[1] ~= ARGV[1] then return {'lost', {'', 0}} end
+if not has_all(ARGV[2], tonumber(ARGV[3])) then
+  redis.call('HSET', KEYS[1], 'incarnation', redis.sha1hex(ARGV[1] .. now))
+  return {'lost', {'', 0}}
+end
 local function written()
   writes = redis.call('HINCRBY', KEYS[1], 'writes', 1)
   return report()
@@ -182,12 +187,3 @@ return {meta[1], report()}
 """
 )
 """The incarnation of Redis; ARGV[1] becomes the incarnation if there is none."""
-
-REPLACE_INCARNATION = (
-    _READ_META
-    + """
-if meta[1] == ARGV[1] and not has_all(ARGV[2], tonumber(ARGV[3])) then redis.call('HSET', KEYS[1], 'incarnation', ARGV[4]) end
-return 1
-"""
-)
-"""Give a Redis that was restored from an older state a new incarnation, so that all processes detect the loss."""
