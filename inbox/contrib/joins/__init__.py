@@ -4,7 +4,7 @@
     def build_report(join: Join) -> None:
         orders, stock = join["orders.exported"], join["stock.exported"]
 
-Each awaited message is an ordinary message of an ordinary handler, which stores it as a part of its run (`collecting`). The
+Each awaited message is an ordinary message of an ordinary handler, which stores it as a part of its run (`runs`). The
 first part also stores the run's own inbox row, due at the deadline. The last part makes that row due now. The runner executes
 it as any stored message: retries, dead letters, timeouts and the exactly-once effect are those of the inbox.
 

@@ -36,8 +36,8 @@ from exactly_once.console.operators.actions import Perform, each, state_now
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.upkeep.operation_rows import Given
 from inbox.conf import inbox_options
-from inbox.contrib.joins.deciding import NotDecidable, complete, extend, missing, start
 from inbox.contrib.joins.models import Part, Run
+from inbox.contrib.joins.runs import NotDecidable, complete, extend, missing, start
 from inbox.states import DUE, SETTLED, State
 
 _TONES = {State.DONE: Tone.DONE, State.DEAD: Tone.STOPPED, State.SKIPPED: Tone.OVER}

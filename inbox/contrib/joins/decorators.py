@@ -23,8 +23,8 @@ from exactly_once.packages import name_of
 from exactly_once.telemetry.tracing import OUTER_CORRELATION, caused_by, current_cause
 from inbox.checks import errors_without_tables
 from inbox.contrib.joins import Join
-from inbox.contrib.joins.collecting import Definition, collect, gather
 from inbox.contrib.joins.models import Run
+from inbox.contrib.joins.runs import Definition, collect, gather
 from inbox.contrib.joins.store import TOPIC
 from inbox.errors import Reject
 from inbox.handlers.decorator import Function, database_of, kept_name, refuse_not_callable, registering, require_topics

@@ -16,7 +16,7 @@ from django.utils.module_loading import import_string
 from exactly_once.console.operators.dead_letters import Refused
 from exactly_once.console.operators.dead_letters import read as read_dead_letter
 from exactly_once.models import AuditEntry
-from inbox.contrib.joins import deciding, store
+from inbox.contrib.joins import runs, store
 from inbox.contrib.joins.models import Part, Run
 from inbox.contrib.joins.store import TOPIC
 from inbox.errors import NotCallable, NotEditable
@@ -326,7 +326,7 @@ class TestAtTheDeadline:
 
         assert effects() == []
         assert the_run().row.state == "dead"
-        assert deciding.missing(the_run()) == ()
+        assert runs.missing(the_run()) == ()
         assert "came too late for the run monday" in caplog.text
         assert retry("default", the_run().row_id)
         drain()
@@ -410,23 +410,23 @@ class TestDecisions:
             letters.store("default", values, "imported")
 
     def test_partly_completed_run_stays_dead_and_takes_no_message_that_it_does_not_wait_for(self, dead):
-        with pytest.raises(deciding.NotDecidable, match=r"does not wait for orders.exported"):
-            deciding.complete("default", dead.pk, {TOPICS[0]: {}, TOPICS[1]: {}}, by="by anna")
+        with pytest.raises(runs.NotDecidable, match=r"does not wait for orders.exported"):
+            runs.complete("default", dead.pk, {TOPICS[0]: {}, TOPICS[1]: {}}, by="by anna")
         assert Part.objects.count() == 1
-        assert deciding.complete("default", dead.pk, {TOPICS[1]: {}}, by="by anna")
+        assert runs.complete("default", dead.pk, {TOPICS[1]: {}}, by="by anna")
         drain()
-        assert deciding.missing(the_run()) == (TOPICS[2],)
+        assert runs.missing(the_run()) == (TOPICS[2],)
         assert the_run().row.state == "dead"
         retry("default", dead.row_id)
         drain()
         assert (the_run().row.state, effects()) == ("dead", [])
 
     def test_extended_run_waits_until_the_new_deadline_and_is_dead_again_then(self, dead):
-        deciding.extend("default", dead.pk, timedelta(hours=1), by="by anna")
+        runs.extend("default", dead.pk, timedelta(hours=1), by="by anna")
         travel(timedelta(hours=1, seconds=1))
         drain()
         assert the_run().row.state == "dead"
-        assert deciding.extend("default", dead.pk, timedelta(hours=1), by="by anna")
+        assert runs.extend("default", dead.pk, timedelta(hours=1), by="by anna")
         assert not drain()
         for topic in TOPICS[1:]:
             comes(topic)
@@ -436,17 +436,17 @@ class TestDecisions:
     def test_run_that_is_complete_starts_when_its_deadline_is_extended(self, dead):
         for topic in TOPICS[1:]:
             comes(topic)
-        deciding.extend("default", dead.pk, timedelta(hours=1), by="by anna")
+        runs.extend("default", dead.pk, timedelta(hours=1), by="by anna")
         drain()
         assert effects() == [("monday", ALL)]
 
     def test_started_run_is_called_without_the_missing_messages_once_and_allows_no_decision_then(self, dead):
-        assert deciding.start("default", dead.pk, by="by anna")
-        assert deciding.start("default", dead.pk, by="by bert")
+        assert runs.start("default", dead.pk, by="by anna")
+        assert runs.start("default", dead.pk, by="by bert")
         drain()
-        assert not deciding.start("default", dead.pk, by="by anna")
-        assert not deciding.extend("default", dead.pk, timedelta(hours=1), by="by anna")
-        assert not deciding.complete("default", dead.pk, {TOPICS[1]: {}}, by="by anna")
+        assert not runs.start("default", dead.pk, by="by anna")
+        assert not runs.extend("default", dead.pk, timedelta(hours=1), by="by anna")
+        assert not runs.complete("default", dead.pk, {TOPICS[1]: {}}, by="by anna")
         assert Part.objects.count() == 1
         assert not AuditEntry.objects.exists()
         for topic in TOPICS[1:]:

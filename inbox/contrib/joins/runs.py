@@ -1,24 +1,35 @@
-"""Collecting the messages of a run, and giving them to the join's function.
+"""The life of a run: its messages are collected and given to the join's function, and operators decide about it.
 
 `collect` is the function of the handlers of the awaited topics. It runs in the transaction of its message's inbox row, so a
 message is a part of its run if and only if it is handled. The run id is its biz-id, so the inbox suppresses copies.
+
+Operators enter the missing messages, extend the deadline, or start the run without them. Each decision locks the run, so that
+no message is added meanwhile.
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
+
+from django.db import transaction
+from django.db.models import Prefetch, prefetch_related_objects
 
 from exactly_once.process.logs import escaping_logger
+from exactly_once.sql.connections import decision_transaction
+from exactly_once.wire.identity import new_message_id
+from exactly_once.wire.text import NAME_LENGTH
 from inbox.conf import inbox_options
 from inbox.contrib.joins import Join, store
-from inbox.contrib.joins.models import Part
+from inbox.contrib.joins.models import Part, Run
 from inbox.contrib.joins.store import TOPIC
-from inbox.errors import Reject, RetryLater
+from inbox.errors import InboxError, Reject, RetryLater
 from inbox.handlers.message import Message
 from inbox.handlers.options import require_duration
-from inbox.states import DUE, State
+from inbox.handlers.registry import registry
+from inbox.operators import decisions
+from inbox.states import DUE, RETRY, State
 
 logger = escaping_logger(__name__)
 
@@ -189,3 +200,78 @@ def _report_late(join: Definition, message: Message, why: str) -> None:
         message.biz_id,
         why,
     )
+
+
+# ------------------------------------------------------------------------------------------------------ operators' decisions
+
+
+class NotDecidable(InboxError):
+    """A decision about a run is refused, for this reason; the run is unchanged."""
+
+
+def complete(alias: str, pk: int, payloads: Mapping[str, Any], *, by: str) -> bool:
+    """Add messages with these payloads by topic, and start the run if none is missing then. False: its state does not allow it.
+
+    Raises:
+        NotDecidable: the join does not wait for such a message.
+    """
+
+    def decide(run: Run) -> bool:
+        waits_for = missing(run)
+        if unknown := sorted({*payloads} - {*waits_for}):
+            raise NotDecidable(f"It does not wait for {', '.join(unknown)}. It waits for: {', '.join(waits_for) or 'nothing'}.")
+        for topic, payload in payloads.items():
+            store.add_part(alias, run, topic, payload, message_id=str(new_message_id()), entered_by=by[:NAME_LENGTH])
+        return bool({*waits_for} - {*payloads}) or _run_now(alias, run, by)
+
+    return _decide(alias, pk, decide)
+
+
+def extend(alias: str, pk: int, duration: timedelta, *, by: str) -> bool:
+    """Wait for the missing messages until `duration` from now; a dead run is open again. False: its state does not allow it."""
+
+    def decide(run: Run) -> bool:
+        if not _retry(alias, run, f"deadline extended {by}", after=duration):
+            return False
+        _, deadline_at = store.times_of(alias, run.row_id)
+        Run.objects.using(alias).filter(pk=run.pk).update(deadline_at=deadline_at)
+        return bool(missing(run)) or _run_now(alias, run, by)
+
+    return _decide(alias, pk, decide)
+
+
+def start(alias: str, pk: int, *, by: str) -> bool:
+    """Call the function with what has come, without the missing messages. False: its state does not allow it."""
+
+    def decide(run: Run) -> bool:
+        Run.objects.using(alias).filter(pk=run.pk).update(started_by=by[:NAME_LENGTH])
+        return _retry(alias, run, f"started without the missing messages {by[:NAME_LENGTH]}")
+
+    return _decide(alias, pk, decide)
+
+
+def _run_now(alias: str, run: Run, by: str) -> bool:
+    return _retry(alias, run, f"the missing messages were entered {by}")
+
+
+def _retry(alias: str, run: Run, reason: str, *, after: timedelta = timedelta()) -> bool:
+    return not decisions.decide(alias, run.row_id, decisions.retrying(reason, after=after)).unchanged
+
+
+def missing(run: Any) -> tuple[str, ...]:
+    """The topics that a `Run` waits for; () also if this process has no such join."""
+    join = registry.get(run.handler)
+    come = {part.topic for part in run.parts.all()}
+    return tuple(topic for topic in join.all_of if topic not in come) if join else ()
+
+
+def _decide(alias: str, pk: int, decide: Callable[[Run], bool]) -> bool:
+    with decision_transaction(alias):
+        run = Run.objects.using(alias).filter(pk=pk).first()
+        decided = False
+        if run and store.lock(alias, run.handler, run.run_id) and store.state_of(alias, run)[0] in RETRY.sources:
+            prefetch_related_objects([run], Prefetch("parts", store.parts(alias, run)))
+            decided = decide(run)
+        if not decided:
+            transaction.set_rollback(True, using=alias)
+        return decided
