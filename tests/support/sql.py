@@ -1,7 +1,7 @@
 """Statements as they are, on the connection of the test or in a session of its own."""
 
 import psycopg
-from django.db import connections
+from django.db import connection, connections
 
 
 def executed(sql, parameters=None, *, using="default"):
@@ -14,6 +14,13 @@ def executed(sql, parameters=None, *, using="default"):
 def fetched(sql, parameters=None, *, using="default"):
     """The first column of the first row."""
     return executed(sql, parameters, using=using)[0][0]
+
+
+def database_clock():
+    """Seconds, by the one clock that all processes share."""
+    if connection.vendor == "postgresql":
+        return fetched("SELECT EXTRACT(EPOCH FROM clock_timestamp())::float8")
+    return fetched("SELECT (JULIANDAY('now') - 2440587.5) * 86400.0")
 
 
 def another_session(alias="default", **options):

@@ -254,6 +254,7 @@ class TestPrefetch:
             ({"batch": Batch(size=100)}, 100, 200),
             ({"group_commit": 50}, 50, 100),
             ({"ordered": Ordered()}, STORED_AT_ONCE, 2 * STORED_AT_ONCE),
+            ({"rate_limit": 2000.0}, 1, 50),
             ({"rate_limit": 5.0}, 1, 10),
             ({"rate_limit": 1 / 3600}, 1, 1),
             ({"rate_limit": 5.0, "batch": Batch(size=30)}, 30, 60),

@@ -1,35 +1,11 @@
-"""Token buckets and token caches: processes that share a rate never use more than it, and hardly less."""
+"""Token caches: processes that share a rate never use more than it, and hardly less."""
 
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from inbox.limits.limiter import TokenCache
 from inbox.store.buckets import refill_and_take
-
-RATES = st.one_of(st.sampled_from([5 / 3600, 0.5, 1.0, 9.0, 100.0, 2000.0]), st.floats(0.001, 100_000))
-ROUNDING = 1e-6
-
-
-class TestBucket:
-    @given(RATES, st.floats(1, 1000), st.lists(st.tuples(st.floats(-10, 100), st.integers(1, 1000))))
-    def test_the_bucket_never_gives_more_than_its_burst_and_the_inflow(self, rate, burst, asked):
-        level, given_out, elapsed = burst, 0, 0.0
-
-        for seconds, most in asked:
-            leased = refill_and_take(level, seconds, rate=rate, burst=burst, most=most)
-            assert 0 <= leased.tokens <= most
-            assert 0 <= leased.left <= burst
-            level, given_out, elapsed = leased.left, given_out + leased.tokens, elapsed + max(0.0, seconds)
-            assert given_out <= (burst + rate * elapsed) * (1 + ROUNDING)
-
-    @given(RATES, st.floats(1, 1000), st.floats(0, 1000), st.floats(0, 100), st.integers(1, 1000))
-    def test_the_bucket_gives_all_its_whole_tokens(self, rate, burst, held, seconds, most):
-        leased = refill_and_take(min(held, burst), seconds, rate=rate, burst=burst, most=most)
-
-        assert leased.tokens == most or leased.left < 1
 
 
 class TestTokenCache:

@@ -17,7 +17,7 @@ from inbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.limited import ABOVE, NAME, RATE, TOPIC
 from tests.support.deliveries import InAThread, effects, the_effect
-from tests.support.taker import database_clock
+from tests.support.sql import database_clock
 from tests.support.waiting import wait_until
 from tests.support.workers import broker_options, consuming, declare, length_of, send_burst
 

@@ -1,12 +1,11 @@
 """A rate limit is one token bucket in the handler's database, so it holds for all processes together."""
 
-import json
 import logging
-import subprocess
-import sys
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
+from time import monotonic, sleep
 
 import pytest
 from django.core.management import call_command
@@ -16,18 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exactly_once.sql.now import DatabaseTime
-from inbox.conf import InboxOptions
-from inbox.consumer.lanes import prefetch_of
 from inbox.limits.limiter import Limiter, limiter_of
 from inbox.models import InboxMessage, TokenBucket
 from inbox.receiving.reading import read
 from inbox.states import Outcome, State
 from inbox.store import arrivals
 from inbox.store.buckets import lease_tokens
-from tests.support import ROOT
 from tests.support.aliases import the_default_at
 from tests.support.deliveries import (
-    A_WHILE,
     OPTIONS,
     InAThread,
     admitted,
@@ -40,8 +35,7 @@ from tests.support.deliveries import (
     the_effect,
     the_row,
 )
-from tests.support.sql import fetched
-from tests.support.taker import database_clock
+from tests.support.sql import database_clock, fetched
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -224,10 +218,6 @@ class TestLimiter:
         limiter.take(1)
         assert wait_until(lambda: limiter.take(1)) == 1
 
-    @pytest.mark.parametrize(("rate", "expected"), [(None, 50), ("2000/s", 50), ("10/s", 20), ("1/s", 2), ("5/h", 1)])
-    def test_prefetch_is_at_most_what_the_rate_allows_in_two_seconds(self, handles, rate, expected):
-        assert prefetch_of(handles(the_effect, rate_limit=rate), InboxOptions()) == expected
-
 
 @every_database
 class TestStoredMessages:
@@ -304,73 +294,42 @@ def test_delivery_being_handled_elsewhere_is_deferred_and_not_stored(handles):
     assert (the_row().biz_id, the_row().duplicates) == (envelope.biz_id, 0)
 
 
-class Taker:
-    """A process that takes as many tokens as it gets."""
-
-    def __init__(self, environment):
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.taker"],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc_info):
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait(A_WHILE)
-
-    def begin(self, **request):
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-
-    def answer(self):
-        return json.loads(self._process.stdout.readline())
-
-
-@contextmanager
-def takers(count, environment):
-    with ExitStack() as stack:
-        started = [stack.enter_context(Taker(environment)) for _ in range(count)]
-
-        def take(**request):
-            for taker in started:
-                taker.begin(**request)
-            return [taker.answer() for taker in started]
-
-        take(name="warming up", rate=1000.0, threads=1, seconds=0.1)
-        yield take
-
-
 @every_database
 @pytest.mark.parametrize(
     ("rate", "seconds"),
-    [pytest.param(2000.0, 2.0, marks=pytest.mark.long), (50.0, 2.0), pytest.param(4.0, 3.0, marks=pytest.mark.long)],
+    [pytest.param(2000, 2.0, marks=pytest.mark.long), (50, 2.0), pytest.param(4, 3.0, marks=pytest.mark.long)],
 )
-def test_three_processes_together_get_the_rate_and_never_more(process_environment, rate, seconds):
+def test_three_limiters_together_get_the_rate_and_never_more(handles, rate, seconds):
+    """Each as in a process of its own, with two threads that always have work."""
     got = []
-    with takers(3, process_environment) as take:
-        for turn in range(ROUNDS):
-            answers = take(name=f"round {turn}", rate=rate, threads=2, seconds=seconds)
-            taken = sum(answer["taken"] for answer in answers)
-            begun, first = (min(answer[name] for answer in answers) for name in ("begun", "first"))
-            ended = max(answer["ended"] for answer in answers)
-            burst = 1 + rate * 0.1
-            # By the database's clock, in every round.
-            assert taken <= rate * (ended - begun) + burst
-            # On a busy machine tokens are only lost, so the best round counts.
-            got.append(taken / (rate * (ended - first)))
-            if got[-1] >= 0.9:
-                break
+    for turn in range(ROUNDS):
+        handler = handles(the_effect, rate_limit=f"{rate}/s", name=f"tests.round_{turn}")
+        begun, until = database_clock(), monotonic() + seconds
+        limiters = [Limiter(handler) for _ in range(3)]
+        taken = sum(at_once([partial(take_until, until, limiter) for limiter in limiters * 2]))
+        elapsed = database_clock() - begun
+        # By the database's clock, in every round.
+        assert taken <= rate * elapsed + 1 + rate * 0.1
+        # On a busy machine tokens are only lost, so the best round counts.
+        got.append(taken / (rate * elapsed))
+        if got[-1] >= 0.9:
+            break
     assert max(got) >= 0.9, got
 
 
+def take_until(until, limiter):
+    """How many tokens a thread gets until then."""
+    taken = 0
+    while monotonic() < until:
+        now = limiter.take(10)
+        taken += now
+        if not now:
+            sleep(min(limiter.wait_seconds(), 0.05))
+    return taken
+
+
 @every_database
-def test_taker_clock_is_the_clock_of_the_bucket():
+def test_clock_of_these_tests_is_the_clock_of_the_bucket():
     before = database_clock()
     lease(1)
     after = database_clock()
