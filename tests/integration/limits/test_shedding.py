@@ -149,54 +149,14 @@ def test_message_being_handled_elsewhere_is_remembered_after_one_wait(handles):
         assert in_hand.take([row]) is None
 
 
-def test_ordered_handler_must_not_shed(handles):
-    with pytest.raises(ValueError, match="remove shed or ordered"):
-        handles(the_effect, ordered=True, shed=Shed(above=10))
+def test_rate_limit_does_not_delay_shedding(handles, rabbitmq_url, rabbitmq_server):
+    handler = handles(the_effect, shed=Shed(above=10), rate_limit="1/h")
+    given = broker_options(rabbitmq_url)
+    declare(handler, given)
+    send_burst(rabbitmq_url, TOPIC, ["view"] * 200)
+    wait_until(lambda: length_of(rabbitmq_server, handler, given) == 200)
 
+    with consuming([handler], given):
+        wait_until(lambda: InboxMessage.objects.filter(state=State.SHED).count() >= 120)
 
-# ---------------------------------------------------------------------------------------------------------------- from RabbitMQ
-
-
-def is_a_view(message):
-    return message.payload["kind"] == "view"
-
-
-@pytest.fixture
-def a_queue(rabbitmq_url, rabbitmq_server):
-    """Fill the queue of `handler` with messages of these kinds; the options of its consumer."""
-
-    def fill(handler, kinds):
-        given = broker_options(rabbitmq_url)
-        declare(handler, given)
-        send_burst(rabbitmq_url, TOPIC, kinds)
-        wait_until(lambda: length_of(rabbitmq_server, handler, given) == len(kinds))
-        return given
-
-    return fill
-
-
-class TestEndToEnd:
-    def test_messages_above_the_limit_are_shed_and_all_are_accounted_for(self, handles, a_queue, rabbitmq_server):
-        handler = handles(the_effect, shed=Shed(above=100, droppable=is_a_view), rate_limit="20/s")
-        kinds = [*["view"] * 19, "order"] * 20
-        given = a_queue(handler, kinds)
-
-        with consuming([handler], given):
-            wait_until(lambda: InboxMessage.objects.filter(state=State.SHED).exists())
-            wait_until(lambda: length_of(rabbitmq_server, handler, given) <= 100)
-        # Down to nine tenths of the limit and not below; deliveries in this process no longer count as waiting.
-        dropped = InboxMessage.objects.filter(state=State.SHED).count()
-        left = length_of(rabbitmq_server, handler, given)
-        assert dropped + effects() + left == len(kinds)
-        assert dropped <= len(kinds) - 90 < kinds.count("view")
-        assert not InboxMessage.objects.filter(state=State.SHED, message_id__startswith="order").exists()
-        assert not InboxMessage.objects.exclude(state__in=[State.SHED, State.DONE]).exists()
-
-    def test_rate_limit_does_not_delay_shedding(self, handles, a_queue):
-        handler = handles(the_effect, shed=Shed(above=10), rate_limit="1/h")
-        given = a_queue(handler, ["view"] * 200)
-
-        with consuming([handler], given):
-            wait_until(lambda: InboxMessage.objects.filter(state=State.SHED).count() >= 120)
-
-        assert effects() <= 2
+    assert effects() <= 2
