@@ -40,7 +40,7 @@ from exactly_once.transport import broker
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.retry import Pause
 from exactly_once.wire.text import describe
-from tests.support.deliveries import InAThread, at_once
+from tests.support.deliveries import at_once
 
 
 def test_a_process_is_named_by_host_pid_and_thread():
@@ -276,17 +276,6 @@ class TestOutage:
 
 
 class TestStopRequest:
-    def test_a_stop_request_wakes_a_waiting_thread(self):
-        stop = StopRequest()
-        with InAThread(lambda: stop.wait(3600)) as waiting:
-            stop.set()
-
-        assert waiting.answer is True
-        assert stop
-
-    def test_waiting_for_a_stop_request_ends_after_its_timeout(self):
-        assert StopRequest().wait(0.001) is False
-
     def test_outside_the_main_thread_no_signal_handler_is_installed(self):
         def run():
             with running_until_signalled(StopRequest()):

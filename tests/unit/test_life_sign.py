@@ -73,15 +73,6 @@ def test_probe_that_reads_before_the_file_is_locked_does_not_delete_it(monkeypat
         assert [sign.pid for sign in life_signs("relay")] == [os.getpid()]
 
 
-def test_killed_process_is_not_found_although_its_file_remains(temporary_directory):
-    with another_process(temporary_directory) as process:
-        process.kill()
-        process.wait()
-
-        assert list(temporary_directory.rglob("relay-*"))
-        assert life_signs("relay") == []
-
-
 def test_frozen_process_is_found_and_its_silence_grows(temporary_directory):
     with another_process(temporary_directory) as process:
         process.send_signal(signal.SIGSTOP)

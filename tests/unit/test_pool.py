@@ -213,34 +213,6 @@ def test_an_ordered_lane_is_run_by_one_thread_at_a_time(gate):
     assert [numbers for _, numbers in work.done] == [[0], [1, 2, 3]]
 
 
-def all_of(lane, count):
-    return [(lane.handler.name, number) for number in range(count)]
-
-
-def test_an_unavailable_database_does_not_hold_up_handlers_of_other_databases():
-    databases = Databases("unavailable")
-    far = [a_lane(f"far {n}", using="unavailable", ordered=Ordered() if n % 2 == 0 else None) for n in range(4)]
-    near = a_lane("near")
-    with running([*far, near], receive=databases.receive, probe=databases.probe, size=2) as pool:
-        for lane in far:
-            for number in range(3):
-                pool.put(lane, a_delivery(lane, number))
-        wait_until(lambda: databases.asked)
-        for number in range(20):
-            pool.put(near, a_delivery(near, number))
-        wait_until(lambda: len(databases.done) == 20)
-        # One thread probes the database, and the others leave its lanes alone.
-        assert databases.refused <= 2
-        assert not pool.idle
-        databases.unavailable.clear()
-        wait_until(lambda: pool.idle)
-
-    for lane in far:
-        done = [one for one in databases.done if one[0] == lane.handler.name]
-        assert (done if lane.handler.ordered else sorted(done)) == all_of(lane, 3)
-    assert databases.most_asking == 1
-
-
 def test_only_one_thread_at_a_time_probes_an_unavailable_database():
     databases = Databases("unavailable")
     databases.answer.clear()
@@ -257,26 +229,6 @@ def test_only_one_thread_at_a_time_probes_an_unavailable_database():
         wait_until(lambda: pool.idle)
 
     assert (databases.most_asking, databases.asked) == (1, 1)
-
-
-def test_undecided_deliveries_are_retried_before_later_ones():
-    lane, tried, done = a_lane(ordered=Ordered()), [], []
-
-    def receive(load):
-        tried.append([delivery.message.delivery_tag for delivery in load])
-        if len(tried) == 1:
-            pool.put(lane, a_delivery(lane, 3))
-            raise Unanswered(load[1:], 0.01, everywhere=False)
-        done.extend(load)
-
-    pool = a_pool([lane], size=3, receive=receive)
-    for number in range(3):
-        pool.put(lane, a_delivery(lane, number))
-    pool.start()
-    wait_until(lambda: len(done) == 3)
-    pool.close()
-
-    assert tried == [[0, 1, 2], [1, 2, 3]]
 
 
 def test_undecided_deliveries_of_an_ended_channel_are_dropped():
