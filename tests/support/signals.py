@@ -5,6 +5,8 @@ from functools import partial
 
 from inbox import signals
 
+ALL = [name for name, signal in vars(signals).items() if isinstance(signal, signals.Signal)]
+
 
 @contextmanager
 def listening(signal, receiver):
@@ -17,13 +19,13 @@ def listening(signal, receiver):
 
 @contextmanager
 def recorded_signals(*names):
-    """The signals of the inbox of these names that are sent inside the block, in order: (name, arguments)."""
+    """The signals of the inbox of these names, or all, that are sent inside the block, in order: (name, arguments)."""
     sent = []
 
     def record(name, sender, signal, **arguments):
         sent.append((name, arguments))
 
     with ExitStack() as stack:
-        for name in names:
+        for name in names or ALL:
             stack.enter_context(listening(getattr(signals, name), partial(record, name)))
         yield sent

@@ -12,7 +12,6 @@ from celery import Task, states
 from celery.exceptions import Ignore, Reject
 from django.db import DatabaseError, connections, transaction
 
-from inbox import signals
 from inbox.celery import IdempotentTask, idempotent_task
 from inbox.errors import NotCallable, NotRun, TransactionBroken, TransactionEnded
 from inbox.models import InboxMessage, KeptHandler
@@ -26,6 +25,7 @@ from tests.integration.celery.handling.tracing import deliver
 from tests.support import decisions
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.deliveries import effects, the_row
+from tests.support.signals import recorded_signals
 
 pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
 committing = pytest.mark.django_db(transaction=True)
@@ -33,18 +33,8 @@ committing = pytest.mark.django_db(transaction=True)
 
 @pytest.fixture
 def signals_sent():
-    """The signals of the inbox, in their order."""
-    said = []
-
-    def listener(name):
-        return lambda sender, signal, **given: said.append((name, given))
-
-    listeners = {name: listener(name) for name in vars(signals) if isinstance(getattr(signals, name), signals.Signal)}
-    for name, listen in listeners.items():
-        getattr(signals, name).connect(listen)
-    yield said
-    for name, listen in listeners.items():
-        getattr(signals, name).disconnect(listen)
+    with recorded_signals() as sent:
+        yield sent
 
 
 def the_effect(order_id, amount=0):

@@ -3,7 +3,7 @@
 from datetime import timedelta
 
 import pytest
-from celery import Task, states
+from celery import Task
 
 from inbox import Backoff, Reject, Retry
 from inbox.celery import idempotent_task
@@ -18,10 +18,6 @@ MINUTES = Backoff(base=timedelta(minutes=1), cap=timedelta(minutes=10))
 
 def fail(order_id):
     raise ValueError("no")
-
-
-def reject(order_id):
-    raise Reject("closed")
 
 
 class OfKeyErrors(Task):
@@ -75,25 +71,6 @@ class TestMapping:
 
 
 class TestRunning:
-    def test_failed_task_is_sent_again_until_its_attempts_are_used_up(self, decorated, sent):
-        task = decorated(fail, biz_id="order_id", retry=Retry(max_attempts=3, backoff=Backoff(base=timedelta(seconds=1))))
-
-        assert deliver(task, "o-1")[0] == states.RETRY
-        assert [message.headers["retries"] for message in sent()] == [1]
-        assert deliver(task, "o-1", retries=1)[0] == states.RETRY
-        assert [message.headers["retries"] for message in sent()] == [2]
-        assert deliver(task, "o-1", retries=2)[0] == states.FAILURE
-        assert sent() == []
-
-    @pytest.mark.parametrize(
-        ("function", "dead_on"), [(reject, []), (fail, [ValueError])], ids=["Reject", "exception of dead_on"]
-    )
-    def test_task_that_shall_not_be_retried_is_not_sent_again(self, decorated, sent, function, dead_on):
-        task = decorated(function, biz_id="order_id", retry=Retry(max_attempts=3, dead_on=dead_on))
-
-        assert deliver(task, "o-1")[0] == states.FAILURE
-        assert sent() == []
-
     def test_task_that_kills_its_worker_is_dead_after_the_attempts_of_its_retry(self, decorated):
         begun = []
 

@@ -8,8 +8,7 @@ from django.db import transaction
 
 from inbox.celery import IdempotentTask
 from outbox.celery import OutboxTask
-from tests.support.apps.effects.models import Effect, Unique
-from tests.support.waiting import wait_until
+from tests.support.apps.effects.models import Effect
 
 
 def make_app(broker, results, task_cls=None, **settings):
@@ -101,12 +100,3 @@ def charge(self, order_id, *, retries=0):
     if self.request.retries < retries:
         raise self.retry(countdown=0)
     return order_id
-
-
-@_task(acks_late=True)
-def wait_until_released(name):
-    """Stores that it has begun, and ends when the test releases it."""
-    Effect.objects.create(name=f"begun {name}")
-    wait_until(lambda: Unique.objects.filter(name=f"go {name}").exists())
-    Effect.objects.create(name=f"ended {name}")
-    return name

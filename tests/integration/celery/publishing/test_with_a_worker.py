@@ -1,10 +1,8 @@
 """Calls inside a transaction, a relay, and a real Celery worker, on RabbitMQ and on Redis."""
 
-from contextlib import suppress
 from datetime import datetime
 
 import pytest
-from celery import chord
 from django.db import transaction
 
 from inbox.models import InboxMessage
@@ -79,16 +77,6 @@ class TestCall:
         assert [effect.detail for effect in Effect.objects.filter(name="one")] == ["ä 🍰"]
         assert len(published()) == 1
 
-    def test_rolled_back_call_never_runs(self, tasks):
-        with suppress(ZeroDivisionError), transaction.atomic():
-            tasks["tests.write"].delay("rolled back")
-            raise ZeroDivisionError
-
-        with transaction.atomic():
-            after = [tasks["tests.write"].delay(f"after {n}") for n in range(3)]
-        assert [result.get(timeout=SECONDS) for result in after] == ["after 0", "after 1", "after 2"]
-        assert effects("rolled back") == 0
-
     def test_delayed_call_waits_in_the_outbox(self, tasks):
         with transaction.atomic():
             result = tasks["tests.look"].apply_async(countdown=1)
@@ -98,14 +86,6 @@ class TestCall:
 
         [row] = published()
         assert row.settled_at >= row.deliver_at == datetime.fromisoformat(seen["eta"])
-
-    def test_expired_call_does_not_run(self, tasks):
-        with transaction.atomic():
-            tasks["tests.write"].apply_async(["too late"], countdown=1.5, expires=1)
-
-        wait_until(lambda: OutboxMessage.objects.filter(state=State.EXPIRED).exists())
-        called(lambda: tasks["tests.add"].delay(1, 2)).get(timeout=SECONDS)
-        assert effects("too late") == 0
 
     def test_call_inside_a_task_commits_with_the_transaction_of_the_task(self, tasks):
         called(lambda: tasks["tests.order"].delay("fails", fails=True)).get(timeout=SECONDS, propagate=False)
@@ -148,10 +128,3 @@ class TestBothHalves:
         assert called(lambda: tasks["tests.charge"].delay("o-3", retries=2)).get(timeout=SECONDS) == "o-3"
 
         assert [effect.detail for effect in Effect.objects.filter(name="charged o-3")] == ["2"]
-
-
-class TestCanvas:
-    def test_body_of_a_chord_gets_all_results(self, tasks):
-        result = called(lambda: chord([tasks["tests.add"].s(n, n) for n in range(5)])(tasks["tests.total"].s()))
-
-        assert result.get(timeout=SECONDS) == 20
