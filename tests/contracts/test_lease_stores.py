@@ -15,7 +15,7 @@ from inbox.receiving.reading import read
 from inbox.states import Outcome, State
 from inbox.store import claims
 from inbox.store.message_rows import Failure
-from tests.support.deliveries import OPTIONS, an_envelope, at_once, make_due, options, the_row
+from tests.support.deliveries import OPTIONS, an_envelope, make_due, options, the_row
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -125,23 +125,6 @@ class TestAcquiring:
         assert timedelta(minutes=9) < remaining() < LONG + timedelta(seconds=1)
         assert not the_row().conflicts
 
-    def test_one_of_twenty_concurrent_acquires_gets_the_lease(self, leases, lease_handler):
-        request = a_delivery(lease_handler())
-
-        answers = at_once([lambda: acquire(leases, request)] * 20)
-
-        assert len([answer for answer in answers if isinstance(answer, Lease)]) == 1
-        assert len([answer for answer in answers if is_held(answer)]) == 19
-
-    def test_acquires_answered_with_held_count_no_attempt(self, leases, lease_handler):
-        request = a_delivery(lease_handler())
-        lease = acquired(leases, request)
-        assert all(is_held(acquire(leases, request)) for _ in range(5))
-
-        leases.free(lease, failed())
-
-        assert acquired(leases, claimed(request)).attempt == 2
-
     def test_leases_are_separate_by_handler_topic_and_biz_id(self, leases, lease_handler):
         one, another = lease_handler(), lease_handler()
         envelope = an_envelope(biz_id="same")
@@ -249,17 +232,6 @@ class TestExpiredLease:
 
 
 class TestFailure:
-    def test_failure_frees_the_lease_and_stores_the_message(self, leases, lease_handler):
-        request = a_delivery(lease_handler())
-        lease = acquired(leases, request)
-
-        assert leases.free(lease, failed())
-
-        row = the_row()
-        assert (row.state, row.attempts, row.last_error, row.traceback) == (State.RETRYING, 1, "ValueError: no", "here")
-        assert bytes(row.body) == request.row.body
-        assert acquired(leases, claimed(request)).attempt == 2
-
     @pytest.mark.parametrize("retry_after", [timedelta(hours=1), None], ids=["retrying", "dead"])
     def test_delivery_of_a_message_with_a_stored_failure_is_left_to_its_row(self, leases, lease_handler, retry_after):
         request = a_delivery(lease_handler())
@@ -300,18 +272,6 @@ class TestFailure:
 
         assert [is_quarantined(claimed(request).stored) for _ in range(3)] == [False, True, True]
 
-    def test_stored_message_is_running_while_leased_and_done_once_consumed(self, leases, lease_handler):
-        request = failed_once(leases, lease_handler())
-        lease = acquired(leases, claimed(request))
-        running = the_row()
-
-        assert (running.state, running.fence) == (State.RUNNING, lease.fence)
-        assert leases.consume(lease)
-
-        row = the_row()
-        assert (row.state, row.next_attempt_at, row.last_error) == (State.DONE, None, "")
-        assert is_consumed(acquire(leases, request))
-
 
 class TestSteps:
     def test_steps_are_passed_to_the_next_owner(self, leases, lease_handler):
@@ -324,15 +284,6 @@ class TestSteps:
 
         passed_on = {"lock": '{"lock": 7}', "nothing": "null", "begun": None, "charge": '"paid"'}
         assert taken_over(leases, lease).steps == passed_on
-
-    def test_steps_are_kept_after_a_failure(self, leases, lease_handler):
-        request = a_delivery(lease_handler())
-        lease = acquired(leases, request)
-        leases.remember(lease, "lock", "7")
-        lease.steps["lock"] = "7"
-        leases.free(lease, failed())
-
-        assert acquired(leases, claimed(request)).steps == {"lock": "7"}
 
     def test_forget_deletes_a_begun_step_and_keeps_a_finished_one(self, leases, lease_handler):
         request = a_delivery(lease_handler())

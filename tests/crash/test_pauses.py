@@ -69,7 +69,13 @@ def test_a_frozen_consumer_blocks_no_other_consumer_and_its_effect_happens_once(
         world.assert_nothing_went_wrong(world.drain())
 
 
-@pytest.mark.parametrize("store", ["leases.stores.DatabaseLeases", "contrib.redis_leases.redis_store.RedisLeases"])
+@pytest.mark.parametrize(
+    "store",
+    [
+        pytest.param("leases.stores.DatabaseLeases", marks=pytest.mark.every_database),
+        "contrib.redis_leases.redis_store.RedisLeases",
+    ],
+)
 def test_a_process_frozen_between_claim_and_lease_begins_no_run_after_an_operators_retry(local_world, redis_url, store):
     """Another process has claimed the retried message, whose attempts count from 1 again, and is running it."""
     world = local_world

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import threading
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from decimal import Decimal
@@ -35,7 +34,6 @@ from outbox.models import OutboxMessage
 from tests.support import decisions
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
-    A_WHILE,
     InAThread,
     Slow,
     an_envelope,
@@ -285,30 +283,6 @@ class TestFailure:
         assert (row.state, row.attempts, row.last_error) == (State.DONE, 2, "")
         assert Effect.objects.get().detail == "2"
         assert names_of(signals_sent) == ["message_retrying", "message_handled"]
-
-    def test_process_frozen_before_its_lease_begins_no_run_after_an_operators_retry(self, leased, given, monkeypatch):
-        """Another process has claimed the retried message, whose attempts count from 1 again, and is running it."""
-        slow, claimed, thawed = Slow(), threading.Event(), threading.Event()
-        store = type(lease_store(given))
-        acquire, frozen_once = store.acquire, threading.Lock()
-
-        def acquire_once_thawed(*args, **arguments):
-            if frozen_once.acquire(blocking=False):
-                claimed.set()
-                assert thawed.wait(A_WHILE)
-            return acquire(*args, **arguments)
-
-        monkeypatch.setattr(store, "acquire", acquire_once_thawed)
-        handed_over(leased(slow))
-        with InAThread(lambda: drain(given)) as frozen:
-            assert claimed.wait(A_WHILE)
-            assert decisions.retry("default", the_row().pk)
-            with slow.inside(lambda: drain(given)):
-                thawed.set()
-                wait_until(lambda: frozen.ended or slow.runs == 2)
-                runs = slow.runs
-
-        assert (runs, effects(), the_row().state) == (1, 1, State.DONE)
 
     def test_fence_grows_with_every_run_whatever_operators_do(self, leased, given):
         fences = []
@@ -914,19 +888,6 @@ class TestLostRedisData:
         assert "its outcome was not stored" in caplog.text
         run_to_the_end(given)
         assert (the_row().state, the_row().quarantined, slow.runs) == (State.DEAD, True, 1)
-
-    def test_loss_of_the_latest_writes_only_is_detected(self, leased, given, client, caplog):
-        """As after a restart from a snapshot, or a failover to a replica that lags."""
-        handler, old, envelope = leased(the_effect), an_envelope(), an_envelope()
-        deliver(handler, old, given=given)
-        before = snapshot(client)
-        deliver(handler, envelope, given=given)
-        restore(client, before)
-
-        assert deliver(handler, old, given=given) is Outcome.DUPLICATE, "its lease was not lost"
-        assert deliver(handler, envelope, given=given) is Outcome.DEAD
-        assert effects() == 2
-        assert "Redis has lost data. Messages" in caplog.text
 
     def test_loss_of_the_end_of_a_run_is_detected(self, leased, given, client):
         """The older state still has it running, and its lease has ended meanwhile."""

@@ -69,8 +69,8 @@ def fail_over(proxy, replica_server):
 
 def test_message_whose_record_a_failover_has_lost_does_not_run_again(handles, processes, lagging, fail_over, caplog):
     this, other = processes
-    handler, envelope = handles(the_effect, lease=Lease()), an_envelope()
-    deliver(handler, given=this)
+    handler, old, envelope = handles(the_effect, lease=Lease()), an_envelope(), an_envelope()
+    deliver(handler, old, given=this)
     deliver(handler, given=other)
     lagging()
     assert deliver(handler, envelope, given=this) is Outcome.HANDLED
@@ -79,6 +79,7 @@ def test_message_whose_record_a_failover_has_lost_does_not_run_again(handles, pr
     for _ in range(MORE):
         assert deliver(handler, given=other) is Outcome.HANDLED
 
+    assert deliver(handler, old, given=this) is Outcome.DUPLICATE, "its record was not lost"
     assert deliver(handler, envelope, given=this) is Outcome.DEAD
 
     assert "has lost data" in the_row().last_error
