@@ -1,4 +1,5 @@
 import re
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -139,7 +140,7 @@ def _per_second(given: str) -> int:
     return int(match[1])
 
 
-def _preview(alias: str, selection: Selection) -> list[dict[str, Any]]:
+def _preview(alias: str, selection: Selection) -> Sequence[Mapping[str, Any]]:
     """The selected messages, by topic and state: when the first and the last was settled, and how many have expired since.
 
     Expired messages are not sent again.
@@ -149,7 +150,7 @@ def _preview(alias: str, selection: Selection) -> list[dict[str, Any]]:
     return list(groups.annotate(messages=Count("id"), expired=expired, oldest=Min("settled_at"), newest=Max("settled_at")))
 
 
-def _shown(found: list[dict[str, Any]], replay: Replay) -> list[Table]:
+def _shown(found: Sequence[Mapping[str, Any]], replay: Replay) -> list[Table]:
     head = Line([_("topic"), _("state"), _("messages"), _("expired"), _("first"), _("last")], BOLD)
     groups = (group.values() for group in found)
     rows = [

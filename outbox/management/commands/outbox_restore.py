@@ -1,4 +1,5 @@
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
@@ -100,7 +101,7 @@ def _selection(options: dict[str, Any]) -> Selection:
     )
 
 
-def _preview(alias: str, selection: Selection) -> list[dict[str, Any]]:
+def _preview(alias: str, selection: Selection) -> Sequence[Mapping[str, Any]]:
     """The messages that a restore would affect, by topic and state.
 
     Those that are overdue are sent at once. The oldest is the first that was cancelled, expired or became dead.
@@ -110,7 +111,7 @@ def _preview(alias: str, selection: Selection) -> list[dict[str, Any]]:
     return list(groups.annotate(messages=Count("id"), overdue=overdue, oldest=Min("settled_at")))
 
 
-def _shown(found: list[dict[str, Any]], *, overdue: bool) -> list[Table]:
+def _shown(found: Sequence[Mapping[str, Any]], *, overdue: bool) -> list[Table]:
     messages, late = sum(group["messages"] for group in found), sum(group["overdue"] for group in found)
     head, ago = Line([_("topic"), _("state"), _("messages"), _("overdue"), _("oldest")], BOLD), _("%(time)s ago")
     groups = (group.values() for group in found)
