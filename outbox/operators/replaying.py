@@ -34,10 +34,8 @@ from outbox.models import PausedTopic
 from outbox.operators.operations import names_of, operations
 from outbox.states import State
 from outbox.store import transitions
-from outbox.store.claiming import DamagedRow, RelayedMessage, parts_of_published, read_published
-from outbox.store.outgoing import outgoing
+from outbox.store.messages import DamagedRow, RelayedMessage, outgoing, parts_of_published, read_published, waves
 from outbox.store.selecting import Selection
-from outbox.store.waves import waves
 from outbox.transports import open_transport
 
 _PLANNING = "outbox: planning a replay"

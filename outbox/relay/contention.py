@@ -16,7 +16,8 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder, escaping_logger
 from outbox.models import SHARDS
 from outbox.store import claiming
-from outbox.store.claiming import Claim, RelayedMessage
+from outbox.store.claiming import Claim
+from outbox.store.messages import RelayedMessage
 
 logger = escaping_logger(__name__)
 

@@ -7,7 +7,7 @@ from exactly_once.process.clock import utcnow
 from exactly_once.telemetry.statistics import Tally
 from exactly_once.transport.interface import OutgoingMessage
 from outbox import metrics
-from outbox.store.claiming import RelayedMessage
+from outbox.store.messages import RelayedMessage
 from outbox.store.settling import Settlement
 
 _COUNTERS = {

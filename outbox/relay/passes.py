@@ -32,11 +32,10 @@ from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
 from outbox.relay.counting import count_pass
 from outbox.store import claiming, lease, settling
-from outbox.store.claiming import Bounds, BusyShard, DamagedRow, RelayedMessage
-from outbox.store.outgoing import outgoing
+from outbox.store.claiming import Bounds, BusyShard
+from outbox.store.messages import DamagedRow, RelayedMessage, in_order, outgoing, waves
 from outbox.store.settling import Failure, Settlement
 from outbox.store.unwritable_rows import Changed, UnwritableRows
-from outbox.store.waves import waves
 
 logger = escaping_logger(__name__)
 
@@ -182,7 +181,7 @@ class Pass:
         self._unwritable.forget_due(rehearsed.done)
         self._record_unwritable(rehearsed)
         left = set(doubtful).difference(rehearsed.done or ())
-        return claiming.in_order(rows, {row.position for row in rows} - left)
+        return in_order(rows, {row.position for row in rows} - left)
 
     def _rate(self, topic: str) -> float:
         return self._options.topic(topic).per_second

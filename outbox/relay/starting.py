@@ -32,8 +32,7 @@ from exactly_once.transport.interface import CONFIRMED, Companion, OutgoingMessa
 from exactly_once.upkeep.minutes import database_time
 from outbox.conf import OutboxOptions
 from outbox.store import backfilling
-from outbox.store.claiming import DamagedRow, RelayedMessage
-from outbox.store.outgoing import outgoing
+from outbox.store.messages import DamagedRow, RelayedMessage, outgoing
 
 logger = escaping_logger(__name__)
 

@@ -10,9 +10,10 @@ from exactly_once.process.clock import monotonic
 from exactly_once.sql.connections import READ_COMMITTED
 from outbox.models import SHARDS
 from outbox.states import State
-from outbox.store.claiming import RelayedMessage, claims_by_locks, parts_of_published, read_published
+from outbox.store.claiming import claims_by_locks
 from outbox.store.dialect import LOCK_SPACE, begin_bounded
 from outbox.store.lease import in_hand
+from outbox.store.messages import RelayedMessage, parts_of_published, read_published
 from outbox.store.selecting import Selection
 
 _LONGEST_PASS_SECONDS = 30.0

@@ -10,11 +10,10 @@ entries below the floor are passed over without reading their rows.
 
 import json
 import math
-import uuid
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,12 +23,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.process.clock import monotonic
 from exactly_once.sql.connections import READ_COMMITTED, execute, fetch, is_postgresql
-from exactly_once.sql.days import FIRST_DAY
-from exactly_once.sql.now import NOW_AFTER, now
+from exactly_once.sql.now import NOW
 from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, execute_script, is_usable
-from exactly_once.wire.text import describe
 from outbox.models import SHARDS, PendingCallback, TrailEntry
-from outbox.states import HOLDING_KEY
 from outbox.store.dialect import (
     DO_NOT_WAIT_FOR_THE_DISK,
     EVER,
@@ -44,140 +40,21 @@ from outbox.store.dialect import (
     live,
     places,
 )
+from outbox.store.messages import (
+    BATCH_BYTES,
+    RELAY_COMMENT,
+    VERSION,
+    RelayedMessage,
+    as_bytes,
+    fetch_messages,
+    in_order,
+    select,
+)
 
 STREAM = "m.state = 'ready' AND m.ready_position = 0"
 SECONDARY = "m.state = 'ready' AND m.ready_position > 0"
-_IS_BLOCKED = (
-    "m.key <> '' AND COALESCE((SELECT true FROM {{live}} e WHERE e.key {{is_key}} AND e.id < m.id AND e.key <> '' "
-    "AND e.state IN ({states}) ORDER BY e.key, e.id LIMIT 1), false)"
-).format(states=", ".join(f"'{state}'" for state in HOLDING_KEY))
-
-
-class DamagedRow(ValueError):
-    """A column has a value that `publish()` never writes, so the message cannot be sent. The text names column and value."""
-
-
-class RelayedMessage(NamedTuple):
-    """A ready row that a relay has claimed.
-
-    The values are as the database returned them, and are parsed on first use. So a row that was damaged by hand can be read
-    together with others; `require_undamaged` and the parsed values raise `DamagedRow`.
-
-    Attributes:
-        position: the row's id.
-        attempts: failed or successful attempts before this one.
-        expires_in_seconds: counted from when it was read; None if it never expires, infinite if `expires_at` is damaged.
-        is_blocked: an earlier message of its key is retrying, dead, paused or waiting, so it must not be sent yet.
-        ready_position: drawn when it became ready, if it is in the secondary ready index; 0 if it is in the stream.
-        wire: the wire format of another protocol (`exactly_once.wire.formats`), or None.
-        unread_bytes: the size of a large body that has not been read, or None. No claimed message has one.
-        version: differs after each change of the row; always the same on SQLite, where no other transaction writes meanwhile.
-        place: where the database has stored this version of the row; "" on SQLite.
-    """
-
-    position: int
-    shard: int
-    id: str
-    topic: str
-    biz_id: str
-    key: str
-    priority: int
-    body: bytes
-    headers_json: str
-    correlation_id: str
-    causation_id: str
-    traceparent: str
-    attempts: int
-    created: str
-    deliver: str | None
-    expires_in_seconds: float | None
-    is_blocked: bool
-    ready_position: int
-    wire: str | None = None
-    unread_bytes: int | None = None
-    version: str = ""
-    place: str = ""
-
-    @property
-    def message_id(self) -> uuid.UUID:
-        return uuid.UUID(self.id)
-
-    @property
-    def expired(self) -> bool:
-        """Had it expired when it was read?"""
-        return self.expires_within(0.0)
-
-    def expires_within(self, seconds: float) -> bool:
-        """Does it expire within this time after it was read?"""
-        return self.expires_in_seconds is not None and self.expires_in_seconds <= seconds
-
-    @property
-    def headers(self) -> Mapping[str, Any]:
-        if self.headers_json == "{}":
-            return {}
-        try:
-            headers = json.loads(self.headers_json)
-        except (ValueError, RecursionError) as error:
-            raise DamagedRow(f"headers cannot be decoded ({describe(error)})") from error
-        if not isinstance(headers, dict):
-            raise DamagedRow(f"headers are {self.headers_json[:_SHOWN]}, which is not a JSON object")
-        return headers
-
-    @property
-    def created_at(self) -> datetime:
-        return _instant("created_at", self.created)
-
-    @property
-    def deliver_at(self) -> datetime | None:
-        return _instant("deliver_at", self.deliver) if self.deliver is not None else None
-
-    def require_undamaged(self) -> None:
-        """Check the values that sending does not parse.
-
-        Raises:
-            DamagedRow: the message cannot be sent.
-        """
-        if self.expires_in_seconds is not None and not math.isfinite(self.expires_in_seconds):
-            raise DamagedRow("expires_at is not an instant")
-        if self.priority > _HIGHEST_PRIORITY:
-            raise DamagedRow(f"priority is {self.priority}, and no broker takes more than {_HIGHEST_PRIORITY}")
-        if len(self.id) != _UUID_LENGTH:
-            raise DamagedRow(f"message_id is {self.id[:_SHOWN]!r}, which is not a UUID")
-
-
-_UUID_LENGTH = 36
-_HIGHEST_PRIORITY = 255
-"""AMQP encodes it as one octet."""
-_SHOWN = 100
-_NAMES = ("topic", "biz_id", "key", "correlation_id", "causation_id", "traceparent")
 _LONGEST_WAIT_FOR_A_LOCK = 1000
 """In milliseconds. A pass skips the shards and rows that another session has locked; it waits for locks of tables."""
-_READ_AS = {
-    "position": "m.id",
-    "id": "CAST(m.message_id AS text)",
-    "headers_json": "CAST(m.headers AS text)",
-    "created": "CAST(m.created_at AS text)",
-    "deliver": "CAST(m.deliver_at AS text)",
-    "expires_in_seconds": "{expires_in}",
-    "is_blocked": _IS_BLOCKED,
-    "body": "CASE WHEN length(m.body) <= {small} THEN m.body END",
-    "unread_bytes": "CASE WHEN length(m.body) > {small} THEN length(m.body) END",
-    "version": "{{version}}",
-    "place": "{{place}}",
-}
-_VERSION = "CAST(m.xmin AS text)"
-"""The transaction that has written this version of the row."""
-_PLACE = "CAST(m.ctid AS text)"
-_SELECTED = f"SELECT {', '.join(_READ_AS.get(name, f'm.{name}') for name in RelayedMessage._fields)}"
-"""The fields of a `RelayedMessage`: columns of that name, or an expression."""
-_EXPIRES_IN_SECONDS = (
-    "CASE WHEN m.expires_at IS NULL THEN NULL WHEN isfinite(m.expires_at) "
-    "THEN CAST(EXTRACT(EPOCH FROM m.expires_at - {now}) AS float8) ELSE float8 'infinity' END"
-)
-"""NULL without an expiry: NULL costs less than any value."""
-_EXPIRES_IN_SECONDS_SQLITE = (
-    "CASE WHEN m.expires_at IS NOT NULL THEN COALESCE((julianday(m.expires_at) - julianday({now})) * 86400, 9e999) END"
-)
 _IN_STREAM = f"m.shard {{is_shard}} AND {STREAM} AND m.id > {{above}} ORDER BY m.shard, m.id"
 _SECONDARY_ABOVE = f"m.shard {{is_shard}} AND {SECONDARY} AND m.ready_position > {{drawn_above}} ORDER BY m.shard"
 _IN_SECONDARY = f"{_SECONDARY_ABOVE}, m.priority DESC, m.id"
@@ -198,15 +75,15 @@ _UNTIL = "CASE WHEN isfinite({instant}) THEN CAST(EXTRACT(EPOCH FROM {instant} -
 _UNTIL_SQLITE = "(julianday({instant}) - julianday({now})) * 86400"
 
 
-def _look(shards: str, retries_since: str, table: str, at: str) -> str:
-    on_postgresql = table == LIVE_PART
+def _look(shards: str, retries_since: str, vendor: str) -> str:
+    on_postgresql, at = vendor == "postgresql", NOW[vendor]
     until = _UNTIL if on_postgresql else _UNTIL_SQLITE
     retry_in, probe_in = (until.format(instant=instant, now=at) for instant in ("m.available_at", "p.probe_at"))
     # Two seconds are more than a pass takes from storing a failure to its commit.
     recently = f"{at} - interval '2 seconds'" if on_postgresql else "''"
     return _LOOK.format(
         shards=shards,
-        live=table,
+        live=LIVE_PART if on_postgresql else TABLE,
         now=at,
         retry_in=retry_in,
         # SQLite has no dead rows to skip.
@@ -229,43 +106,31 @@ def _equals(value: object, *, indexed: bool) -> str:
     return f"= ANY(ARRAY[{value}])" if indexed else f"= {value}"
 
 
-def _of_a_shard(
-    table: str, expires_in: str, shard: object, above: object, each: str, small: object, not_skipped: str = ""
-) -> list[str]:
+def _of_a_shard(vendor: str, shard: object, above: object, each: str, small: object, not_skipped: str = "") -> list[str]:
     """Queries for up to `each` ready messages of a shard `above` its floor: in the secondary index, and in its stream.
 
     Bodies of more than `small` bytes are not read.
     """
-    on_postgresql = table == LIVE_PART
-    version, place = (_VERSION, _PLACE) if on_postgresql else ("''", "''")
-    select = _select(table, expires_in, small, version=version, place=place)
+    on_postgresql = vendor == "postgresql"
     is_shard = _equals(shard, indexed=on_postgresql)
     drawn_above = above if on_postgresql else 0
     parts = (part.format(is_shard=is_shard, above=above, drawn_above=drawn_above) for part in (_IN_SECONDARY, _IN_STREAM))
-    return [f"{select} FROM {table} m WHERE true{not_skipped} AND {part} LIMIT {each}" for part in parts]
-
-
-def _select(table: str, expires_in: str, small: object, *, version: str = "''", place: str = "''") -> str:
-    is_key = _equals("m.key", indexed=table == LIVE_PART)
-    select = _SELECTED.format(expires_in=expires_in, live=table, small=small, is_key=is_key)
-    return select.format(version=version, place=place)
+    ready = f"{select(vendor, small)} FROM {LIVE_PART if on_postgresql else TABLE} m WHERE true{not_skipped}"
+    return [f"{ready} AND {part} LIMIT {each}" for part in parts]
 
 
 def _of_shards(shards: str, floors: str, each: str, small: object, not_skipped: str = "") -> str:
     """The same for several shards in one statement, so that a row that moves from one index to the other is seen in one."""
-    of_a_shard = _of_a_shard(LIVE_PART, _EXPIRES_IN_SECONDS.format(now=_NOW), "s.shard", "s.above", each, small, not_skipped)
+    of_a_shard = _of_a_shard("postgresql", "s.shard", "s.above", each, small, not_skipped)
     parts = " UNION ALL ".join(f"({part})" for part in of_a_shard)
     each_shard = f"unnest({shards}::int[], {floors}::bigint[]) AS s(shard, above)"
-    return f"{_RELAY_COMMENT}SELECT m.* FROM {each_shard} CROSS JOIN LATERAL ({parts}) m"
+    return f"{RELAY_COMMENT}SELECT m.* FROM {each_shard} CROSS JOIN LATERAL ({parts}) m"
 
 
-_RELAY_COMMENT = "/* pass of a relay */ "
-"""Begins the statements that return bodies, so that another relay recognises them."""
-_NOW = NOW_AFTER["postgresql"].replace("%s", "0")
 _LOOK_PREPARED = PreparedStatement(
     "outbox_look",
     ["int[]", "bigint[]", "timestamptz"],
-    _look("SELECT * FROM unnest($1, $2)", "$3", LIVE_PART, _NOW),
+    _look("SELECT * FROM unnest($1, $2)", "$3", "postgresql"),
 )
 _KEEP_PLANS = f"SELECT {KEEP_PLANS}"
 _READ_PREPARED = PreparedStatement(
@@ -274,10 +139,8 @@ _READ_PREPARED = PreparedStatement(
     _of_shards("$1", "$2", "$3", "$4"),
     returns_binary=True,
 )
-_NOT_SKIPPED = " AND m.id <> ALL(%s::bigint[]) AND m.key <> ALL(%s::text[])"
-_NOT_SKIPPED_SQLITE = " AND m.id NOT IN (SELECT value FROM json_each(%s)) AND m.key NOT IN (SELECT value FROM json_each(%s))"
 _LOCK_ROWS = (
-    f"{_RELAY_COMMENT}SELECT m.id, {_VERSION}, CASE WHEN m.id = ANY({{unread}}) THEN m.body END FROM {LIVE_PART} m "
+    f"{RELAY_COMMENT}SELECT m.id, {VERSION}, CASE WHEN m.id = ANY({{unread}}) THEN m.body END FROM {LIVE_PART} m "
     "WHERE m.ctid = ANY({places}) AND m.state = 'ready' FOR UPDATE SKIP LOCKED"
 )
 _LOCK_ROWS_PREPARED = PreparedStatement(
@@ -303,7 +166,7 @@ _SHARD_HOLDERS = (
     "SELECT pid, shards, seconds, CASE WHEN unread THEN pg_terminate_backend(pid) ELSE false END "
     "FROM (SELECT l.pid, array_agg(l.objid::int ORDER BY l.objid) AS shards, "
     "EXTRACT(EPOCH FROM max(statement_timestamp() - a.xact_start))::int AS seconds, "
-    f"bool_and(a.wait_event = 'ClientWrite' AND strpos(a.query, '{_RELAY_COMMENT}') > 0 "
+    f"bool_and(a.wait_event = 'ClientWrite' AND strpos(a.query, '{RELAY_COMMENT}') > 0 "
     "AND pg_has_role(a.usesysid, 'USAGE')) AS unread "
     "FROM pg_locks l JOIN pg_stat_activity a USING (pid) WHERE l.locktype = 'advisory' AND l.granted "
     f"AND l.database = a.datid AND a.datname = current_database() AND l.classid = {LOCK_SPACE % 2**32} AND l.objsubid = 2 "
@@ -386,9 +249,6 @@ class Bounds(NamedTuple):
 
 
 NOTHING_SKIPPED: Mapping[int, str] = MappingProxyType({})
-BATCH_BYTES = 8 * 1024 * 1024
-"""Of the bodies of one batch together. A lane of a relay needs about four times as much memory."""
-_UNBOUNDED_BYTES = 2**62
 
 
 def claims_by_locks(alias: str) -> bool:
@@ -422,7 +282,7 @@ def look(
         found = _LOOK_PREPARED.fetch_after(connection, _KEEP_PLANS, [array_of(above), array_of(above.values()), since])
     else:
         values = "VALUES " + ", ".join(map(str, above.items()))
-        found = fetch(connection, _look(values, f"'{since}'", live(connection), now(connection)), [])
+        found = fetch(connection, _look(values, f"'{since}'", connection.vendor), [])
     of_shards = [row[:5] for row in found if row[0] is not None]
     first = {shard: min(filter(None, positions)) for shard, *positions, _, _ in of_shards if any(positions)}
     shards = [BusyShard(shard, min(floors.get(shard, 0), position - 1)) for shard, position in first.items()]
@@ -520,42 +380,6 @@ def _within_bytes(rows: list[RelayedMessage]) -> list[RelayedMessage]:
     return rows
 
 
-def read_published(alias: str, positions: Sequence[int]) -> list[RelayedMessage]:
-    """The published messages at these positions, in the order of publishing. They are not locked."""
-    connection = connections[alias]
-    on_postgresql = is_postgresql(connection)
-    expires_in = (_EXPIRES_IN_SECONDS if on_postgresql else _EXPIRES_IN_SECONDS_SQLITE).format(now=now(connection))
-    select = _select(live(connection), expires_in, _UNBOUNDED_BYTES)
-    found = _fetch_published(connection, f"{_RELAY_COMMENT}{select}", positions)
-    return list(map(RelayedMessage._make, map(_with_bytes if on_postgresql else _from_sqlite, found)))
-
-
-def parts_of_published(alias: str, positions: Sequence[int]) -> list[list[int]]:
-    """The positions in parts whose bodies have at most `BATCH_BYTES` together, or of one message."""
-    sizes = dict(_fetch_published(connections[alias], "SELECT m.id, length(m.body)", positions))
-    parts: list[list[int]] = []
-    total = BATCH_BYTES
-    for position in positions:
-        total += (size := sizes.get(position, 0))
-        if total > BATCH_BYTES or not parts:
-            parts.append([])
-            total = size
-        parts[-1].append(position)
-    return parts
-
-
-def _fetch_published(connection: BaseDatabaseWrapper, select: str, positions: Sequence[int]) -> list[Any]:
-    condition, among = any_of(connection, positions)
-    with connection.cursor() as cursor:
-        # The range is for the BRIN index of history.
-        cursor.execute(
-            f"{select} FROM {HISTORY if is_postgresql(connection) else TABLE} m WHERE m.state = 'published' "
-            f"AND m.day >= {FIRST_DAY} AND m.id BETWEEN %s AND %s AND m.id {condition} ORDER BY m.id",
-            [min(positions), max(positions), among],
-        )
-        return list(cursor.fetchall())
-
-
 def _lock(connection: BaseDatabaseWrapper, shards: Sequence[BusyShard], limits: Bounds | None) -> list[BusyShard]:
     if not is_postgresql(connection):
         # The write lock of the open transaction, or the lease, covers every shard.
@@ -608,9 +432,8 @@ def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) 
     unread = [row.position for row in rows if row.unread_bytes]
     if not is_postgresql(connection):
         condition, among = any_of(connection, unread)
-        with connection.cursor() as cursor:
-            cursor.execute(f"SELECT id, body FROM {TABLE} WHERE id {condition}", [among])
-            return dict.fromkeys(positions) | {position: _bytes(body) for position, body in cursor.fetchall()}
+        read = fetch(connection, f"SELECT id, body FROM {TABLE} WHERE id {condition}", [among])
+        return dict.fromkeys(positions) | {position: as_bytes(body) for position, body in read}
     if not positions:
         return {}
     # A row that has changed is elsewhere, so it need not be searched for; another one may be in its place.
@@ -618,21 +441,9 @@ def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) 
     if is_usable(connection):
         found = _LOCK_ROWS_PREPARED.fetch(connection, given)
     else:
-        found = list(map(_with_bytes, fetch(connection, _LOCK_ROWS.format(unread="%s::bigint[]", places="%s::tid[]"), given)))
+        found = fetch(connection, _LOCK_ROWS.format(unread="%s::bigint[]", places="%s::tid[]"), given)
     versions = {row.position: row.version for row in rows}
-    return {position: body for position, version, body in found if version == versions.get(position)}
-
-
-def in_order(rows: Sequence[RelayedMessage], free: Collection[int]) -> list[RelayedMessage]:
-    """The rows that are `free`, without those behind a row of their key that is not: they must not overtake it."""
-    stopped: set[str] = set()
-    claimed: list[RelayedMessage] = []
-    for row in rows:
-        if row.position not in free:
-            stopped.add(row.key)
-        elif not row.key or row.key not in stopped:
-            claimed.append(row)
-    return claimed
+    return {position: body and bytes(body) for position, version, body in found if version == versions.get(position)}
 
 
 def lockers(alias: str, positions: Sequence[int]) -> list[int]:
@@ -669,30 +480,30 @@ def _read(
     connection: BaseDatabaseWrapper, shards: Sequence[BusyShard], each: int, skipped: Mapping[int, str]
 ) -> list[RelayedMessage]:
     """Up to `each` messages of each shard from each of the two indexes; without the bodies that may be too many bytes."""
-    found: list[Any] = []
-    excluded: list[Any] = []
     small = BATCH_BYTES // (2 * each * len(shards))
+    places_to_read = [array_of(one.shard for one in shards), array_of(one.above for one in shards)]
+    if is_usable(connection) and not skipped:
+        found = _READ_PREPARED.fetch(connection, [*places_to_read, each, small])
+        return _without_overtakers(list(map(RelayedMessage._make, found)), each)
+    not_skipped, excluded = _not_skipped(connection, skipped)
     if is_postgresql(connection):
-        given: list[Any] = [array_of(one.shard for one in shards), array_of(one.above for one in shards), each, small]
-        if is_usable(connection) and not skipped:
-            found = _READ_PREPARED.fetch(connection, given)
-        else:
-            excluded = [array_of(skipped), [key for key in skipped.values() if key]] if skipped else []
-            with connection.cursor() as cursor:
-                statement = _of_shards("%s", "%s", "%s", small, _NOT_SKIPPED if skipped else "")
-                cursor.execute(statement, [*given[:2], *excluded, each, *excluded, each])
-                found += map(_with_bytes, cursor.fetchall())
+        statement = _of_shards("%s", "%s", "%s", small, not_skipped)
+        rows = fetch_messages(connection, statement, [*places_to_read, *excluded, each, *excluded, each])
     else:
         # No other transaction writes meanwhile, so several statements see the same rows.
-        expires_in = _EXPIRES_IN_SECONDS_SQLITE.format(now=now(connection))
-        not_skipped = _NOT_SKIPPED_SQLITE if skipped else ""
-        excluded = [json.dumps(list(skipped)), json.dumps([key for key in skipped.values() if key])] if skipped else []
-        parts = chain.from_iterable(_of_a_shard(TABLE, expires_in, *one, "%s", small, not_skipped) for one in shards)
-        with connection.cursor() as cursor:
-            for part in parts:
-                cursor.execute(part, [*excluded, each])
-                found += map(_from_sqlite, cursor.fetchall())
-    return _without_overtakers(list(map(RelayedMessage._make, found)), each)
+        parts = chain.from_iterable(_of_a_shard(connection.vendor, *one, "%s", small, not_skipped) for one in shards)
+        rows = [row for part in parts for row in fetch_messages(connection, part, [*excluded, each])]
+    return _without_overtakers(rows, each)
+
+
+def _not_skipped(connection: BaseDatabaseWrapper, skipped: Mapping[int, str]) -> tuple[str, list[Any]]:
+    if not skipped:
+        return "", []
+    keys = [key for key in skipped.values() if key]
+    if is_postgresql(connection):
+        return " AND m.id <> ALL(%s::bigint[]) AND m.key <> ALL(%s::text[])", [array_of(skipped), keys]
+    among = "IN (SELECT value FROM json_each(%s))"
+    return f" AND m.id NOT {among} AND m.key NOT {among}", [json.dumps(list(skipped)), json.dumps(keys)]
 
 
 def _without_overtakers(rows: list[RelayedMessage], each: int) -> list[RelayedMessage]:
@@ -708,40 +519,3 @@ def _without_overtakers(rows: list[RelayedMessage], each: int) -> list[RelayedMe
             position = 0 if last.priority else last.position
             cut_at[last.shard] = min(cut_at.get(last.shard, position), position)
     return [row for row in rows if not row.key or row.position <= cut_at.get(row.shard, row.position)]
-
-
-def _with_bytes(row: Sequence[Any]) -> tuple[Any, ...]:
-    """psycopg 2 returns a memoryview."""
-    return tuple(bytes(value) if isinstance(value, memoryview) else value for value in row)
-
-
-def _from_sqlite(row: Sequence[Any]) -> Sequence[Any]:
-    """Convert the values to the types of the columns. SQLite stores a value of any type that was written by hand."""
-    values = dict(zip(RelayedMessage._fields, row, strict=True))
-    values.update(id=_uuid_text(values["id"]), body=_bytes(values["body"]))
-    values["is_blocked"] = bool(values["is_blocked"])
-    values.update({name: values[name] if type(values[name]) is int else 0 for name in ("priority", "attempts")})
-    values.update({name: str(values[name]) for name in _NAMES})
-    return list(values.values())
-
-
-def _uuid_text(value: str) -> str:
-    try:
-        return str(uuid.UUID(value))
-    except ValueError:
-        return value
-
-
-def _bytes(value: object) -> bytes:
-    return value if isinstance(value, bytes) else str(value).encode()
-
-
-def _instant(column: str, text: str) -> datetime:
-    try:
-        instant = datetime.fromisoformat(text)
-        if instant.tzinfo is None:
-            return instant.replace(tzinfo=UTC)
-        # Converted to UTC here, so that instants of the first and last day of the calendar overflow here.
-        return instant if instant.tzinfo is UTC else instant.astimezone(UTC)
-    except (ValueError, OverflowError) as error:
-        raise DamagedRow(f"{column} is {text[:_SHOWN]!r}, which is not an instant of the years 1 to 9999") from error

@@ -9,7 +9,8 @@ from django.db import transaction
 from exactly_once.models import Lease
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.loop_leases import TableLease
-from outbox.store.claiming import NOTHING_SKIPPED, BusyShard, RelayedMessage, claim_ready
+from outbox.store.claiming import NOTHING_SKIPPED, BusyShard, claim_ready
+from outbox.store.messages import RelayedMessage
 
 RELAYING = "outbox: relaying"
 

@@ -33,7 +33,7 @@ from outbox.relay import passes
 from outbox.relay.batch_size import BatchSize
 from outbox.relay.passes import Pass
 from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE, RESTORE, State
-from outbox.store import claiming, decision_rows, paused_topics, settling
+from outbox.store import claiming, decision_rows, messages, paused_topics, settling
 from tests.integration.ordering.actors import Actor, Killed, gates
 from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import SECONDS, TOPIC, connected, ids, published, quick, relay_for, set_columns, state_of
@@ -568,16 +568,18 @@ def mutated(function, what, instead):
     return namespace[function.__name__]
 
 
-def held_by(patch, condition):
-    """A message waits on this condition instead. What is read by is put together when the module is imported."""
-    assert claiming._IS_BLOCKED in claiming._SELECTED
-    patch.setattr(claiming, "_SELECTED", claiming._SELECTED.replace(claiming._IS_BLOCKED, condition))
+def held_by(patch, changed):
+    """A message waits on a changed condition. What is read by is put together when the module is imported."""
+    for read_from in messages._READ_FROM.values():
+        condition = changed(read_from["is_blocked"])
+        assert condition != read_from["is_blocked"]
+        patch.setitem(read_from, "is_blocked", condition)
     read = f"outbox_read_{zlib.crc32(condition.encode())}", ["int[]", "bigint[]", "bigint", "bigint"]
     patch.setattr(claiming, "_READ_PREPARED", PreparedStatement(*read, claiming._of_shards("$1", "$2", "$3", "$4")))
 
 
 MUTATIONS = {
-    "no message blocks its key": lambda patch: held_by(patch, "false"),
+    "no message blocks its key": lambda patch: held_by(patch, lambda held: "false"),
     "unread messages are ignored": lambda patch: patch.setattr(claiming, "_without_overtakers", lambda rows, each: rows),
     "floors do not wait for writers": lambda patch: patch.setattr(claiming, "writers", lambda alias: frozenset()),
     "the claim begins where the look did": lambda patch: patch.setattr(
@@ -587,12 +589,12 @@ MUTATIONS = {
     "failure does not block its key": lambda patch: patch.setattr(
         Pass, "_send", mutated(Pass._send, "stopped_keys.update", "set().update")
     ),
-    "dead does not block its key": lambda patch: held_by(patch, claiming._IS_BLOCKED.replace(", 'dead'", "")),
-    "waiting does not block its key": lambda patch: held_by(patch, claiming._IS_BLOCKED.replace(", 'waiting'", "")),
+    "dead does not block its key": lambda patch: held_by(patch, lambda held: held.replace(", 'dead'", "")),
+    "waiting does not block its key": lambda patch: held_by(patch, lambda held: held.replace(", 'waiting'", "")),
 }
 
 OF_PAUSED_TOPICS = {
-    "paused does not block its key": lambda patch: held_by(patch, claiming._IS_BLOCKED.replace(", 'paused'", "")),
+    "paused does not block its key": lambda patch: held_by(patch, lambda held: held.replace(", 'paused'", "")),
     "messages are paused although their topic is resumed": lambda patch: patch.setattr(
         settling,
         "pause_in_hand",

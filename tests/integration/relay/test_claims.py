@@ -26,8 +26,9 @@ from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
 from outbox.states import CANCEL, RESTORE, SETTLED, State
 from outbox.store import claiming, decision_rows, paused_topics, scheduling, settling, writing
-from outbox.store.claiming import Bounds, RelayedMessage
+from outbox.store.claiming import Bounds
 from outbox.store.dialect import EVER, LOCK_SPACE
+from outbox.store.messages import RelayedMessage
 from outbox.store.scheduling import Offset
 from outbox.store.settling import Failure, Settlement
 from outbox.transports import amqp
