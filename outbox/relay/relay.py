@@ -23,11 +23,10 @@ from outbox.conf import OutboxOptions
 from outbox.doorbell import ALERT_SECONDS
 from outbox.models import SHARDS
 from outbox.relay.attending import Attendant
-from outbox.relay.batch_size import BatchSize
 from outbox.relay.floors import Floors
 from outbox.relay.heartbeat import Heartbeat
+from outbox.relay.pass_size import BatchSize, Share
 from outbox.relay.passes import Pass, PassReport
-from outbox.relay.share import Share
 from outbox.store import claiming, settling
 from outbox.store.dialect import EVER
 from outbox.store.unwritable_rows import UnwritableRows

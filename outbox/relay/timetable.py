@@ -1,13 +1,17 @@
 """The timer's data: scheduled messages in a wheel, due messages by topic, and the offset up to which each topic was read.
 
 It has no clock and no database: its caller passes the rows and the time. It can be discarded at any moment.
+
+The wheel holds many timers without a sorted list. It is a ring of slots, each a set, and a hand that advances by one slot at
+every tick (Varghese and Lauck, "Hashed and Hierarchical Timing Wheels", 1987, scheme 6). An entry that is due in d ticks is in
+the slot (hand + d) mod N, and the hand passes it (d - 1) // N times before it fires. With the common d // N, an entry that is
+due after an exact multiple of N would be one turn late.
 """
 
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
-from outbox.relay.wheel import TimingWheel
 from outbox.store.scheduling import Offset, Upcoming
 
 OF_A_TOPIC = 5_000
@@ -20,6 +24,62 @@ _MANY_TOPICS = 10_000
 _TRIES = 3
 
 
+class TimingWheel:
+    """Positions of messages that become due after a number of ticks.
+
+    Args:
+        slots: number of slots in the ring, at least 1. A turn takes this many ticks; later positions need several turns.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots: list[dict[int, int]] = [{} for _ in range(slots)]
+        self._slot_of: dict[int, int] = {}
+        self._hand = 0
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def __contains__(self, position: int) -> bool:
+        return position in self._slot_of
+
+    def put(self, position: int, ticks: int) -> None:
+        """Make `position` due in `ticks` from now; this replaces an earlier time of it.
+
+        Raises:
+            ValueError: `ticks` is less than 1.
+        """
+        if ticks < 1:
+            raise ValueError(f"ticks is {ticks}: it must be at least 1, the next tick.")
+        self.discard(position)
+        slot = (self._hand + ticks) % len(self._slots)
+        self._slots[slot][position] = (ticks - 1) // len(self._slots)
+        self._slot_of[position] = slot
+
+    def discard(self, position: int) -> None:
+        """Remove `position` if it is in the wheel."""
+        slot = self._slot_of.pop(position, None)
+        if slot is not None:
+            del self._slots[slot][position]
+
+    def tick(self) -> list[int]:
+        """Advance the hand by one slot; remove and return its due positions. The others there have one turn less left."""
+        self._hand = (self._hand + 1) % len(self._slots)
+        slot = self._slots[self._hand]
+        due = [position for position, rounds in slot.items() if not rounds]
+        for position in due:
+            self.discard(position)
+        for position in slot:
+            slot[position] -= 1
+        return due
+
+    def ticks_to_next(self) -> int | None:
+        """The number of ticks until the hand reaches a slot with positions; None if the wheel is empty."""
+        if not self._slot_of:
+            return None
+        size = len(self._slots)
+        return next(ticks for ticks in range(1, size + 1) if self._slots[(self._hand + ticks) % size])
+
+
 class Timetable:
     """The timetable of one relay.
 
@@ -30,7 +90,7 @@ class Timetable:
     """
 
     def __init__(self, *, slots: int, tick: float, now: float) -> None:
-        self._wheel: TimingWheel[int] = TimingWheel(slots)
+        self._wheel: TimingWheel = TimingWheel(slots)
         self._tick = tick
         self._began_at = now
         self._ticked = 0

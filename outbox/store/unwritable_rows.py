@@ -258,8 +258,4 @@ class UnwritableRows:
         """Forget the rows that were due and could be changed: all that were tried again, or those among these positions."""
         for position in self._due:
             if tried is None or position in tried:
-                self.forget(position)
-
-    def forget(self, position: int) -> None:
-        """Forget a row that could be changed."""
-        self._rows.pop(position, None)
+                self._rows.pop(position, None)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outbox.relay.batch_size import BatchSize
+from outbox.relay.pass_size import BatchSize
 from tests.support.clock import Clock
 
 LARGEST = 500

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outbox.models import SHARDS
-from outbox.relay.share import Share
+from outbox.relay.pass_size import Share
 from outbox.store.claiming import BusyShard
 
 ALL = [BusyShard(shard, 0) for shard in range(SHARDS)]

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.relay.timetable import Timetable
-from outbox.relay.wheel import TimingWheel
+from outbox.relay.timetable import Timetable, TimingWheel
 from outbox.store.scheduling import Upcoming
 
 

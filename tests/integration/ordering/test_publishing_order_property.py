@@ -30,7 +30,7 @@ from exactly_once.transport.interface import BrokerUnavailable
 from outbox import pause, publish, resume
 from outbox.models import SHARDS, OutboxMessage, PausedTopic
 from outbox.relay import passes
-from outbox.relay.batch_size import BatchSize
+from outbox.relay.pass_size import BatchSize
 from outbox.relay.passes import Pass
 from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE, RESTORE, State
 from outbox.store import claiming, decision_rows, messages, paused_topics, settling

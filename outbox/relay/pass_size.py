@@ -1,19 +1,27 @@
-"""The number of messages in one pass.
+"""The size of a pass: how many messages and how many shards a relay tries to claim.
 
-It is BATCH_SIZE until a pass fails. After a failure that does not depend on the size the next pass takes one message, and each
-successful pass doubles the number. A pass that took too long was too large: the next one takes a quarter, and for a minute the
-limit is half.
+The number of messages is BATCH_SIZE until a pass fails. After a failure that does not depend on the size the next pass takes
+one message, and each successful pass doubles the number. A pass that took too long was too large: the next one takes a quarter,
+and for a minute the limit is half.
+
+The number of shards is found without knowing how many relays there are, by additive increase and multiplicative decrease (Chiu
+and Jain, 1989), as in TCP: a relay that finds a shard claimed by another halves its number, one that finds all of them free
+raises it by a few. Several relays converge to equal shares; a single relay gets all shards.
 """
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
+from outbox.store.claiming import BusyShard
 
 logger = escaping_logger(__name__)
 
 _TOO_LARGE_SECONDS = 60.0
 _BETWEEN_REPORTS_SECONDS = 60.0
+_LEAST_SHARDS = 8
+_STEP = 4
 
 
 class BatchSize:
@@ -55,3 +63,23 @@ class BatchSize:
     def _set_ceiling(self, ceiling: int) -> None:
         self._ceiling = min(ceiling, self._largest)
         self._raise_at = self._clock() + _TOO_LARGE_SECONDS
+
+
+class Share:
+    """One relay's share of `shards`, their total number."""
+
+    def __init__(self, shards: int) -> None:
+        self._shards = self._most = shards
+
+    @property
+    def most(self) -> int:
+        """How many shards it tries now in one pass."""
+        return self._most
+
+    def of(self, shards: Sequence[BusyShard]) -> list[BusyShard]:
+        """The shards to try next, chosen at random so that relays seldom conflict and no shard is always last."""
+        return random.sample(shards, min(len(shards), self._most))
+
+    def record(self, refused: int) -> None:
+        """Record that `refused` of the tried shards were claimed by others."""
+        self._most = max(self._most // 2, _LEAST_SHARDS) if refused else min(self._most + _STEP, self._shards)
