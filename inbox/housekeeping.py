@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
 from math import inf
@@ -102,7 +102,6 @@ class Remains:
         ended: by alias, the condition of rows that need not be kept, if that is not the same for all.
     """
 
-    name: str
     model: type[Model]
     message: str
     at: str
@@ -146,32 +145,24 @@ class Walk:
     """How far a table has been read. Rows that stay may be many, so they are read again only once an hour."""
 
     last: int = 0
-    again_at: float = field(default=-inf)
+    again_at: float = -inf
 
     def begin(self) -> None:
         if (now := monotonic()) >= self.again_at:
             self.last, self.again_at = 0, now + _READ_ALL_SECONDS
 
 
-remains: dict[str, Remains] = {}
-"""By name. An optional package that stores more about messages adds its own."""
-
-
-def add_remains(*kinds: Remains) -> None:
-    remains.update((kind.name, kind) for kind in kinds)
-
-
-add_remains(
-    Remains(
-        name="receipts",
+remains = {
+    "receipts": Remains(
         model=Receipt,
         message="pk",
         at="received_at",
         kept=lambda alias: min(handler_rows.recorded_periods(alias, "retention").values(), default=inbox_options().RETENTION),
         ended=_ended,
     ),
-    Remains(name="steps", model=Step, message="message_id", at="taken_at"),
-)
+    "steps": Remains(model=Step, message="message_id", at="taken_at"),
+}
+"""By name. An optional package that stores more about messages adds its own."""
 
 
 class Housekeeper(Housekeeping):

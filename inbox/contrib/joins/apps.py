@@ -10,6 +10,6 @@ class JoinsConfig(AppConfig):
 
     def ready(self) -> None:
         from inbox.contrib.joins.models import Run
-        from inbox.housekeeping import Remains, add_remains
+        from inbox.housekeeping import Remains, remains
 
-        add_remains(Remains(name="runs", model=Run, message="row_id", at="opened_at"))
+        remains["runs"] = Remains(model=Run, message="row_id", at="opened_at")
