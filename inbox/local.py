@@ -112,7 +112,6 @@ class LocalTransport(Transport):
         options = inbox_options()
         verdicts: dict[int, Verdict] = {}
         arrivals: dict[str, list[Arrival]] = {}
-        handlers: dict[str, Handler] = {}
         starting = self._starting(messages)
         for message in messages:
             of_its_topic = [
@@ -125,11 +124,10 @@ class LocalTransport(Transport):
             for handler in () if refused else of_its_topic:
                 if handler.name in starting:
                     continue
-                handlers[handler.name] = handler
                 arrived = read_body(handler, message.envelope, options, is_past=self._is_past)
                 arrivals.setdefault(handler.name, []).append(arrived)
-        for name, of_the_handler in arrivals.items():
-            hand_over(handlers[name], *of_the_handler)
+        for of_the_handler in arrivals.values():
+            hand_over(of_the_handler[0].handler, *of_the_handler)
         return verdicts
 
     def _starting(self, messages: Sequence[OutgoingMessage]) -> Collection[str]:
@@ -216,7 +214,7 @@ class Starts:
 
     def queue_of(self, handler: str) -> str:
         """The name of its queue, for messages that only this handler gets."""
-        return queue_name(registry.get(handler) or _unknown(handler), inbox_options())
+        return queue_name(registry.selected(handler)[0], inbox_options())
 
     def topics_of(self, handler: str) -> Sequence[str]:
         return registry.topics_of(handler)
@@ -227,7 +225,3 @@ class Starts:
 
     def update(self, start: Any, **columns: Any) -> None:
         handler_rows.update_start(self._alias, start, **columns)
-
-
-def _unknown(handler: str) -> Handler:
-    raise LookupError(f"No handler of this process is called {handler!r}.")

@@ -74,12 +74,12 @@ class Heartbeats:
         """Send heartbeats to these databases during the block, and mark the rows as stopped at its end."""
         # In a test's transaction, no other connection would see the row.
         outside_transactions = sorted(alias for alias in aliases if not connections[alias].in_atomic_block)
-        loops = [(f"heartbeat-{alias}", partial(self._send_to, alias, self._writer(alias))) for alias in outside_transactions]
+        loops = []
+        for alias in outside_transactions:
+            tally = minutes.tally_from_now(alias)
+            writer = HeartbeatWriter(consumers, alias, self._identity, tally, self._stop, self._started_at)
+            loops.append((f"heartbeat-{alias}", partial(self._send_to, alias, writer)))
         return beside(loops, self._end, seconds=_SHUTDOWN_WAIT_SECONDS)
-
-    def _writer(self, alias: str) -> HeartbeatWriter:
-        tally = minutes.tally_from_now(alias)
-        return HeartbeatWriter(consumers, alias, self._identity, tally, self._stop, self._started_at)
 
     def _send_to(self, alias: str, writer: HeartbeatWriter) -> None:
         try:
