@@ -138,7 +138,7 @@ class Pool:
                 return
 
     def store_stale(self, before: float) -> None:
-        """Store the deliveries that arrived before `before`, on a separate thread: by then, no worker is idle."""
+        """Let the deliveries that arrived before `before` be stored, on a separate thread: by then, no worker is idle."""
         if not self._storing.is_alive() and (stale := self.stale(before)):
             self._storing = threading.Thread(target=self._store_all, args=[stale], name="storing", daemon=True)
             self._storing.start()
@@ -146,7 +146,7 @@ class Pool:
     def _store_all(self, stale: list[tuple[Lane, list[Delivery]]]) -> None:
         try:
             for lane, load in stale:
-                self.run(lane, load, self._reception.store)
+                self.run(lane, load, self._reception.receive)
         finally:
             connections.close_all()
 

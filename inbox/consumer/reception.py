@@ -69,7 +69,7 @@ class Reception:
         self._closing = True
 
     def receive(self, load: list[Delivery]) -> None:
-        """Run a load until each delivery is answered, or is left with the broker.
+        """Run a load until each delivery is answered, or is left with the broker; one that has waited too long is stored.
 
         Raises:
             Unanswered: the database is unavailable, so these deliveries are unchanged. This thread does not wait for the
@@ -77,15 +77,6 @@ class Reception:
         """
         handler = load[0].handler
         self._run_all(handler, self._parts(handler, self._read_all(handler, load)))
-
-    def store(self, load: list[Delivery]) -> None:
-        """Store deliveries of one lane that have waited here too long to stay unanswered.
-
-        Raises:
-            Unanswered: see `receive`.
-        """
-        handler = load[0].handler
-        self._run_all(handler, deque(([one], self._store) for one in self._read_all(handler, load)))
 
     def check(self, load: list[Delivery]) -> list[Delivery]:
         """Shed the droppable deliveries of a load, and store each as shed; return the others, in order.

@@ -622,7 +622,7 @@ class TestConsumerTimeout:
         with consuming([handler], options) as consumer:
             wait_until(lambda: len(gate.inside) == 2)
             # Set only now: with a short timeout from the start, a stall would make the two running messages stale as well.
-            consumer._options = replace(options, ACK_TIMEOUT=timedelta(seconds=2))
+            consumer._options = consumer._reception._options = replace(options, ACK_TIMEOUT=timedelta(seconds=2))
             wait_until(lambda: length(handler) == 2)
             assert InboxMessage.objects.filter(state=State.RECEIVED).count() == 8
             gate.open()
