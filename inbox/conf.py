@@ -88,7 +88,8 @@ class InboxOptions(AppOptions):
 
     def in_force(self, name: str) -> Any:
         """The value of ALERTS, HTTP or BROKER_SSL, if it is empty that of `OUTBOX`."""
-        return getattr(self, name) or _given_to_the_outbox(name, {})
+        own = getattr(self, name)
+        return own if self.is_given(name) else options.parse(type(own), f"OUTBOX[{name!r}]", _given_to_the_outbox(name, {}))
 
     @cached_property
     def retry(self) -> RetryPolicy:

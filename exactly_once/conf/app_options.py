@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from exactly_once.conf import settings as options
 from exactly_once.conf.masking import masked, quoted
-from exactly_once.conf.tls import TlsOptions
+from exactly_once.conf.tls import DEFAULT_TLS, TlsOptions
 from exactly_once.wire.text import matches, why_unfit
 
 _SCOPE = re.compile(r"(publish|manage|read):(\*|[^*]+(?:\.\*)?)")
@@ -157,7 +158,7 @@ class AppOptions:
     """The options that both apps have.
 
     Attributes:
-        BROKER_SSL: the options of TLS to the broker and to its management API, see `exactly_once.conf.tls.TlsOptions`.
+        BROKER_SSL: the options of TLS to the broker and to its management API, see `TlsOptions`.
         CONCURRENCY: threads of one process that call functions of the project, each with its own database connection: handlers
             in a consumer; callbacks in a relay, and as many checkers. One callback, or topic, may use all but one of them.
         MAX_ATTEMPTS: failed attempts after which a message is dead: the first and 16 retries. An unroutable message never is.
@@ -168,7 +169,7 @@ class AppOptions:
         TRAIL_RETENTION: how long trail entries are kept, and bulk operations after their end, with their outcomes.
         AUDIT_RETENTION: how long entries of the audit log are kept.
         ALERTS: the options of alerts, see `AlertOptions`.
-        HTTP: the options of the HTTP API, see `exactly_once.conf.app_options.HttpOptions`.
+        HTTP: the options of the HTTP API, see `HttpOptions`.
         REDACT: the dotted path of a function that redacts payloads for the admin, see `console.operators.redaction`; "": none.
         REDACT_ERRORS: the dotted path of a function that redacts the text of errors and tracebacks before they are stored, see
             `exactly_once.conf.redactors`; "": none.
@@ -178,7 +179,7 @@ class AppOptions:
         SHUTDOWN_GRACE: longest time from SIGTERM to the end of the process.
     """
 
-    BROKER_SSL: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # see ALERTS
+    BROKER_SSL: TlsOptions = DEFAULT_TLS
     CONCURRENCY: int = 4
     MAX_ATTEMPTS: int = 17
     BACKOFF: tuple[timedelta, ...] = (timedelta(seconds=10), timedelta(hours=2))
@@ -186,8 +187,8 @@ class AppOptions:
     TRAIL: str = "decisions"
     TRAIL_RETENTION: timedelta = timedelta(days=30)
     AUDIT_RETENTION: timedelta = timedelta(days=365)
-    ALERTS: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # the parser compares with the bare type
-    HTTP: dict = field(default_factory=dict, repr=False)  # type: ignore[type-arg] # see ALERTS
+    ALERTS: AlertOptions = AlertOptions()
+    HTTP: HttpOptions = HttpOptions()
     REDACT: str = ""
     REDACT_ERRORS: str = ""
     POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
@@ -200,14 +201,14 @@ class AppOptions:
         options.require_backoff(self.BACKOFF)
         if self.TRAIL not in {"decisions", "all"}:
             raise ValueError(f"TRAIL is {quoted(self.TRAIL)}: it must be 'decisions' or 'all'.")
-        options.parse(TlsOptions, "BROKER_SSL", self.BROKER_SSL)
-        options.parse(AlertOptions, "ALERTS", self.ALERTS)
-        read_http(self.HTTP)
 
-    def in_force(self, name: str) -> dict:  # type: ignore[type-arg] # see ALERTS
+    def is_given(self, name: str) -> bool:
+        """Does the dictionary have this option, and is it not empty?"""
+        return getattr(self, name) is not getattr(type(self), name)
+
+    def in_force(self, name: str) -> Any:
         """The value of ALERTS, HTTP or BROKER_SSL."""
-        value: dict = getattr(self, name)  # type: ignore[type-arg] # see ALERTS
-        return value
+        return getattr(self, name)
 
     @cached_property
     def keeps(self) -> timedelta:
@@ -225,20 +226,20 @@ class AppOptions:
 
     @cached_property
     def tls(self) -> TlsOptions:
-        return options.parse(TlsOptions, "BROKER_SSL", self.in_force("BROKER_SSL"))
+        return cast("TlsOptions", self.in_force("BROKER_SSL"))
 
     @cached_property
     def own_tls(self) -> TlsOptions | None:
         """None if this app has no BROKER_SSL."""
-        return options.parse(TlsOptions, "BROKER_SSL", self.BROKER_SSL) if self.BROKER_SSL else None
+        return self.BROKER_SSL if self.is_given("BROKER_SSL") else None
 
     @cached_property
     def alerts(self) -> AlertOptions:
-        return options.parse(AlertOptions, "ALERTS", self.in_force("ALERTS"))
+        return cast("AlertOptions", self.in_force("ALERTS"))
 
     @cached_property
     def http(self) -> HttpOptions:
-        return read_http(self.in_force("HTTP"))
+        return cast("HttpOptions", self.in_force("HTTP"))
 
 
 def _why_no_webhook(url: str) -> str | None:
@@ -252,15 +253,6 @@ def _why_no_webhook(url: str) -> str | None:
     if parts.scheme == "http" and host in _LOOPBACK:
         return None
     return "it must be a URL like https://host/path"
-
-
-def read_http(given: object) -> HttpOptions:
-    """`HTTP` of a setting.
-
-    Raises:
-        ValueError: it is invalid.
-    """
-    return options.parse(HttpOptions, "HTTP", given)
 
 
 def _client(name: object, given: object) -> Client:

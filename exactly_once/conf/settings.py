@@ -54,7 +54,7 @@ def parse(options: type[Options], setting: str, given: object) -> Options:
             continue
         if isinstance(expected, type) and dataclasses.is_dataclass(expected):
             try:
-                values[name] = parse(expected, f"{setting}[{name!r}]", given[name])
+                values[name] = parse(expected, f"{setting}[{name!r}]", given[name]) if given[name] != {} else defaults[name]
             except InvalidOptions as error:
                 problems += error.problems
         elif not _fits(given[name], expected):

@@ -3,7 +3,7 @@
 import pytest
 
 from exactly_once.conf import settings as options
-from exactly_once.conf.app_options import read_http
+from exactly_once.conf.app_options import HttpOptions
 from outbox.conf import OutboxOptions
 from tests.support.http_api import NEXT_SHOP, PARTNER, SHOP, TOKENS, digest
 
@@ -11,7 +11,7 @@ DIGESTS = [digest("a")]
 
 
 def a_client(*scopes):
-    return read_http({"TOKENS": {"erp": {"DIGESTS": DIGESTS, "SCOPES": [*scopes]}}}).clients[0]
+    return HttpOptions(TOKENS={"erp": {"DIGESTS": DIGESTS, "SCOPES": [*scopes]}}).clients[0]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_other_options_are_checked(given):
 
 
 def test_client_is_found_by_each_of_its_tokens_and_by_nothing_else():
-    http = read_http({"TOKENS": TOKENS})
+    http = HttpOptions(TOKENS=TOKENS)
 
     assert [getattr(http.client_of(token), "name", None) for token in (SHOP, NEXT_SHOP, PARTNER)] == ["shop", "shop", "partner"]
     assert [http.client_of(token) for token in ("", "other", digest(SHOP), SHOP + " ", "\ud800")] == [None] * 5
 
 
 def test_digest_is_not_in_a_repr():
-    http = read_http({"TOKENS": TOKENS})
+    http = HttpOptions(TOKENS=TOKENS)
 
-    assert digest(SHOP) not in repr(http) + repr(http.clients) + repr(OutboxOptions(HTTP={"TOKENS": TOKENS}))
+    assert digest(SHOP) not in repr(http) + repr(http.clients) + repr(OutboxOptions(HTTP=http))
