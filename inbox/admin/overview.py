@@ -12,6 +12,7 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.console.admin import sections
 from exactly_once.console.admin.sections import Attention, Condition, Fact, Link, Text, listed, named
 from exactly_once.console.display import duration, identifier, number, visible
+from exactly_once.console.operators.alerts import Hanging
 from exactly_once.models import Busy, Process, TopicsAndHandlers
 from exactly_once.sql.connections import with_table
 from exactly_once.sql.counts import Count
@@ -26,7 +27,7 @@ from inbox.operators import accounting
 from inbox.operators.accounting import DATED
 from inbox.operators.alerting import MINUTES, newly_conflicting
 from inbox.operators.operations import groups
-from inbox.operators.processes import Hanging, hanging, queued, unattended, what_to_start
+from inbox.operators.processes import hanging, queued, unattended, what_to_start
 from inbox.states import State
 from inbox.store.due import paused_handlers
 from inbox.store.handler_rows import consumers
@@ -66,7 +67,7 @@ def _read(alias: str) -> sections.Reading:
 def _lasting(one: Hanging) -> Text:
     """How long the runs of a handler have lasted, and where."""
     words = gettext("runs for {} in {} of {} threads of {}")
-    return format_html(words, duration(one.lasts), one.runs, one.threads, named(one.processes))
+    return format_html(words, duration(one.lasts), len(one.messages), one.threads, named(one.processes))
 
 
 def _attention(alias: str, counts: Mapping[State, Count], processes: Sequence[Any], now: datetime) -> Iterator[Attention]:

@@ -34,7 +34,7 @@ def _of_handlers(alias: str, options: AlertOptions, paused: Collection[str]) -> 
         if one.fills or one.blocks:
             waiting = ", and later messages of its ordering key wait" if one.blocks else ""
             words = (
-                f"It has been running for {duration(one.lasts)} in {one.runs} of {one.threads} threads of "
+                f"It has been running for {duration(one.lasts)} in {len(one.messages)} of {one.threads} threads of "
                 f"{', '.join(one.processes)}{waiting}. See its stack on the page Busy, and set timeout= to limit a run."
             )
             yield ("hanging", name), words

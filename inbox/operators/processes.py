@@ -1,15 +1,13 @@
 """Consumer processes as operators see them: which handlers no process runs, and what to start."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 from django.utils.translation import gettext
 
 from exactly_once.console.display import number
+from exactly_once.console.operators import alerts
 from exactly_once.transport.broker import is_local
-from exactly_once.upkeep.heartbeat_table import long_runs
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
@@ -26,37 +24,11 @@ def queued(alias: str) -> dict[str, int]:
     return found
 
 
-@dataclass
-class Hanging:
-    """Runs of one handler that last longer than usual.
-
-    Attributes:
-        lasts: the longest of them.
-        runs: how many there are.
-        threads: of the processes that they are in: how many may run this handler.
-        fills: do they occupy all of these threads in one of the processes, so that its other messages wait there?
-        blocks: does a message wait behind one of them in the order of its key?
-    """
-
-    lasts: timedelta = timedelta()
-    runs: int = 0
-    threads: int = 0
-    processes: list[str] = field(default_factory=list)
-    fills: bool = False
-    blocks: bool = False
-
-
-def hanging(alias: str) -> dict[str, Hanging]:
-    """By handler, its runs that have lasted longer than `STUCK_AFTER`, as the heartbeats say."""
-    found: dict[str, Hanging] = {}
-    for process in consumers.rows(alias).filter(silent=False):
-        for name, lasted in long_runs(process, inbox_options().STUCK_AFTER).items():
-            one, threads = found.setdefault(name, Hanging()), process.facts.get("threads", {}).get(name, len(lasted))
-            one.lasts, one.fills = max(one.lasts, *lasted), one.fills or len(lasted) >= threads
-            one.runs, one.threads = one.runs + len(lasted), one.threads + threads
-            one.processes.append(str(process))
-            messages = [run["message"] for run in process.running if run["what"] == name][: len(lasted)]  # the oldest first
-            one.blocks = one.blocks or _is_waited_for(alias, name, messages)
+def hanging(alias: str) -> dict[str, alerts.Hanging]:
+    """By handler, its runs that have lasted longer than `STUCK_AFTER`."""
+    found = alerts.hanging(consumers.rows(alias).filter(silent=False), inbox_options().STUCK_AFTER)
+    for name, one in found.items():
+        one.blocks = _is_waited_for(alias, name, one.messages)
     return found
 
 

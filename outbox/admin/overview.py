@@ -66,7 +66,8 @@ def _attention(
             gettext("{} runs for {} in {}."), identifier(name), duration(one.lasts), sections.named(one.processes)
         )
         yield sections.Attention(condition="hanging", objects=[name], text=line)
-    unroutable, paused = alerting.unroutable(alias), figures.paused_topics(alias, _MOST_NAMED)
+    paused = PausedTopic.objects.using(alias).filter(is_resuming=False).order_by("paused_at")[:_MOST_NAMED]
+    unroutable = alerting.unroutable(alias)
     for name, why in unroutable.items():
         line = format_html(gettext("Messages of {} cannot be delivered, and wait: {}"), identifier(name), headline(why))
         yield sections.Attention(condition="unroutable", objects=[name], text=line)

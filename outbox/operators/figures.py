@@ -117,11 +117,6 @@ def has_ready_for(alias: str, lag: timedelta) -> bool:
     return any(fetch(connection, each, [-lag.total_seconds()]) for each in due)
 
 
-def paused_topics(alias: str, most: int) -> list[PausedTopic]:
-    """Topics that are paused and not being resumed, the longest first."""
-    return list(PausedTopic.objects.using(alias).filter(is_resuming=False).order_by("paused_at")[:most])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Counts:
     """The number of messages in each state; `states` has every state.

@@ -1,8 +1,6 @@
 """Relay processes as operators see them, and the callbacks that they call."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 from django.db import transaction
@@ -10,10 +8,10 @@ from django.db.models import Q
 from django.utils.translation import gettext
 
 from exactly_once.console.display import number
+from exactly_once.console.operators import alerts
 from exactly_once.sql.connections import with_table
 from exactly_once.sql.counts import LIMIT
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.upkeep.heartbeat_table import long_runs
 from outbox.conf import outbox_options
 from outbox.models import SHARDS, OutboxMessage, PendingCallback
 from outbox.relay.heartbeat import relays
@@ -47,24 +45,9 @@ def discard_call(alias: str, pending: int) -> bool:
     return _unless_in_hand(alias, pending, lambda row: row.delete()[0])
 
 
-@dataclass
-class Hanging:
-    """Calls of one callback, or of the checker of one topic, that last longer than usual: the longest, and where they run."""
-
-    lasts: timedelta = timedelta()
-    processes: list[str] = field(default_factory=list)
-
-
-def hanging(alias: str) -> dict[str, Hanging]:
-    """By callback, or topic of a checker, the calls that have lasted longer than `STUCK_AFTER`, as the heartbeats say."""
-    found: dict[str, Hanging] = {}
-    for process in relays.rows(alias).filter(silent=False):
-        for name, lasted in long_runs(process, outbox_options().STUCK_AFTER).items():
-            if name:  # not a pass of the relay
-                one = found.setdefault(name, Hanging())
-                one.lasts = max(one.lasts, *lasted)
-                one.processes.append(str(process))
-    return found
+def hanging(alias: str) -> dict[str, alerts.Hanging]:
+    """By callback, or topic of a checker, the calls that have lasted longer than `STUCK_AFTER`."""
+    return alerts.hanging(relays.rows(alias).filter(silent=False), outbox_options().STUCK_AFTER)
 
 
 def _unless_in_hand(alias: str, pending: int, write: Any) -> bool:

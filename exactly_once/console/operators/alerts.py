@@ -1,6 +1,7 @@
 """Alerts as operators see them, and the conditions that both halves have; see `upkeep.alerting`."""
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,7 @@ from exactly_once.console.display import duration
 from exactly_once.half import Key
 from exactly_once.models import Alert
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.upkeep.heartbeat_table import is_ahead, lost
+from exactly_once.upkeep.heartbeat_table import is_ahead, long_runs, lost
 from exactly_once.upkeep.minutes import LATELY, Minutes
 from exactly_once.wire.text import NAME_LENGTH
 
@@ -52,3 +53,37 @@ def failing(minutes: Minutes, alias: str, known: Collection[str], succeeded: str
         if name not in known:
             words = f"Of {attempts:,} attempts within {duration(LATELY)}, {failures:,} have failed. See its last errors."
             yield ("failing", name), words
+
+
+@dataclass
+class Hanging:
+    """Runs of one handler, callback or checker that last longer than usual.
+
+    Attributes:
+        lasts: the longest of them.
+        messages: those that they run, the oldest of each process first.
+        threads: of the processes that they are in: how many may run this.
+        fills: do they occupy all of these threads in one of the processes, so that its other messages wait there?
+        blocks: does a message wait behind one of them in the order of its key?
+    """
+
+    lasts: timedelta = timedelta()
+    messages: list[str] = field(default_factory=list)
+    threads: int = 0
+    processes: list[str] = field(default_factory=list)
+    fills: bool = False
+    blocks: bool = False
+
+
+def hanging(processes: Iterable[Any], limit: timedelta) -> dict[str, Hanging]:
+    """By name, the runs that have lasted longer than `limit`, as the heartbeats say. A pass of the relay has no name."""
+    found: dict[str, Hanging] = {}
+    for process in processes:
+        for name, lasted in long_runs(process, limit).items():
+            if name:
+                one, threads = found.setdefault(name, Hanging()), process.facts.get("threads", {}).get(name, len(lasted))
+                one.lasts, one.threads = max(one.lasts, *lasted), one.threads + threads
+                one.fills = one.fills or len(lasted) >= threads
+                one.processes.append(str(process))
+                one.messages += [run["message"] for run in process.running if run["what"] == name][: len(lasted)]
+    return found
