@@ -3,6 +3,7 @@
 import json
 import threading
 import uuid
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +25,7 @@ from inbox.receiving.receive import receive
 from inbox.states import DUE, Outcome
 from inbox.store.arrivals import store_due
 from tests.support.apps.effects.models import Effect
+from tests.support.threads import InAThread
 from tests.support.waiting import A_WHILE
 
 TOPIC = "shop.order.placed"
@@ -146,6 +148,21 @@ def run_to_the_end(given=OPTIONS):
     raise AssertionError(f"still not settled: {list(InboxMessage.objects.filter(state__in=DUE))}")
 
 
+def effects_by_name():
+    """How many effects there are of each name."""
+    return Counter(Effect.objects.values_list("name", flat=True))
+
+
+def in_the_order_of_their_effects():
+    """The names of the effects, in the order in which they were written."""
+    return list(Effect.objects.order_by("pk").values_list("name", flat=True))
+
+
+def time_until_retry(row):
+    """The time until the next attempt of the row. The database and this process use the same machine's clock."""
+    return row.next_attempt_at - utcnow()
+
+
 def at_once(jobs):
     """Run `jobs` in a thread each, begun together, and give back their answers."""
     start = threading.Barrier(len(jobs))
@@ -187,35 +204,3 @@ class Slow:
                 yield thread
             finally:
                 self.go_on.set()
-
-
-class InAThread:
-    """One job in a thread of its own, for `with`: leaving waits for its end and raises what it raised."""
-
-    def __init__(self, job):
-        self._job = job
-        self.answer = None
-        self._error = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    @property
-    def ended(self):
-        return not self._thread.is_alive()
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info):
-        self._thread.join(A_WHILE)
-        assert self.ended, "the thread is still busy"
-        if self._error is not None:
-            raise self._error
-
-    def _run(self):
-        try:
-            self.answer = self._job()
-        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-            self._error = error
-        finally:
-            connections.close_all()

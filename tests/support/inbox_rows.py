@@ -44,6 +44,12 @@ def make_older(rows: QuerySet[InboxMessage], ago: timedelta) -> None:
     Receipt.objects.using(rows.db).filter(pk__in=names).update(received_at=DatabaseTime(-ago))
 
 
+def rows_of(handler: str, *, but: frozenset[str] = frozenset({"received_at", "settled_at"})) -> list[dict[str, Any]]:
+    """The messages of a handler by biz-id, with the columns that another handler has alike, `but` these."""
+    columns = [field.name for field in InboxMessage._meta.fields if field.name not in {"id", "handler", *but}]
+    return list(InboxMessage.objects.filter(handler=handler).order_by("biz_id").values(*columns))
+
+
 def rename_messages(**names: str) -> None:
     """Give all stored messages another handler or biz-id."""
     InboxMessage.objects.update(**names)

@@ -26,6 +26,7 @@ from tests.support.apps.leased import LEASED_JOB
 from tests.support.apps.named import NAMED_AND_LEASED, NAMED_AND_ORDERED
 from tests.support.apps.ordered import STEP
 from tests.support.apps.worker import JOB, NAMED
+from tests.support.deliveries import effects
 from tests.support.threads import in_threads
 from tests.support.waiting import A_WHILE, wait_until
 
@@ -93,6 +94,12 @@ def send(url, topic, payload, *, body=None, **properties):
     properties = {"content_type": "application/json", "content_encoding": "utf-8", **properties}
     with producing(url) as produce:
         produce(json.dumps(payload) if body is None else body, routing_key=topic, **properties)
+
+
+def send_and_handle(url, topic, name):
+    """Publish a message with this id, and wait until a consumer of the test has handled it."""
+    send(url, topic, {}, message_id=name)
+    wait_until(lambda: effects(name) == 1)
 
 
 def send_all(url, topic, messages):

@@ -10,7 +10,7 @@ from inbox.consumer.consumer import Consumer
 from inbox.consumer.topology import queue_name
 from tests.support.deliveries import TOPIC, effects, the_effect
 from tests.support.waiting import wait_until
-from tests.support.workers import EXCHANGE, broker_options, consuming, declare, send
+from tests.support.workers import EXCHANGE, broker_options, consuming, declare, send, send_and_handle
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 
@@ -107,8 +107,7 @@ def test_queue_that_has_lost_its_majority_stops_no_other_handler(handles, rabbit
 
     with consuming([lost, sound], options) as consumer:
         wait_until(lambda: "receiving from 1 queue at" in caplog.text)
-        send(rabbitmq_url, TOPIC, {}, message_id="a")
-        wait_until(lambda: effects("a") == 1)
+        send_and_handle(rabbitmq_url, TOPIC, "a")
 
         rabbitmq_server.evaluate(f"ra:restart_server(quorum_queues, {member}).")
         consumer._checked_at = float("-inf")  # half a minute has passed
@@ -134,18 +133,15 @@ def test_queue_that_hangs_stops_no_other_handler(handles, rabbitmq_server, rabbi
             consumer._checked_at = float("-inf")  # half a minute has passed
             wait_until(lambda: "receiving from 1 queue at" in caplog.text)
             consumer._checked_at = float("-inf")
-            send(rabbitmq_url, TOPIC, {}, message_id="a")
-            wait_until(lambda: effects("a") == 1)
+            send_and_handle(rabbitmq_url, TOPIC, "a")
             lost = caplog.text.count("The broker is unavailable")
             wait_until(lambda: consumer._checked_at > 0 and consumer._forbidden)
-            send(rabbitmq_url, TOPIC, {}, message_id="b")
-            wait_until(lambda: effects("b") == 1)
+            send_and_handle(rabbitmq_url, TOPIC, "b")
         finally:
             rabbitmq_server.evaluate(f"sys:resume({server}).")
         consumer._checked_at = float("-inf")
         wait_until(lambda: caplog.text.count("receiving from 2 queues") == 2)
-        send(rabbitmq_url, FORBIDDEN, {}, message_id="c")
-        wait_until(lambda: effects("c") == 1)
+        send_and_handle(rabbitmq_url, FORBIDDEN, "c")
 
     assert lost == caplog.text.count("The broker is unavailable") == 1
     [report] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]

@@ -1,15 +1,21 @@
 """An unexpected error in our own code: no delivery is lost, and none is redelivered for ever without being seen."""
 
-from collections import Counter
-
 import pytest
 
 from inbox.consumer import reception
 from inbox.consumer.lanes import Unanswered
 from inbox.models import InboxMessage
 from inbox.states import Outcome, State
-from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import an_envelope, effects, make_due, options, run_to_the_end, the_effect, the_row
+from tests.support.deliveries import (
+    an_envelope,
+    effects,
+    effects_by_name,
+    make_due,
+    options,
+    run_to_the_end,
+    the_effect,
+    the_row,
+)
 from tests.support.loads import a_delivery, receive_load
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
@@ -79,7 +85,7 @@ def test_unexpected_error_in_a_load_stores_every_delivery(handles, breaks):
 
     assert receive_load(load) == [Outcome.STORED] * 3
     run_to_the_end()
-    assert Counter(Effect.objects.values_list("name", flat=True)) == dict.fromkeys("abc", 1)
+    assert effects_by_name() == dict.fromkeys("abc", 1)
 
 
 def test_delivery_whose_failure_cannot_be_stored_is_neither_acknowledged_nor_requeued(handles, breaks):

@@ -11,7 +11,18 @@ from inbox import Backoff, Lease, Retry, RetryLater
 from inbox.models import InboxMessage, TrailEntry
 from inbox.states import Outcome, State
 from tests.support import decisions
-from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, make_due, options, the_effect, the_row
+from tests.support.deliveries import (
+    OPTIONS,
+    an_envelope,
+    deliver,
+    drain,
+    effects,
+    make_due,
+    options,
+    the_effect,
+    the_row,
+    time_until_retry,
+)
 from tests.support.loads import receive_together
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -29,10 +40,6 @@ every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 
 def fail(message):
     raise ValueError("no")
-
-
-def time_until_retry(row):
-    return row.next_attempt_at - utcnow()
 
 
 def arrived_before(time):

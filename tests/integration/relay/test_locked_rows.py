@@ -146,7 +146,7 @@ class TestLockedRow:
             with in_threads(partial(drained, rabbitmq_url)) as [draining]:
                 wait_until(lambda: state_of(other) == State.PUBLISHED)
                 transactions_per_second(AT_LEAST_A_ROUND_SECONDS)
-                assert draining.is_alive()
+                assert not draining.ended
                 lock.close()
         assert state_of(message) == State.PUBLISHED
 

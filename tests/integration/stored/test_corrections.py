@@ -19,7 +19,6 @@ from inbox.operators.editing import correct, editable, replace_message
 from inbox.states import Outcome, State
 from inbox.store.ordering import release_stuck
 from tests.support import decisions
-from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
     OPTIONS,
     TOPIC,
@@ -30,6 +29,7 @@ from tests.support.deliveries import (
     drain,
     effects,
     handed_over,
+    in_the_order_of_their_effects,
     make_due,
     options,
     the_effect,
@@ -408,9 +408,6 @@ class TestOrder:
         envelopes = [an_envelope({"amount": amount}, biz_id=name, key="k") for name, amount in amounts.items()]
         admitted(handler, *envelopes)
 
-    def in_order(self):
-        return list(Effect.objects.order_by("pk").values_list("name", flat=True))
-
     def drain(self):
         for _ in range(4):
             drain()
@@ -425,20 +422,20 @@ class TestOrder:
         self.arrive(handler, d=4)
         self.drain()
 
-        assert self.in_order() == ["a", "b", "c", "d"]
+        assert in_the_order_of_their_effects() == ["a", "b", "c", "d"]
 
     def test_correction_that_is_dead_again_still_holds_back_its_key_and_keeps_its_place(self, handler):
         self.arrive(handler, a="bad", b=2)
         self.drain()
         second = corrected(the_row(biz_id="a"), '{"amount": "worse"}')
         self.drain()
-        assert self.in_order() == []
+        assert in_the_order_of_their_effects() == []
 
         third = corrected(the_row(pk=second.pk), '{"amount": 1}')
         self.drain()
 
         assert third.place == second.place
-        assert self.in_order() == ["a", "b"]
+        assert in_the_order_of_their_effects() == ["a", "b"]
 
     def test_correction_of_a_message_behind_a_dead_head_waits_in_its_place(self, handler):
         self.arrive(handler, a="bad")
@@ -452,11 +449,11 @@ class TestOrder:
         new = corrected(behind, '{"amount": 2}')
         assert (new.state, new.next_attempt_at) == (State.WAITING, None)
         self.drain()
-        assert self.in_order() == []
+        assert in_the_order_of_their_effects() == []
         corrected(head, '{"amount": 1}')
         self.drain()
 
-        assert self.in_order() == ["a", behind.biz_id, "c"]
+        assert in_the_order_of_their_effects() == ["a", behind.biz_id, "c"]
 
     def test_waiting_correction_is_skipped_and_the_next_one_follows(self, handler):
         self.arrive(handler, a="bad", b=2)
@@ -467,7 +464,7 @@ class TestOrder:
         assert decisions.skip("default", new.pk, "not wanted")
         self.drain()
 
-        assert self.in_order() == ["b"]
+        assert in_the_order_of_their_effects() == ["b"]
 
     def test_safety_net_finds_the_correction_to_be_the_head(self, handler):
         self.arrive(handler, a="bad", b=2)
@@ -478,7 +475,7 @@ class TestOrder:
         self.drain()
 
         assert released.stuck == 1
-        assert self.in_order() == ["a", "b"]
+        assert in_the_order_of_their_effects() == ["a", "b"]
 
     def test_correction_of_a_dead_letter_that_was_passed_over_is_run_beside_the_order(self, handles):
         handler = handles(takes_whole_amounts, name="tests.passing", ordered=Ordered(on_dead="skip"))
@@ -489,7 +486,7 @@ class TestOrder:
         self.drain()
 
         assert (new.ordered, new.place) == (False, None)
-        assert self.in_order() == ["b", "a"]
+        assert in_the_order_of_their_effects() == ["b", "a"]
 
 
 class TestCommand:

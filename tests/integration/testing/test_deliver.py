@@ -11,7 +11,7 @@ from inbox.testing import make_message
 from inbox.testing.observing import HandlerFailed
 from outbox import publish
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import fails
+from tests.support.deliveries import fails, in_the_order_of_their_effects
 
 pytestmark = pytest.mark.usefixtures("transaction_of_the_test")
 
@@ -26,10 +26,6 @@ def the_effect(message):
     Effect.objects.create(name=message.payload["name"])
 
 
-def effects():
-    return list(Effect.objects.order_by("pk").values_list("name", flat=True))
-
-
 class TestDeliver:
     def test_every_handler_of_the_topic_gets_its_own_copy(self, handles, inbox_deliver, inbox_assert_handled):
         def change(message):
@@ -42,7 +38,7 @@ class TestDeliver:
 
         inbox_deliver(a_message())
 
-        assert effects() == ["a!", "a!"]
+        assert in_the_order_of_their_effects() == ["a!", "a!"]
         inbox_assert_handled(TOPIC, count=2, payload={"name": "a"})
 
     def test_message_arrives_as_it_was_made(self, handles, inbox_deliver):
@@ -62,7 +58,7 @@ class TestDeliver:
         inbox_deliver(a_message("b", biz_id="order-1"))
 
         assert inbox_assert_duplicate(TOPIC).conflicts == 1
-        assert effects() == ["a"]
+        assert in_the_order_of_their_effects() == ["a"]
 
     @pytest.mark.parametrize("error", [ValueError, Reject])
     def test_error_of_the_handler_reaches_the_test_and_leaves_no_effect(self, handles, inbox_deliver, inbox_dead, error):
@@ -76,7 +72,7 @@ class TestDeliver:
             inbox_deliver(a_message())
 
         assert raised.traceback[-1].name == "fail"
-        assert effects() == []
+        assert in_the_order_of_their_effects() == []
         assert [letter.last_error for letter in inbox_dead(TOPIC)] == (["rejected: no"] if error is Reject else [])
 
     def test_error_of_one_handler_keeps_no_other_from_running(self, handles, inbox_deliver, inbox_assert_handled):
@@ -86,7 +82,7 @@ class TestDeliver:
         inbox_deliver(a_message(), raise_errors=False)
 
         inbox_assert_handled(TOPIC, handler=other.name)
-        assert effects() == ["a"]
+        assert in_the_order_of_their_effects() == ["a"]
 
     def test_handler_that_breaks_its_transaction_fails_although_it_raises_nothing(self, handles, inbox_deliver, inbox_dead):
         def end(message):
@@ -121,7 +117,7 @@ class TestDeliver:
 
         inbox_deliver(*(a_message(name, key="k") for name in "abc"))
 
-        assert effects() == ["a", "b", "c"]
+        assert in_the_order_of_their_effects() == ["a", "b", "c"]
 
     def test_what_cannot_be_delivered_is_refused(self, handles, inbox_deliver):
         handles(the_effect, topic=TOPIC)
@@ -155,7 +151,7 @@ class TestRedeliver:
 
         inbox_redeliver(message)
 
-        assert effects() == ["a"]
+        assert in_the_order_of_their_effects() == ["a"]
         assert inbox_assert_duplicate(TOPIC).redeliveries == 1
 
     def test_redelivery_of_an_unhandled_message_runs(self, handles, inbox_redeliver, inbox_assert_handled):
@@ -163,7 +159,7 @@ class TestRedeliver:
 
         inbox_redeliver(a_message())
 
-        assert effects() == ["a"]
+        assert in_the_order_of_their_effects() == ["a"]
         inbox_assert_handled(TOPIC, attempts=1)
 
 
@@ -209,7 +205,7 @@ class TestDrain:
 
         inbox_deliver(message)
         assert outbox_assert_published("tests.second", state="ready").causation_id == message.id
-        assert effects() == []
+        assert in_the_order_of_their_effects() == []
 
         outbox_run_relay()
-        assert effects() == ["a"]
+        assert in_the_order_of_their_effects() == ["a"]

@@ -20,7 +20,7 @@ from outbox import callbacks, on_published, publish
 from outbox.testing import assert_published, run_relay
 from tests.support.apps.effects.models import Effect
 from tests.support.commands import ran
-from tests.support.deliveries import fails
+from tests.support.deliveries import fails, in_the_order_of_their_effects, the_effect
 
 TOPIC = "tests.run_relay"
 
@@ -28,14 +28,6 @@ TOPIC = "tests.run_relay"
 def say(name, **options):
     with transaction.atomic():
         return publish(options.pop("topic", TOPIC), {"name": name}, biz_id=name, **options)
-
-
-def the_effect(message):
-    Effect.objects.create(name=message.payload["name"])
-
-
-def effects():
-    return list(Effect.objects.order_by("pk").values_list("name", flat=True))
 
 
 class WhatEveryTestCaseCanDo:
@@ -47,7 +39,7 @@ class WhatEveryTestCaseCanDo:
 
         assert len(run_relay()) == 2
         assert run_relay() == []
-        assert effects() == ["a"]
+        assert in_the_order_of_their_effects() == ["a"]
         assert_published(TOPIC, state="published", count=2)
 
 
@@ -71,7 +63,7 @@ class TestInATestCase(WhatEveryTestCaseCanDo, TestCase):
 
         await sync_to_async(run_relay)()
 
-        assert await sync_to_async(effects)() == ["a"]
+        assert await sync_to_async(in_the_order_of_their_effects)() == ["a"]
 
 
 @pytest.mark.every_database
@@ -83,14 +75,14 @@ class TestInATransactionTestCase(WhatEveryTestCaseCanDo, TransactionTestCase):
 @pytest.mark.usefixtures("transaction_of_the_test")
 class TestWithLocalHandlers:
     def test_what_handlers_publish_is_relayed_too(self, handles, outbox_run_relay, outbox_assert_published):
-        handles(lambda message: publish("tests.second", message.payload), topic=TOPIC)
+        handles(lambda message: publish("tests.second", message.payload, biz_id=message.biz_id), topic=TOPIC)
         handles(the_effect, topic="tests.second")
         say("a")
 
         sent = outbox_run_relay()
 
         assert [message.topic for message in sent] == [TOPIC, "tests.second"]
-        assert effects() == ["a"]
+        assert in_the_order_of_their_effects() == ["a"]
         assert outbox_assert_published("tests.second").causation_id == outbox_assert_published(TOPIC).id
 
     @pytest.mark.long
@@ -102,7 +94,7 @@ class TestWithLocalHandlers:
             outbox_run_relay()
 
         assert raised.traceback[-1].name == "fails"
-        assert effects() == []
+        assert in_the_order_of_their_effects() == []
         assert InboxMessage.objects.get().state == "retrying"
         say("b")
         assert len(outbox_run_relay(raise_errors=False)) == 1
@@ -122,7 +114,7 @@ class TestWithLocalHandlers:
             outbox_run_relay()
 
         # Without a key, no order is promised.
-        assert sorted(effects()) == ["b", "c"]
+        assert sorted(in_the_order_of_their_effects()) == ["b", "c"]
         assert outbox_run_relay() == []
 
     def test_message_that_the_inbox_refuses_is_raised_as_such(self, handles, outbox_run_relay):
@@ -149,7 +141,7 @@ class TestWithLocalHandlers:
 
         outbox_run_relay()
 
-        assert effects() == ["a"]
+        assert in_the_order_of_their_effects() == ["a"]
 
     @pytest.mark.parametrize(
         "options",
@@ -163,7 +155,7 @@ class TestWithLocalHandlers:
 
         outbox_run_relay()
 
-        assert effects() == ["a", "b", "c"]
+        assert in_the_order_of_their_effects() == ["a", "b", "c"]
 
     def test_message_that_no_handler_takes_is_not_published(self, outbox_run_relay, outbox_assert_published):
         say("a", topic="tests.unhandled")
@@ -215,7 +207,7 @@ class TestWithAnotherBroker:
         say("b", topic="tests.of_another_service")
 
         assert [message.payload["name"] for message in outbox_run_relay(handlers=wanted)] == ["a", "b"]
-        assert effects() == ["a"] * wanted
+        assert in_the_order_of_their_effects() == ["a"] * wanted
         assert InboxMessage.objects.count() == wanted
 
 
