@@ -85,13 +85,15 @@ class TestDuplicateCause:
         handler, envelope = handles(the_effect), an_envelope(biz_id="order-1")
         deliver(handler, envelope)
 
-        with recorded_signals("duplicate_suppressed") as sent:
+        with recorded_signals("duplicate_suppressed", "conflicting_duplicate") as sent:
             for _ in range(2):
-                deliver(handler, envelope, redelivered=True)
+                assert deliver(handler, envelope, redelivered=True) is Outcome.DUPLICATE
                 deliver(handler, envelope)
                 deliver(handler, envelope._replace(replayed=True))
                 deliver(handler, an_envelope(biz_id="order-1"))
 
+        names = {"handler": handler.name, "topic": TOPIC, "message_id": envelope.id, "biz_id": envelope.biz_id}
+        assert sent[0] == ("duplicate_suppressed", {**names, "cause": "redelivery"})
         assert [arguments["cause"] for _, arguments in sent] == ["redelivery", "resend", "replay", "business"] * 2
         assert causes() == {"redelivery": 2, "resend": 2, "replay": 2, "business": 2}
         row = the_row()

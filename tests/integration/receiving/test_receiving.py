@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from exactly_once.process.clock import utcnow
-from inbox import Backoff, Reject, Retry, RetryLater, signals
+from inbox import Reject, RetryLater, signals
 from inbox.consumer.reception import envelope_of
 from inbox.errors import NotCallable
 from inbox.handlers.registry import registry
@@ -50,6 +50,7 @@ from tests.support.deliveries import (
     stored_due,
     the_effect,
     the_row,
+    time_until_retry,
     until_decided,
 )
 from tests.support.signals import listening, recorded_signals
@@ -72,11 +73,6 @@ def fails_times(count):
             raise ValueError("not yet")
 
     return handle
-
-
-def time_until_retry(row):
-    """The time until the next attempt of the row. The database and this process use the same machine's clock."""
-    return row.next_attempt_at - utcnow()
 
 
 @pytest.mark.every_database
@@ -203,19 +199,6 @@ class TestDuplicates:
         row = the_row()
         assert (row.state, row.attempts, row.duplicates, row.conflicts) == (State.DONE, 1, 19, 0)
 
-    @pytest.mark.parametrize(("redelivered", "cause"), [(False, "resend"), (True, "redelivery")])
-    def test_duplicate_of_a_handled_message_is_counted_and_not_run(self, handles, redelivered, cause):
-        handler, envelope = handles(the_effect), an_envelope()
-        deliver(handler, envelope)
-
-        with recorded_signals("duplicate_suppressed", "conflicting_duplicate") as said:
-            assert deliver(handler, envelope, redelivered=redelivered) is Outcome.DUPLICATE
-
-        row = the_row()
-        assert (row.duplicates, row.conflicts, effects()) == (1, 0, 1)
-        names = {"handler": handler.name, "topic": TOPIC, "message_id": envelope.id, "biz_id": envelope.biz_id}
-        assert said == [("duplicate_suppressed", {**names, "cause": cause})]
-
     def test_a_resend_by_the_business_is_recognised_by_its_biz_id(self, handles):
         handler = handles(the_effect, biz_id=lambda message: message.payload["order_id"])
         deliver(handler, an_envelope({"order_id": 17}, biz_id=""))
@@ -263,16 +246,6 @@ class TestDuplicates:
         row = the_row()
         assert (row.state, row.attempts, row.next_attempt_at) == (State.RETRYING, 1, before.next_attempt_at)
 
-    def test_redelivery_of_a_dead_message_does_not_run_it(self, handles):
-        handler, envelope = handles(fails), an_envelope()
-        deliver(handler, envelope)
-        run_to_the_end()
-
-        assert deliver(handler, envelope, redelivered=True) is Outcome.DUPLICATE
-        run_to_the_end()
-
-        assert (the_row().state, effects()) == (State.DEAD, 0)
-
 
 @pytest.mark.every_database
 class TestFailedAttempt:
@@ -306,18 +279,6 @@ class TestFailedAttempt:
         row = the_row()
         assert (row.state, row.attempts, row.last_error, row.traceback) == (State.DONE, 2, "", "")
         assert Effect.objects.get().detail == "2"
-
-    def test_backoff_grows_with_every_attempt(self, handles):
-        handler = handles(fails, retry=Retry(backoff=Backoff(factor=100.0)))
-        given = options(MAX_ATTEMPTS=5, BACKOFF=(A_MINUTE, timedelta(days=300)))
-        deliver(handler, given=given)
-        backoff = [time_until_retry(the_row())]
-        for _ in range(2):
-            make_due()
-            drain(given)
-            backoff.append(time_until_retry(the_row()))
-
-        assert backoff[0] < A_MINUTE < timedelta(minutes=45) < backoff[1] <= timedelta(minutes=100) < backoff[2]
 
     def test_message_out_of_attempts_is_a_dead_letter_and_signalled(self, handles):
         handler, envelope = handles(fails), an_envelope()
@@ -407,17 +368,6 @@ class TestFailedAttempt:
         assert (row.state, row.attempts) == (State.RETRYING, 0)
         # SQLite has milliseconds.
         assert row.next_attempt_at - begun >= timedelta(seconds=0.99)
-
-    def test_several_handlers_of_one_topic_fail_independently(self, handles):
-        envelope = an_envelope()
-        good, bad = handles(the_effect, name="tests.good"), handles(fails, name="tests.bad")
-
-        assert deliver(bad, envelope) is Outcome.STORED
-        assert deliver(good, envelope) is Outcome.HANDLED
-        run_to_the_end()
-
-        assert dict(InboxMessage.objects.values_list("handler", "state")) == {"tests.good": State.DONE, "tests.bad": State.DEAD}
-        assert effects() == 1
 
 
 @pytest.mark.every_database
@@ -802,23 +752,6 @@ class TestIdentity:
 class TestPublishingHandler:
     """The outbox row of a message that a handler publishes commits with the effect or not at all."""
 
-    def test_message_published_by_a_handler_commits_with_its_effect_and_causation_id(self, handles):
-        def handle(message):
-            the_effect(message)
-            publish("stock.reserved", {}, biz_id="r-1")
-
-        envelope = an_envelope(correlation_id="first", headers={})
-        deliver(handles(handle), envelope)
-
-        row = OutboxMessage.objects.get()
-        assert (row.causation_id, row.correlation_id, effects()) == (envelope.id, "first", 1)
-
-    def test_first_message_of_a_chain_is_the_correlation_id_of_the_others(self, handles):
-        envelope = an_envelope()
-        deliver(handles(lambda message: publish("stock.reserved", {})), envelope)
-
-        assert OutboxMessage.objects.get().correlation_id == envelope.id
-
     @pytest.mark.parametrize("path", ["fresh", "redelivered", "retried"])
     def test_message_published_on_any_path_has_the_same_causation_id(self, handles, path):
         handle = fails_times(1 if path == "retried" else 0)
@@ -832,7 +765,7 @@ class TestPublishingHandler:
         run_to_the_end()
 
         row = OutboxMessage.objects.get()
-        assert (row.causation_id, row.correlation_id, row.traceparent) == (envelope.id, "first", "t")
+        assert (row.causation_id, row.correlation_id, row.traceparent, effects()) == (envelope.id, "first", "t", 1)
 
     def test_message_published_by_a_failing_handler_is_rolled_back(self, handles):
         def handle(message):
