@@ -33,7 +33,7 @@ from tests.support.apps.effects.models import Effect, Unique
 from tests.support.deliveries import TOPIC, an_envelope, at_once, deliver, effects, run_to_the_end, the_effect, the_row
 from tests.support.inbox_rows import rename_messages
 from tests.support.signals import recorded_signals
-from tests.support.sql import another_session, executed
+from tests.support.sql import executed
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -151,22 +151,6 @@ def swallows_an_error_before_its_effect(message):
         executed("SELECT 1/0")
     with contextlib.suppress(DatabaseError):
         the_effect(message)
-
-
-@fails("can no longer commit", lost_on=POSTGRESQL, databases=POSTGRESQL)
-def swallows_a_nowait_lock_error(message):
-    the_effect(message)
-    with another_session() as rival, contextlib.suppress(DatabaseError):
-        rival.execute("SELECT 1 FROM testapp_unique FOR UPDATE")
-        Unique.objects.select_for_update(nowait=True).get(name=TAKEN)
-
-
-@fails("can no longer commit", lost_on=POSTGRESQL, databases=POSTGRESQL)
-def swallows_a_statement_timeout(message):
-    the_effect(message)
-    executed("SET LOCAL statement_timeout = '10ms'")
-    with contextlib.suppress(DatabaseError):
-        executed("SELECT pg_sleep(60)")
 
 
 # ------------------------------------------------------------ hands on the connection
