@@ -22,15 +22,7 @@ from tests.support.deliveries import A_WHILE, TOPIC, effects, the_effect, the_ro
 from tests.support.servers import FaultProxy
 from tests.support.sql import executed
 from tests.support.waiting import wait_until
-from tests.support.workers import (
-    OF_THE_WORKERS,
-    broker_options,
-    consumers_of,
-    consuming,
-    declare,
-    relay,
-    send,
-)
+from tests.support.workers import OF_THE_WORKERS, broker_options, consumers_of, consuming, declare, relay, send, send_and_handle
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -163,21 +155,10 @@ class TestConnectionLoss:
             with kombu.Connection(rabbitmq_url) as connection:
                 connection.default_channel.queue_delete(name)
             wait_until(lambda: consumers_of(rabbitmq_url, name))
-            send(rabbitmq_url, TOPIC, {}, message_id="m")
-            wait_until(lambda: effects("m") == 1)
+            send_and_handle(rabbitmq_url, TOPIC, "m")
 
 
 class TestConsumerProcess:
-    def test_handler_that_never_ends_is_abandoned_after_the_shutdown_grace(self, consumer_process, rabbitmq_url, length):
-        with consumer_process(SHUTDOWN_GRACE=SHORT) as process:
-            job(rabbitmq_url, "never end")
-            process.until(begun)
-            assert process.end() == 70
-
-        assert "asked to stop" in process.said()
-        wait_until(lambda: length(OF_THE_WORKERS) == 1)
-        assert state() is None
-
     def test_session_that_ends_while_biz_id_queries_costs_no_message(self, handling, rabbitmq_url):
         def biz_id(message):
             """Its session ends twice: at once on the new session, too."""

@@ -10,8 +10,6 @@ import pytest
 from django.db import connections, transaction
 
 from inbox import Lease
-from inbox.consumer.pool import Pool
-from inbox.consumer.runner import Runner
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage
 from inbox.states import Outcome, State
@@ -19,7 +17,7 @@ from outbox import publish
 from tests.support.aliases import unresolvable
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
-from tests.support.deliveries import OPTIONS, an_envelope, deliver, stored_due
+from tests.support.deliveries import an_envelope, deliver
 from tests.support.loads import receive_together
 from tests.support.sql import executed
 from tests.support.waiting import pass_by, wait_until
@@ -393,44 +391,18 @@ def test_error_about_a_table_of_the_project_is_a_failed_attempt_of_its_handler(h
     assert (row.state, row.attempts, row.error_class) == (State.RETRYING, 1, f"django.db.utils.{error}")
 
 
-class TestSessions:
+def test_relay_on_local_continues_when_a_read_only_database_is_writable_again(handler, process_environment, command):
     """A session that was opened while the database was read-only stays read-only."""
-
-    @pytest.fixture
-    def running(self):
-        pools = []
-
-        def run():
-            pool = Pool(Runner(OPTIONS), size=2)
-            pools.append(pool)
-            pool.start()
-
-        yield run
-        for pool in pools:
-            pool.close()
-        wait_until(lambda: not any(pool.alive for pool in pools))
-
-    def test_runner_continues_when_a_read_only_database_is_writable_again(self, handler, running, caplog):
-        with read_only():
-            running()
-            wait_until(lambda: "is unavailable" in caplog.text)
-            pass_by(1.0)
-            for name in names(20):
-                stored_due(handler, an_envelope(topic=TOPIC, biz_id=name))
-        wait_until(lambda: len(effects_on_other()) == 20)
-
-        assert "The database 'other' is available again" in caplog.text
-
-    def test_relay_on_local_continues_when_a_read_only_database_is_writable_again(self, handler, process_environment, command):
-        process_environment["DATABASE_URL"] = process_environment["OTHER_DATABASE_URL"]
-        given = {"INBOX": {"POLL_INTERVAL": timedelta(seconds=0.1)}, "OUTBOX": {"BROKER_URL": "local://"}}
-        with read_only(), command("outbox_relay", **given) as relay:
-            relay.until(lambda: "is unavailable" in relay.said())
-            for name in names(20):
-                with transaction.atomic(using="other"):
-                    publish(JOB, {}, biz_id=name, using="other")
-            execute(f"ALTER DATABASE {database()} RESET default_transaction_read_only")
-            relay.until(lambda: len(effects_on_other()) == 20)
+    process_environment["DATABASE_URL"] = process_environment["OTHER_DATABASE_URL"]
+    given = {"INBOX": {"POLL_INTERVAL": timedelta(seconds=0.1)}, "OUTBOX": {"BROKER_URL": "local://"}}
+    with read_only(), command("outbox_relay", **given) as relay:
+        relay.until(lambda: "is unavailable" in relay.said())
+        for name in names(20):
+            with transaction.atomic(using="other"):
+                publish(JOB, {}, biz_id=name, using="other")
+        execute(f"ALTER DATABASE {database()} RESET default_transaction_read_only")
+        relay.until(lambda: len(effects_on_other()) == 20)
+        relay.until(lambda: "The database 'default' is available again" in relay.said())
 
 
 def test_consumer_waits_while_the_name_of_its_database_does_not_resolve(handler, rabbitmq_url, caplog):
