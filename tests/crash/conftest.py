@@ -20,23 +20,23 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def world(process_environment, rabbitmq_server, rabbitmq_url, tmp_path):
+def world(request, process_environment, rabbitmq_server, rabbitmq_url, tmp_path):
     """The test's own database and a virtual host of its own."""
-    yield from _world(process_environment, tmp_path, rabbitmq_server, rabbitmq_url)
+    yield from _world(request, process_environment, tmp_path, rabbitmq_server, rabbitmq_url)
 
 
 @pytest.fixture
-def local_world(process_environment, tmp_path):
+def local_world(request, process_environment, tmp_path):
     """The test's own database and no broker."""
-    yield from _world(process_environment, tmp_path, None, "local://")
+    yield from _world(request, process_environment, tmp_path, None, "local://")
 
 
 @pytest.fixture
-def mortal_world(mortal_postgres, mortal_database, process_environment, rabbitmq_server, rabbitmq_url, tmp_path):
+def mortal_world(request, mortal_postgres, mortal_database, process_environment, rabbitmq_server, rabbitmq_url, tmp_path):
     """A database on a server that may be killed, for the processes and for the test itself."""
     environment = {**process_environment, "DATABASE_URL": mortal_database}
     migrate(environment, tmp_path / "migrate.log")
-    yield from _world(environment, tmp_path, rabbitmq_server, rabbitmq_url)
+    yield from _world(request, environment, tmp_path, rabbitmq_server, rabbitmq_url)
 
 
 @pytest.fixture
@@ -45,8 +45,10 @@ def witness(world):
     return Witness(world.broker_url)
 
 
-def _world(environment, directory, rabbit, broker_url):
-    environment = {**environment, "DJANGO_SETTINGS_MODULE": "tests.support.crash.settings"}
+def _world(request, environment, directory, rabbit, broker_url):
+    """Its processes have the SETTINGS of the module of the test, if it names them."""
+    settings = getattr(request.module, "SETTINGS", "tests.support.crash.settings")
+    environment = {**environment, "DJANGO_SETTINGS_MODULE": settings}
     world = World(environment, directory, rabbit, broker_url)
     yield world
     world.end_all()

@@ -44,18 +44,6 @@ logger = logging.getLogger(__name__)
 SETTINGS = "tests.support.apps.joined.settings"
 
 
-@pytest.fixture
-def joined(world):
-    world.environment["DJANGO_SETTINGS_MODULE"] = SETTINGS
-    return world
-
-
-@pytest.fixture
-def local(local_world):
-    local_world.environment["DJANGO_SETTINGS_MODULE"] = SETTINGS
-    return local_world
-
-
 def publish_run(run_id, topics=TOPICS):
     with transaction.atomic():
         for topic in topics:
@@ -73,36 +61,36 @@ def assert_started_once(run_id="monday"):
 
 @pytest.mark.every_database
 @pytest.mark.parametrize("name", POINTS)
-def test_a_process_killed_at_any_step_of_a_join_starts_the_run_once(local, name):
+def test_a_process_killed_at_any_step_of_a_join_starts_the_run_once(local_world, name):
     publish_run("monday")
-    local.dies_at(POINTS[name], local.relay)
+    local_world.dies_at(POINTS[name], local_world.relay)
     Lease.objects.all().delete()  # SQLite's, as if it had run out
-    local.relay()
-    local.wait_until(lambda: ended() == {"done"} and local.is_quiet(), "the run is done")
+    local_world.relay()
+    local_world.wait_until(lambda: ended() == {"done"} and local_world.is_quiet(), "the run is done")
 
     assert_started_once()
 
 
 @pytest.mark.every_database
-def test_a_process_killed_at_the_deadline_leaves_a_dead_letter_that_names_the_missing_messages(local):
+def test_a_process_killed_at_the_deadline_leaves_a_dead_letter_that_names_the_missing_messages(local_world):
     publish_run("monday", TOPICS[:1])
-    collector = local.relay()
-    local.wait_until(lambda: Part.objects.exists() and collector.is_ready, "the message is collected")
-    local.end(collector)
+    collector = local_world.relay()
+    local_world.wait_until(lambda: Part.objects.exists() and collector.is_ready, "the message is collected")
+    local_world.end(collector)
     travel(timedelta(hours=2))
-    local.dies_at(f"before {GATHER}", local.relay)
+    local_world.dies_at(f"before {GATHER}", local_world.relay)
     Lease.objects.all().delete()
-    local.relay()
-    local.wait_until(lambda: ended() == {"dead"}, "the run is a dead letter")
+    local_world.relay()
+    local_world.wait_until(lambda: ended() == {"dead"}, "the run is a dead letter")
 
     assert ", ".join(TOPICS[1:]) in InboxMessage.objects.get(topic=TOPIC).last_error
     assert not Effect.objects.exists()
 
 
 @pytest.mark.timeout(2 * LONGEST_SECONDS)
-def test_runs_start_once_each_while_relays_and_consumers_are_killed(joined):
+def test_runs_start_once_each_while_relays_and_consumers_are_killed(world):
     """Three topics in random order, with copies; two relays and three consumers, which are killed until half is done."""
-    chance = random.Random(joined.seed)
+    chance = random.Random(world.seed)
     runs = [f"run-{number}" for number in range(RUNS)]
     load = [(topic, run) for topic in TOPICS for run in runs]
     load += chance.sample(load, int(len(load) * COPIES))
@@ -111,11 +99,11 @@ def test_runs_start_once_each_while_relays_and_consumers_are_killed(joined):
         with transaction.atomic():
             for topic, run in load[start : start + 1000]:
                 publish(topic, {"run_id": run}, biz_id=run)
-    fleet = [joined.listening(), *(joined.consumer() for _ in range(2)), *(joined.relay() for _ in range(2))]
-    nemesis = Nemesis(joined, fleet)
+    fleet = [world.listening(), *(world.consumer() for _ in range(2)), *(world.relay() for _ in range(2))]
+    nemesis = Nemesis(world, fleet)
     with nemesis.at_work():
-        joined.wait_until(lambda: nemesis.kills.total() > 5 and Effect.objects.count() > RUNS / 2, "half is done")
-    joined.wait_until(joined.is_quiet, "everything was handled", LONGEST_SECONDS)
+        world.wait_until(lambda: nemesis.kills.total() > 5 and Effect.objects.count() > RUNS / 2, "half is done")
+    world.wait_until(world.is_quiet, "everything was handled", LONGEST_SECONDS)
     logger.info("%d runs; kills: %s.", RUNS, dict(nemesis.kills))
 
     assert not nemesis.own_ends, nemesis.own_ends
@@ -151,49 +139,51 @@ def effects():
 
 @pytest.mark.every_database
 @pytest.mark.parametrize("name", ANSWERING)
-def test_a_process_killed_at_any_step_handles_the_answer_once(local, name):
+def test_a_process_killed_at_any_step_handles_the_answer_once(local_world, name):
     ask(is_answered=True)
-    local.dies_at(ANSWERING[name], local.relay)
+    local_world.dies_at(ANSWERING[name], local_world.relay)
     Lease.objects.all().delete()  # SQLite's, as if it had run out
-    local.relay()
-    local.wait_until(lambda: ended() == {"done"} and local.is_quiet(), "the answer is handled")
+    local_world.relay()
+    local_world.wait_until(lambda: ended() == {"done"} and local_world.is_quiet(), "the answer is handled")
 
     assert effects() == [("payment-1", "paid")]
 
 
 @pytest.mark.every_database
 @pytest.mark.parametrize("name", AT_THE_TIMEOUT)
-def test_a_process_killed_at_the_timeout_handles_it_once_and_a_late_answer_is_a_dead_letter(local, name):
+def test_a_process_killed_at_the_timeout_handles_it_once_and_a_late_answer_is_a_dead_letter(local_world, name):
     asked = ask(is_answered=False)
-    collector = local.relay()
-    local.wait_until(lambda: Part.objects.exists() and collector.is_ready, "the request is collected")
-    local.end(collector)
+    collector = local_world.relay()
+    local_world.wait_until(lambda: Part.objects.exists() and collector.is_ready, "the request is collected")
+    local_world.end(collector)
     travel(timedelta(hours=1))
-    local.dies_at(AT_THE_TIMEOUT[name], local.relay)
+    local_world.dies_at(AT_THE_TIMEOUT[name], local_world.relay)
     Lease.objects.all().delete()
-    local.relay()
-    local.wait_until(lambda: ended() == {"done"} and local.is_quiet(), "the timeout is handled")
+    local_world.relay()
+    local_world.wait_until(lambda: ended() == {"done"} and local_world.is_quiet(), "the timeout is handled")
     with transaction.atomic(), caused_by(Cause(correlation_id=str(asked.id))):
         publish(ANSWERED, {"result": "paid"})
-    local.wait_until(lambda: InboxMessage.objects.filter(topic=ANSWERED, state="dead").exists(), "the late answer is visible")
+    local_world.wait_until(
+        lambda: InboxMessage.objects.filter(topic=ANSWERED, state="dead").exists(), "the late answer is visible"
+    )
 
     assert effects() == [("payment-1", "no answer")]
 
 
 @pytest.mark.parametrize("message", [1, 2], ids=["the request", "the answer"])
-def test_a_message_that_a_killed_process_had_claimed_is_not_missing_at_the_timeout(local, message):
+def test_a_message_that_a_killed_process_had_claimed_is_not_missing_at_the_timeout(local_world, message):
     """It arrived in time, and it is handled again only after the timeout."""
     timeout = timedelta(seconds=6)
-    local.environment["TIMEOUT_SECONDS"] = str(timeout.total_seconds())
-    local.inbox_options = {"REDELIVERY_AFTER": 1.5 * timeout.total_seconds(), "CONCURRENCY": 1}
+    local_world.environment["TIMEOUT_SECONDS"] = str(timeout.total_seconds())
+    local_world.inbox_options = {"REDELIVERY_AFTER": 1.5 * timeout.total_seconds(), "CONCURRENCY": 1}
     ask(is_answered=True)
-    local.dies_at(f"before {ADD_PART} {message}", local.relay)
-    local.relay()
+    local_world.dies_at(f"before {ADD_PART} {message}", local_world.relay)
+    local_world.relay()
     messages = InboxMessage.objects.filter(topic__in=[ASKED, ANSWERED])
-    local.wait_until(lambda: messages.count() == 3 and not messages.filter(state__in=DUE).exists(), "all are handled")
+    local_world.wait_until(lambda: messages.count() == 3 and not messages.filter(state__in=DUE).exists(), "all are handled")
     assert messages.filter(settled_at__gt=F("received_at") + timeout).exists()
     travel(timedelta(minutes=1))  # when the run looks again
-    local.wait_until(local.is_quiet, "the request has ended")
+    local_world.wait_until(local_world.is_quiet, "the request has ended")
 
     assert effects() == [("payment-1", "paid")]
     assert ended() == {"done"}

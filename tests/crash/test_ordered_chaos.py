@@ -28,6 +28,7 @@ from tests.support.sql import executed
 from tests.support.waiting import wait_until
 from tests.support.workers import EXCHANGE
 
+SETTINGS = "tests.support.apps.ordered.settings"
 LONGEST_SECONDS = 900.0
 ONE_IN = 50
 """One message in this many fails at its first attempt."""
@@ -187,7 +188,6 @@ def test_relays_and_consumers_killed_again_and_again_have_every_effect_once_and_
     request, broker, keys, circumstance, topics
 ):
     world = request.getfixturevalue(broker)
-    world.environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.ordered.settings"
     world.inbox_options.update(GROUP="tests", MAX_ATTEMPTS=1000)
 
     def publish_some(numbers):

@@ -36,12 +36,6 @@ KILLS = 12
 
 
 @pytest.fixture
-def local(local_world):
-    local_world.environment["DJANGO_SETTINGS_MODULE"] = SETTINGS
-    return local_world
-
-
-@pytest.fixture
 def receiver():
     with Receiver() as receiver:
         yield receiver
@@ -62,18 +56,18 @@ def handed_over():
 
 @pytest.mark.every_database
 @pytest.mark.parametrize("name", SENDING)
-def test_a_process_killed_while_it_sends_is_followed_by_another_that_sends_the_same_id(local, receiver, name):
+def test_a_process_killed_while_it_sends_is_followed_by_another_that_sends_the_same_id(local_world, receiver, name):
     point, times = SENDING[name]
     endpoint = Endpoint.objects.create(name="partner", url=receiver.url)
     message = order()
-    relay = local.relay()
-    local.wait_until(lambda: handed_over() == 1 and relay.is_ready, "the message is handed over")
-    local.end(relay)
-    local.dies_at(point, lambda **how: local.command(COMMAND, **how))
+    relay = local_world.relay()
+    local_world.wait_until(lambda: handed_over() == 1 and relay.is_ready, "the message is handed over")
+    local_world.end(relay)
+    local_world.dies_at(point, lambda **how: local_world.command(COMMAND, **how))
     travel(timedelta(minutes=1, seconds=1))  # the lease of the dead process
-    survivor = local.command(COMMAND)
-    local.wait_until(lambda: handled("partner") == 1, "the message is sent")
-    local.end(survivor)
+    survivor = local_world.command(COMMAND)
+    local_world.wait_until(lambda: handled("partner") == 1, "the message is sent")
+    local_world.end(survivor)
 
     assert receiver.ids == [message] * times
     assert len({request.body for request in receiver.requests}) == 1
@@ -81,25 +75,25 @@ def test_a_process_killed_while_it_sends_is_followed_by_another_that_sends_the_s
 
 
 @pytest.mark.every_database
-def test_a_process_killed_while_it_fans_out_stores_a_row_for_each_endpoint_or_for_none(local, receiver):
+def test_a_process_killed_while_it_fans_out_stores_a_row_for_each_endpoint_or_for_none(local_world, receiver):
     for name in ("first", "second"):
         Endpoint.objects.create(name=name, url=f"{receiver.url}/{name}")
     for number, point in enumerate(FANNING_OUT):
         order(number)
-        local.dies_at(point, local.relay)
+        local_world.dies_at(point, local_world.relay)
         stored = [InboxMessage.objects.filter(handler=f"webhook/{name}").count() for name in ("first", "second")]
         assert stored[0] == stored[1]
         Lease.objects.all().delete()  # SQLite's, as if it had run out
-    local.relay()
-    local.command(COMMAND)
-    local.wait_until(lambda: handled("first") == handled("second") == len(FANNING_OUT), "all messages are sent")
+    local_world.relay()
+    local_world.command(COMMAND)
+    local_world.wait_until(lambda: handled("first") == handled("second") == len(FANNING_OUT), "all messages are sent")
 
     assert Counter(receiver.paths) == {"/hooks/first": len(FANNING_OUT), "/hooks/second": len(FANNING_OUT)}
 
 
-def test_every_message_arrives_while_the_sending_processes_are_killed(local, receiver):
+def test_every_message_arrives_while_the_sending_processes_are_killed(local_world, receiver):
     """Two processes, two endpoints of which one fails now and then; a kill four times a second."""
-    chance = random.Random(local.seed)
+    chance = random.Random(local_world.seed)
     ids = {order(number) for number in range(MESSAGES)}
 
     def answer(request):
@@ -109,18 +103,18 @@ def test_every_message_arrives_while_the_sending_processes_are_killed(local, rec
     receiver.answer = answer
     for name in ("steady", "flaky"):
         Endpoint.objects.create(name=name, url=f"{receiver.url}/{name}", concurrency=4)
-    local.relay()
-    workers = [local.command(COMMAND) for _ in range(2)]
+    local_world.relay()
+    workers = [local_world.command(COMMAND) for _ in range(2)]
     for _ in range(KILLS):
         time.sleep(0.25)
         place = chance.randrange(len(workers))
-        local.wait_until(lambda place=place: workers[place].is_ready, "the process runs")
+        local_world.wait_until(lambda place=place: workers[place].is_ready, "the process runs")
         workers[place].kill()
-        workers[place] = local.again(workers[place])
+        workers[place] = local_world.again(workers[place])
 
     while (before := handled("steady") + handled("flaky")) < 2 * MESSAGES:
         travel(timedelta(seconds=61))  # leases of dead processes, retries, pauses
-        local.wait_until(lambda before=before: handled("steady") + handled("flaky") > before, "messages are sent")
+        local_world.wait_until(lambda before=before: handled("steady") + handled("flaky") > before, "messages are sent")
         time.sleep(1)
 
     for name in ("steady", "flaky"):
