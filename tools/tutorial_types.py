@@ -7,7 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.projects import environment_in, titled_blocks
+from tests.support.pages import DOCS, titled_files
+from tests.support.projects import environment_in
 
 SETTINGS = """\
 SECRET_KEY = "x"
@@ -35,7 +36,7 @@ def main() -> int:
             "shop/__init__.py": "",
             "shop/settings.py": SETTINGS,
             "orders/__init__.py": "",
-            **{name: text for name, text in titled_blocks("getting-started.md").items() if name.startswith("orders/")},
+            **{name: text for name, text in titled_files(DOCS / "getting-started.md").items() if name.startswith("orders/")},
         }
         for path, text in files.items():
             (directory / path).parent.mkdir(exist_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -65,12 +64,3 @@ def environment_in(directory: Path, settings: str, **environment: str) -> dict[s
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     path = os.pathsep.join([str(directory), str(ROOT)])
     return {**inherited, "PYTHONPATH": path, "DJANGO_SETTINGS_MODULE": settings, **environment}
-
-
-def titled_blocks(page: str) -> dict[str, str]:
-    """The Python files of a page, by name; blocks of one title follow each other in one file."""
-    files: dict[str, str] = {}
-    written = (ROOT / "docs" / page).read_text()
-    for name, text in re.findall(r'^```python title="([\w/]+\.py)"\n(.*?)^```$', written, re.MULTILINE | re.DOTALL):
-        files[name] = files.get(name, "") + text
-    return files

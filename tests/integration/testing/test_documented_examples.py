@@ -6,14 +6,14 @@ import re
 import pytest
 from django.db import connection
 
-from tests.support import ROOT
-from tests.support.projects import run_in, settings_of, titled_blocks
+from tests.support.pages import DOCS, titled_files
+from tests.support.projects import run_in, settings_of
 
 PYTEST = "[pytest]\nDJANGO_SETTINGS_MODULE = shop.settings\npythonpath = .\nfilterwarnings = error\n"
 
 
 def examples():
-    return {**titled_blocks("how-to/test-your-code.md"), **titled_blocks("how-to/test-your-handlers.md")}
+    return titled_files(DOCS / "how-to/test-your-handlers.md", titled_files(DOCS / "how-to/test-your-code.md"))
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def project(tmp_path, db):
         "shop/settings.py": settings_of("outbox", "inbox", "orders", database=a_database()),
         "orders/__init__.py": "",
         "orders/tests/__init__.py": "",
-        **{name: text for name, text in titled_blocks("getting-started.md").items() if name.startswith("orders/")},
+        **{name: text for name, text in titled_files(DOCS / "getting-started.md").items() if name.startswith("orders/")},
         **examples(),
     }
     for name, text in files.items():
@@ -72,7 +72,7 @@ def test_examples_pass_in_the_test_runner_of_django(project):
 
 @pytest.mark.every_database
 def test_failure_has_the_text_that_the_page_shows(project):
-    page = (ROOT / "docs" / "how-to" / "test-your-code.md").read_text()
+    page = (DOCS / "how-to/test-your-code.md").read_text()
     (shown,) = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (project / "orders" / "tests" / "test_placing.py").write_text(
         "import pytest\n"
