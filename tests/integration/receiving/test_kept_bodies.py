@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from django.contrib.auth.models import User
 from django.db import connection
-from django.test import Client, override_settings
+from django.test import override_settings
 from django.urls import reverse
 
 from exactly_once.console.operators.message_history import history_of
@@ -18,6 +17,7 @@ from inbox.states import Outcome, State
 from tests.integration.celery.handling import conftest as celery_fixtures
 from tests.integration.celery.handling.tracing import deliver as deliver_task
 from tests.support import decisions
+from tests.support.admin_pages import superuser_client
 from tests.support.deliveries import (
     OPTIONS,
     an_envelope,
@@ -199,10 +199,9 @@ def test_page_of_an_emptied_message_says_that_its_body_was_not_kept_and_shows_wh
     handler, envelope = handles(the_effect), an_order()
     deliver(handler, envelope)
     deliver(handler, envelope._replace(body=b'{"order_id": 2}'))
-    client = Client()
-    client.force_login(User.objects.create_superuser("operator"))
 
-    page = client.get(reverse("admin:inbox_inboxmessage_change", args=[InboxMessage.objects.get().pk])).content.decode()
+    url = reverse("admin:inbox_inboxmessage_change", args=[InboxMessage.objects.get().pk])
+    page = superuser_client().get(url).content.decode()
 
     said = "It was not stored: INBOX[&quot;KEEP_HISTORY&quot;] was None when the message was handled."
     assert page.count(said) == 3  # its payload, its headers, and beside what conflicts

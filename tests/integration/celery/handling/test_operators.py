@@ -4,12 +4,8 @@ import json
 
 import pytest
 from celery.exceptions import Ignore, Reject
-from django.contrib.auth.models import User
-from django.contrib.messages import get_messages
 from django.core.management import CommandError, call_command
 from django.db import connections
-from django.test import Client
-from django.urls import reverse
 
 from inbox.errors import NotEditable, TaskNotSent
 from inbox.operators.editing import replace_message
@@ -17,6 +13,7 @@ from inbox.states import State
 from inbox.store import claims, due
 from tests.integration.celery.handling.tracing import deliver
 from tests.support import decisions
+from tests.support.admin_pages import act, said, superuser_client
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, an_envelope, effects, fails, the_effect, the_row
 from tests.support.deliveries import deliver as deliver_message
@@ -53,20 +50,12 @@ def dead_letter(a_task):
 
 
 @pytest.fixture
-def operator():
-    client = Client()
-    client.force_login(User.objects.create_superuser("operator"))
-    return client
+def answers():
+    """What the admin says after an action on a row."""
+    operator = superuser_client()
 
-
-@pytest.fixture
-def act(operator):
-    """Carry out an action of the admin on a row; the messages that it shows."""
-
-    def do(action, row, **fields):
-        data = {"action": action, "_selected_action": [row.pk], **fields}
-        response = operator.post(reverse("admin:inbox_inboxmessage_changelist"), data)
-        return [str(message) for message in get_messages(response.wsgi_request)]
+    def do(action, row):
+        return [words for _, words in said(act(operator, action, row, page="admin:inbox_inboxmessage_changelist"))]
 
     return do
 
@@ -90,34 +79,34 @@ def test_retry_sends_the_task_with_its_arguments_headers_and_chain(dead_letter, 
     assert (the_row().state, the_row().attempts) == (State.RETRYING, 0)
 
 
-def test_admin_retry_sends_the_task_again_unless_it_is_skipped(dead_letter, act, sent):
+def test_admin_retry_sends_the_task_again_unless_it_is_skipped(dead_letter, answers, sent):
     row = dead_letter()
 
-    assert "due for a retry now" in act("retry", row)[0]
+    assert "due for a retry now" in answers("retry", row)[0]
     assert (the_row().state, len(sent())) == (State.RETRYING, 1)
     decisions.skip("default", row.pk, "no")
     assert not decisions.retry("default", row.pk)
     assert sent() == []
 
 
-def test_admin_retry_with_an_unavailable_broker_leaves_the_row_and_shows_the_error(dead_letter, act, local_app):
+def test_admin_retry_with_an_unavailable_broker_leaves_the_row_and_shows_the_error(dead_letter, answers, local_app):
     row = dead_letter()
     local_app.conf.update(broker_url="amqp://127.0.0.1:1//", task_publish_retry=False)
 
-    [said] = act("retry", row)
+    [words] = answers("retry", row)
 
-    assert "not due for a retry now: celery.tests.task cannot be sent" in said
+    assert "not due for a retry now: celery.tests.task cannot be sent" in words
     assert the_row().state == State.DEAD
 
 
-def test_payload_of_a_task_cannot_be_corrected_and_the_reason_says_what_to_do(dead_letter, act):
+def test_payload_of_a_task_cannot_be_corrected_and_the_reason_says_what_to_do(dead_letter, answers):
     row = dead_letter()
 
     with pytest.raises(NotEditable, match="It is a Celery task"):
         replace_message("default", row.pk, "{}", by="by anna")
-    [said] = act("edit", row)
+    [words] = answers("edit", row)
 
-    assert "Call the task with the right arguments and another biz-id, then skip this message." in said
+    assert "Call the task with the right arguments and another biz-id, then skip this message." in words
     assert the_row().state == State.DEAD
 
 

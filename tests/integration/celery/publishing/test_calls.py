@@ -27,6 +27,7 @@ from tests.support.admin_names import DETAIL, LIST, VIEW
 from tests.support.admin_pages import Page, shown, staff_client
 from tests.support.apps.effects.models import Effect
 from tests.support.relaying import drained
+from tests.support.signals import listening
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
@@ -315,13 +316,8 @@ class TestSignals:
         def after(sender, **_):
             heard.append(f"after {sender}, {len(rows())} row")
 
-        before_task_publish.connect(before)
-        after_task_publish.connect(after)
-        try:
+        with listening(before_task_publish, before), listening(after_task_publish, after):
             called(add, 1, 2)
-        finally:
-            before_task_publish.disconnect(before)
-            after_task_publish.disconnect(after)
 
         assert heard == ["before tests.add", "after tests.add, 1 row"]
         assert (wire_of(the_row()).headers["tenant"], wire_of(the_row()).properties["app_id"]) == ("acme", "shop")

@@ -2,19 +2,8 @@
 
 import pytest
 
-from tests.support.projects import run_in
+from tests.support.projects import run_in, settings_of
 
-SETTINGS = """\
-SECRET_KEY = "x"
-USE_TZ = True
-DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-INSTALLED_APPS = ["exactly_once", "outbox", "shop"]
-DATABASES = {
-    "default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:", "OPTIONS": {"transaction_mode": "IMMEDIATE"}}
-}
-OUTBOX = {"BROKER_URL": "amqp://user:secret@rabbit.example//"}
-CELERY_BROKER_URL = "BROKER"
-"""
 CELERY = """\
 from celery import Celery
 
@@ -46,7 +35,9 @@ class Project:
         for name, text in {
             "shopproject/__init__.py": "from .celery import app\n",
             "shopproject/celery.py": CELERY,
-            "shopproject/settings.py": SETTINGS.replace('"BROKER"', repr(broker)),
+            "shopproject/settings.py": settings_of(
+                "outbox", "shop", OUTBOX={"BROKER_URL": SAME_BROKER}, CELERY_BROKER_URL=broker
+            ),
             "shop/__init__.py": "",
             "shop/tasks.py": TASKS,
         }.items():
