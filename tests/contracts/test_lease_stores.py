@@ -162,12 +162,6 @@ class TestConsumed:
 
         assert is_consumed(acquire(leases, lease.arrival))
 
-    def test_consumed_lease_can_only_be_consumed_again(self, leases, lease_handler):
-        lease = acquired(leases, a_delivery(lease_handler()))
-        leases.consume(lease)
-
-        assert settlements(leases, lease) == NONE_GRANTED | {"consume": True}
-
 
 class TestExpiredLease:
     def test_delivery_that_was_held_is_left_to_its_row_in_redis_and_takes_over_in_the_database(self, leases, lease_handler):
@@ -242,11 +236,12 @@ class TestFailure:
         assert row.state == (State.RETRYING if retry_after else State.DEAD)
         assert (row.next_attempt_at is None) == (row.settled_at is not None) == (row.state == State.DEAD)
 
-    def test_freed_lease_can_only_be_freed_again(self, leases, lease_handler):
+    @pytest.mark.parametrize("way", ["consume", "free"])
+    def test_settled_lease_can_only_be_settled_in_the_same_way_again(self, leases, lease_handler, way):
         lease = acquired(leases, a_delivery(lease_handler()))
-        leases.free(lease, failed())
+        assert leases.consume(lease) if way == "consume" else leases.free(lease, failed())
 
-        assert settlements(leases, lease) == NONE_GRANTED | {"free": True}
+        assert settlements(leases, lease) == NONE_GRANTED | {way: True}
 
     def test_claim_overtaken_by_a_later_claim_gets_no_lease(self, leases, lease_handler):
         request = failed_once(leases, lease_handler())
