@@ -6,16 +6,16 @@ from functools import partial
 from uuid import UUID
 
 import pytest
-from django.db import transaction
 
 from exactly_once.process.clock import monotonic
 from exactly_once.sql.now import DatabaseTime
-from outbox import Draft, InvalidMessage, cancel, publish_many, publish_now, reschedule, signals
+from outbox import cancel, publish_now, reschedule, signals
 from outbox.models import OutboxMessage
 from outbox.relay import passes
 from outbox.states import RESTORE, State
 from outbox.store import claiming, decision_rows, settling
 from tests.support.relaying import drained, ids, one_pass, published, row_of, set_columns, state_of
+from tests.support.signals import listening
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
 
@@ -31,9 +31,8 @@ def expired():
     def receive(message_id, **extra):
         reported.append(UUID(message_id))
 
-    signals.message_expired.connect(receive)
-    yield reported
-    signals.message_expired.disconnect(receive)
+    with listening(signals.message_expired, receive):
+        yield reported
 
 
 def came_due(message):
@@ -92,13 +91,6 @@ def test_priority_is_kept_on_every_way_back_to_ready(peer, transport, way):
     sent = [delivery.headers["cloudEvents:bizid"] for delivery in peer.published]
     assert sent == ["urgent", "lower", "plain", "plain too"]
     assert row_of(urgent).priority == 5
-
-
-def test_draft_with_a_priority_and_a_key_is_refused():
-    with transaction.atomic(), pytest.raises(InvalidMessage, match="exclude each other"):
-        publish_many([Draft("t", {}), Draft("t", {}, key="k", priority=1)])
-
-    assert not OutboxMessage.objects.exists()
 
 
 class TestExpiredMessage:
