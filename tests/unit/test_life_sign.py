@@ -17,6 +17,7 @@ from exactly_once.process import life_sign
 from exactly_once.process.life_sign import giving_life_signs, life_signs
 from exactly_once.process.loop import Watchdog
 from tests.support import ROOT
+from tests.support.threads import in_threads
 from tests.support.waiting import wait_until
 
 PROGRAM = """
@@ -89,21 +90,14 @@ def test_watchdog_reports_the_slowest_of_its_loops(monkeypatch):
         watchdog.beat()
         ended.wait()
 
-    thread = threading.Thread(target=silent_loop)
+    def slowest():
+        watchdog.beat()
+        return life_signs("relay")[0].silent_seconds > 1.0
+
     monkeypatch.setattr("exactly_once.process.loop.end_process", lambda reason: None)
-    try:
-        with watchdog.watching():
-            thread.start()
-
-            def slowest():
-                watchdog.beat()
-                return life_signs("relay")[0].silent_seconds > 1.0
-
-            wait_until(slowest)
-            assert not life_signs("relay")[0].is_alive
-    finally:
-        ended.set()
-        thread.join()
+    with watchdog.watching(), in_threads(silent_loop, stop=ended):
+        wait_until(slowest)
+        assert not life_signs("relay")[0].is_alive
 
 
 def test_directory_of_another_user_is_not_used_and_the_process_runs_on(temporary_directory, monkeypatch, caplog):

@@ -13,8 +13,9 @@ from inbox.consumer.topology import queue_name
 from tests.support.deliveries import TOPIC, effects, the_effect
 from tests.support.servers import RabbitServer
 from tests.support.servers.private import LOOPBACK, free_port
+from tests.support.threads import in_threads
 from tests.support.waiting import wait_until
-from tests.support.workers import broker_options, consumers_of, consuming, send
+from tests.support.workers import broker_options, consumers_of, consuming, send, send_and_handle
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 
@@ -63,8 +64,7 @@ def test_queue_that_drops_or_loses_messages_is_not_received_from(
 
     with consuming([unusable, sound], options):
         wait_until(lambda: "receiving from 1 queue at" in caplog.text)
-        send(rabbitmq_url, TOPIC, {}, message_id="m")
-        wait_until(lambda: effects("m") == 1)
+        send_and_handle(rabbitmq_url, TOPIC, "m")
         assert consumers_of(rabbitmq_url, name) == 0
 
     (said,) = [record.getMessage() for record in caplog.records if name in record.getMessage()]
@@ -103,8 +103,7 @@ def test_queue_with_other_arguments_and_no_delivery_limit_is_received_from(handl
 
     with consuming([handler], options):
         wait_until(lambda: "receiving from 1 queue at" in caplog.text)
-        send(rabbitmq_url, TOPIC, {}, message_id="m")
-        wait_until(lambda: effects("m") == 1)
+        send_and_handle(rabbitmq_url, TOPIC, "m")
 
     assert caplog.text.count("exists with other arguments") == 1
 
@@ -117,8 +116,7 @@ def test_exclusive_queue_of_another_program_stops_no_other_handler(handles, rabb
         other.channel().queue_declare(queue_name(taken, options), exclusive=True)
         with consuming([taken, sound], options):
             wait_until(lambda: "receiving from 1 queue at" in caplog.text)
-            send(rabbitmq_url, TOPIC, {}, message_id="m")
-            wait_until(lambda: effects("m") == 1)
+            send_and_handle(rabbitmq_url, TOPIC, "m")
 
     assert "is exclusive to a connection of another program" in caplog.text
 
@@ -149,15 +147,12 @@ def an_api_that_drips():
         def log_message(self, *args):
             pass
 
-    with ThreadingHTTPServer((LOOPBACK, 0), Drips) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with ThreadingHTTPServer((LOOPBACK, 0), Drips) as server, in_threads(server.serve_forever):
         try:
             yield f"http://{LOOPBACK}:{server.server_port}"
         finally:
             end.set()
             server.shutdown()
-            thread.join()
 
 
 def test_management_api_that_drips_its_answer_does_not_stop_receiving_and_is_reported(handles, rabbitmq_url, caplog):
@@ -165,8 +160,7 @@ def test_management_api_that_drips_its_answer_does_not_stop_receiving_and_is_rep
 
     with an_api_that_drips() as url, consuming([handler], broker_options(rabbitmq_url, MANAGEMENT_URL=url)):
         wait_until(lambda: "receiving from 1 queue at" in caplog.text)
-        send(rabbitmq_url, TOPIC, {}, message_id="m")
-        wait_until(lambda: effects("m") == 1)
+        send_and_handle(rabbitmq_url, TOPIC, "m")
         wait_until(lambda: f"the management API of RabbitMQ at '{url}' is unavailable" in caplog.text)
 
 

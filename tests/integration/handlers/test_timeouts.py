@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -35,6 +36,7 @@ from tests.support.deliveries import (
 )
 from tests.support.loads import receive_together
 from tests.support.sql import executed, fetched
+from tests.support.threads import in_threads
 from tests.support.workers import broker_options, declare, handler_of_the_workers, length_of, send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -278,13 +280,9 @@ class TestTimeoutAtTheEndOfARun:
                 except BaseException as error:  # noqa: BLE001 - it is what must not be
                     astray.append(error)
 
-        threads = [threading.Thread(target=run, args=[random.Random(seed)], daemon=True) for seed in range(5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(A_WHILE)
+        with in_threads(*(partial(run, random.Random(seed)) for seed in range(5))):  # their end: every lock was let go
+            pass
 
-        assert not any(thread.is_alive() for thread in threads), "a lock was never let go"
         assert astray == []
         assert min(ended.values()) > 0, "none ended near its limit"
 

@@ -16,6 +16,7 @@ from tests.support.apps.effects.models import Effect
 from tests.support.apps.ordered import STEP
 from tests.support.deliveries import the_effect
 from tests.support.servers import FaultProxy
+from tests.support.threads import in_threads
 from tests.support.waiting import A_WHILE, wait_until
 from tests.support.workers import STEP_OF_THE_WORKERS as HANDLER
 from tests.support.workers import broker_options, consuming, declare, producing, send
@@ -42,13 +43,8 @@ def sending(url):
                 produce({"fails": False}, routing_key=STEP, message_id=name, headers=headers)
                 sent.append(name)
 
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
+    with in_threads(send, stop=end):
         yield sent
-    finally:
-        end.set()
-        thread.join()
 
 
 def some_more_effects():
