@@ -159,7 +159,7 @@ def inbox_options() -> InboxOptions:
     given, outbox = getattr(settings, "INBOX", None), getattr(settings, "OUTBOX", None)
     if _latest is None or _latest[0] is not given or _latest[1] is not outbox:
         read = options.parse(InboxOptions, "INBOX", {} if given is None else given)
-        _ = read.broker_url, read.tls, read.exchange, read.redact, read.redact_errors
+        _ = read.broker_url, read.tls, read.alerts, read.http, read.exchange, read.redact, read.redact_errors
         _latest = given, outbox, read
     return _latest[2]
 

@@ -24,6 +24,8 @@ _RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*/\s*(s|m|h)\s*")
 _NUMBER_FIRST = re.compile(r"\d[\w ./]{,20}")
 """What looks like a rate, which may be shown."""
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
+_LONGEST = timedelta(days=36_500)
+"""Databases calculate with the instant so long ago, which they cannot for `timedelta.max`."""
 
 
 _EXAMPLES = {bool: True, int: 10, float: 0.5, str: "…", timedelta: timedelta(seconds=30), dict: {}}
@@ -86,11 +88,13 @@ def reader(options: type[Options], setting: str) -> Callable[[], Options]:
 
 
 def require_positive(options: Any) -> None:
-    """For `__post_init__`: refuse zero and negative numbers and durations."""
+    """For `__post_init__`: refuse zero and negative numbers and durations, and those of more than a century."""
     for field in dataclasses.fields(options):
         value: Any = getattr(options, field.name)
         if type(value) in {timedelta, int, float} and value <= type(value)():
             raise ValueError(f"{field.name} is {value!r}: it must be greater than zero.")
+        if type(value) is timedelta and value > _LONGEST:
+            raise ValueError(f"{field.name} is {value!r}: it must be at most a century, timedelta(days={_LONGEST.days}).")
 
 
 def require_backoff(backoff: Sequence[timedelta]) -> None:

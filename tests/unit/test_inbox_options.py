@@ -3,6 +3,7 @@
 from datetime import timedelta
 
 import pytest
+from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
 
@@ -32,6 +33,14 @@ class TestFollowingTheOutbox:
     @override_settings(OUTBOX={"BROKER_URL": "amqp://b"}, INBOX={"BROKER_URL": "amqp://c"})
     def test_the_inbox_may_have_a_broker_of_its_own(self):
         assert inbox_options().broker_url == "amqp://c"
+
+    @pytest.mark.parametrize("given", [{"HTTP": {"MAX_WAITING": 0}}, {"ALERTS": []}, {"BROKER_SSL": {"ca": 1}}], ids=str)
+    def test_invalid_options_that_the_inbox_takes_from_the_outbox_are_its_problem_too(self, given):
+        with override_settings(OUTBOX=given, INBOX={}), pytest.raises(ImproperlyConfigured, match=next(iter(given))):
+            inbox_options()
+        with override_settings(OUTBOX=given, INBOX={}):
+            found = [each.id for each in checks.run_checks()]
+        assert {"outbox.E001", "inbox.E001"} <= {*found}
 
     @override_settings(OUTBOX=None, INBOX=None)
     def test_without_settings_the_broker_is_local(self):

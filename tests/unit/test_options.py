@@ -114,6 +114,14 @@ def test_zero_or_less_is_refused_where_a_value_must_be_positive(given):
     assert next(iter(given)) in problem
 
 
+def test_a_duration_of_more_than_a_century_is_refused_because_no_database_calculates_with_it():
+    [problem] = problems_of({"INTERVAL": timedelta.max})
+
+    assert problem.startswith("EXAMPLE: INTERVAL is datetime.timedelta(days=999999999")
+    assert "it must be at most a century, timedelta(days=36500)" in problem
+    options.parse(Example, "EXAMPLE", {"INTERVAL": timedelta(days=36_500)})
+
+
 @pytest.mark.parametrize(("given", "kind"), [(None, "None"), ([], "a list"), ("amqp://u:secret@h", "a str"), (3, "an int")])
 def test_a_setting_that_is_not_a_dict_is_refused(given, kind):
     assert problems_of(given) == [f"EXAMPLE must be a dict, not {kind}."]
