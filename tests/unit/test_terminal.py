@@ -1,15 +1,17 @@
 """Tables and progress of commands: drawn on a terminal with `rich`, and plain lines without it or into a pipe."""
 
+import os
 import re
 import sys
 from contextlib import suppress
 from io import StringIO
 
 import pytest
+from django.core.management.base import CommandError
 
 from exactly_once.console.cli import terminal
 from exactly_once.console.cli.command import TranslatedCommand
-from exactly_once.console.cli.terminal import BOLD, RED, Line, Progress, Table, sentence, show
+from exactly_once.console.cli.terminal import BOLD, RED, Line, Progress, Table, instant, sentence, show
 
 SENTENCE = f"No consumer is running for: {', '.join(f'orders.handler_{number}' for number in range(9))}."
 COUNTS = Table([Line(["outbox", "default"], BOLD), Line(["ready", "1,200", "+2.0/s"]), Line(["dead", "3"], RED)])
@@ -110,3 +112,39 @@ def test_progress_is_not_shown_in_a_pipe():
 
     assert pipe.getvalue() == ""
     assert progress.done == 1
+
+
+@pytest.mark.parametrize("given", ["0001-01-01T00:00+14:00", "9999-12-31T23:59-12:00", "2026-02-30", "now", ""])
+def test_instant_that_no_database_has_is_refused_with_an_example(given):
+    with pytest.raises(CommandError, match=r"--since is '.*': it must be an instant, 2026-03-01T10:00 or"):
+        instant("--since", given)
+    assert instant("--since", "2026-03-01T10:00+01:00").isoformat() == "2026-03-01T10:00:00+01:00"
+
+
+def test_no_color_on_the_command_line_switches_colours_off(monkeypatch):
+    """Django has this option for every command."""
+
+    class Command(TranslatedCommand):
+        def handle(self, *args, **options):
+            show([COUNTS], self.stdout)
+
+    def drawn(*options):
+        monkeypatch.setattr(sys, "stdout", Terminal())
+        Command().run_from_argv(["manage.py", "some_command", *options])
+        return sys.stdout.getvalue()
+
+    assert "\x1b[31m" in drawn("--force-color")
+    monkeypatch.setenv("NO_COLOR", "")
+    assert "\x1b[31m" not in drawn("--no-color")
+
+
+def test_argument_that_is_not_utf8_is_an_error_in_words(capsys):
+    """The interpreter hands its bytes over as surrogates, which no database takes."""
+
+    class Command(TranslatedCommand):
+        def handle(self, *args, **options):
+            os.fsdecode(b"gr\xfcn").encode()
+
+    with pytest.raises(SystemExit):
+        Command().run_from_argv(["manage.py", "some_command"])
+    assert "is not UTF-8" in capsys.readouterr().err

@@ -55,7 +55,8 @@ class _Escaping(OutputWrapper):
 class TranslatedCommand(BaseCommand):
     """`help` may be a lazy translation; Django formats the help text itself, and needs a plain one.
 
-    On the command line an unavailable database is one sentence; `--traceback` shows where it was needed.
+    On the command line an unavailable database, and an argument that is not UTF-8, is one sentence; `--traceback` shows where
+    it was needed. `--no-color` applies to `rich`, too.
     """
 
     help: Any = ""
@@ -66,8 +67,14 @@ class TranslatedCommand(BaseCommand):
         return super().create_parser(*args, **options)
 
     def execute(self, *args: Any, **options: Any) -> Any:
+        if self._called_from_command_line and options.get("no_color"):
+            os.environ["NO_COLOR"] = "1"  # for rich
         try:
             return super().execute(*args, **options)
+        except UnicodeEncodeError as error:
+            if not self._called_from_command_line or error.encoding != "utf-8":
+                raise
+            raise CommandError(f"An argument is not UTF-8: {error.object!a}") from error
         except (DatabaseError, InterfaceError) as error:
             if not self._called_from_command_line or not is_outage(error):
                 raise

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from itertools import zip_longest
 from typing import Any, NamedTuple, Self
 
@@ -174,12 +174,15 @@ def instant(option: str, given: str | None) -> datetime | None:
         return None
     try:
         parsed = parse_datetime(given)
-    except ValueError:
+        if parsed is not None:
+            parsed = make_aware(parsed) if is_naive(parsed) else parsed
+            parsed.astimezone(UTC)
+    except (ValueError, OverflowError):  # in UTC it is before the year 1 or after 9999
         parsed = None
     if parsed is None:
         words = _("%(option)s is %(given)s: it must be an instant, 2026-03-01T10:00 or 2026-03-01T10:00:00+01:00.")
         raise CommandError(words % {"option": option, "given": repr(given)})
-    return make_aware(parsed) if is_naive(parsed) else parsed
+    return parsed
 
 
 def age(instant: datetime | None, now: datetime | None = None) -> str:
