@@ -40,13 +40,18 @@ def _decide(transition: Transition, alias: str, rows: Sequence[int], given: Give
     due, overdue, sources = given.values.get("due"), bool(given.values.get("overdue", True)), given.sources
     decided = decision_rows.decide(alias, transition, rows, sources=sources, reason=given.text, due=due, overdue=overdue)
     found = _found(alias, decided.left) if decided.left else {}
-    return [_unchanged(row, decided.left[row], found.get(row)) if row in decided.left else RowOutcome(row) for row in rows]
+    left = {row: _unchanged(row, why, found.get(row), sources or transition.sources) for row, why in decided.left.items()}
+    return [left.get(row) or RowOutcome(row) for row in rows]
 
 
-def _unchanged(row: int, left: str, message: OutboxMessage | None) -> RowOutcome:
+def _unchanged(row: int, left: str, message: OutboxMessage | None, sources: Collection[str]) -> RowOutcome:
     if message is None:
         return RowOutcome(row, f"number {row}", str(DELETED))
-    why = in_hand_now(message) if left == LOCKED else gettext(WHY[left]) if left in WHY else state_now(message)
+    if left == LOCKED:
+        # The process that had locked it may have ended since.
+        why = in_hand_now(message) if message.state in sources else state_now(message)
+    else:
+        why = gettext(WHY[left]) if left in WHY else state_now(message)
     return RowOutcome(row, _name_of(message), why)
 
 

@@ -264,6 +264,14 @@ class TestCancel:
 
         assert said(response)[0][1].endswith("not cancelled: it is ready now, and a process is working on it; try again")
 
+    def test_cancel_reports_a_message_whose_relay_has_ended_its_pass_since_by_its_state(self, monkeypatch):
+        row = a_message(State.PUBLISHED)
+        monkeypatch.setattr(decision_rows, "decide", lambda *args, **options: decision_rows.Decided({}, {row.pk: "locked"}))
+
+        response = act(staff_client(VIEW, CANCEL), "cancel", row, confirmed="yes")
+
+        assert said(response)[0][1].endswith("not cancelled: it is published now")
+
     def test_cancel_of_deleted_messages_says_that_none_is_left(self):
         row = a_message(State.DEAD)
         OutboxMessage.objects.all().delete()
