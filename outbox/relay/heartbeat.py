@@ -109,24 +109,16 @@ class Heartbeat:
     def _beat(self, now: float) -> None:
         with self._counting:
             published, passed_at = self._published, self._passed_at
-        waits_for, without_broker = self._reason()
+            shards = sum(shards for loop, shards in self._shards.items() if loop.is_alive())
+            self._waits = {loop: what for loop, what in self._waits.items() if loop.is_alive()}
+            waits = list(self._waits.values())
+        waits_for, without_broker = waits[0] if waits and all(what for what, _ in waits) else ("", False)
         self._writer.send(
             now,
             done=published,
             waits_for=waits_for,
             without_broker=without_broker,
-            facts={"published": published, "shards": self._claimed()},
+            facts={"published": published, "shards": shards},
             broker_seconds=self._broker_seconds,
             passed_at=passed_at,
         )
-
-    def _claimed(self) -> int:
-        with self._counting:
-            return sum(shards for loop, shards in self._shards.items() if loop.is_alive())
-
-    def _reason(self) -> tuple[str, bool]:
-        """What the process waits for, if all of its running loops wait, and is that the broker; else ""."""
-        with self._counting:
-            self._waits = {loop: what for loop, what in self._waits.items() if loop.is_alive()}
-            waits = list(self._waits.values())
-        return waits[0] if waits and all(what for what, _ in waits) else ("", False)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from django.db import connections
 
@@ -92,7 +92,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
                 lane.callers = calling
             timer = Timer(alias, options, watchdog=watchdog, ring=partial(_ring, running), database_log=database_log)
             with Listener(alias, [timer.bell, *(lane.bell for lane in running)], options).listening():
-                _run(running, [timer, *companions], watchdog, phase)
+                _run(running, [timer.run, *(companion.run for companion in companions)], watchdog, phase)
             published += sum(lane.published for lane in running)
         if drain or (stop.is_draining and not stop):
             draining = lanes(stop, timed=False)
@@ -100,12 +100,6 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
             published += sum(lane.published for lane in draining)
     logger.info("relay: stopped. Messages published: %d.", published)
     return published
-
-
-class Runs(Protocol):
-    """A loop that runs beside the first lane."""
-
-    def run(self, stop: StopRequest) -> None: ...
 
 
 def _ring(lanes: Sequence[Relay]) -> None:
@@ -119,10 +113,9 @@ def _several_help(alias: str, transport: Transport) -> bool:
     return shared and not transport.capabilities.transactional
 
 
-def _run(lanes: Sequence[Relay], companions: Sequence[Runs], watchdog: Watchdog, stop: StopRequest) -> None:
-    beside: list[Callable[[], object]] = [lane.run for lane in lanes[1:]]
-    beside += [partial(companion.run, stop) for companion in companions]
-    with _in_threads(beside, watchdog, stop):
+def _run(lanes: Sequence[Relay], loops: Sequence[Callable[[StopRequest], None]], watchdog: Watchdog, stop: StopRequest) -> None:
+    """Run the first lane, and beside it the others and these loops."""
+    with _in_threads([*(lane.run for lane in lanes[1:]), *(partial(loop, stop) for loop in loops)], watchdog, stop):
         try:
             lanes[0].run()
             logger.info("relay: stopping; what has begun is finished first. Signal again to end at once.")
