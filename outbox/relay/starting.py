@@ -26,12 +26,14 @@ from django.utils.module_loading import import_string
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import StopRequest
+from exactly_once.sql.connections import READ_COMMITTED
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.turns import Fault, Turns
 from exactly_once.transport.interface import CONFIRMED, Companion, OutgoingMessage, PublishOutcome, Sent
 from exactly_once.upkeep.minutes import database_time
 from outbox.conf import OutboxOptions
 from outbox.store import backfilling
+from outbox.store.dialect import begin_bounded
 from outbox.store.messages import DamagedRow, RelayedMessage, outgoing
 
 logger = escaping_logger(__name__)
@@ -121,9 +123,12 @@ class Starter:
 
     @contextmanager
     def _bound(self) -> Iterator[None]:
-        """A transaction that the server ends if this process is frozen."""
+        """A transaction that the server ends if this process is frozen: it may hold all shards.
+
+        With REPEATABLE READ, what was published while it waited for a lock would not be seen.
+        """
         with transaction.atomic(using=self._alias):
-            backfilling.bound_step(self._alias, self._options.BATCH_DEADLINE + _MARGIN)
+            begin_bounded(self._alias, self._options.BATCH_DEADLINE + _MARGIN, first=READ_COMMITTED)
             yield
 
     def _hand_over_batch(self, name: str, start: Any) -> int:

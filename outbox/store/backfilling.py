@@ -2,16 +2,15 @@
 
 import time
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from django.db import OperationalError, connections
 
 from exactly_once.process.clock import monotonic
-from exactly_once.sql.connections import READ_COMMITTED
 from outbox.models import SHARDS
 from outbox.states import State
 from outbox.store.claiming import claims_by_locks
-from outbox.store.dialect import LOCK_SPACE, begin_bounded
+from outbox.store.dialect import LOCK_SPACE
 from outbox.store.lease import in_hand
 from outbox.store.messages import RelayedMessage, parts_of_published, read_published
 from outbox.store.selecting import Selection
@@ -35,15 +34,6 @@ def read_past(
         return [], after, True
     part = parts_of_published(alias, positions)[0]
     return read_published(alias, part), part[-1], len(part) == len(positions) < most
-
-
-def bound_step(alias: str, longest: timedelta) -> None:
-    """Let the server end the open transaction if this process is frozen; it may hold all shards.
-
-    It must be the transaction's first statement, because it sets the isolation level: with REPEATABLE READ, what was published
-    while it waited for a lock would not be seen.
-    """
-    begin_bounded(alias, longest, first=READ_COMMITTED)
 
 
 def wait_for_passes(alias: str) -> None:

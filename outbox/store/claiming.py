@@ -409,12 +409,12 @@ def _begin(connection: BaseDatabaseWrapper, limits: Bounds) -> str:
     they keep plans.
     """
     for_a_lock = min(int(limits.longest.total_seconds() * 1000), _LONGEST_WAIT_FOR_A_LOCK)
-    then = (
-        f"SET LOCAL lock_timeout = {for_a_lock}; {_KEEP_PLANS}; "
+    script = bounds(connection, limits.longest)
+    return script and (
+        f"{READ_COMMITTED}{script}SET LOCAL lock_timeout = {for_a_lock}; {_KEEP_PLANS}; "
         f"{DO_NOT_WAIT_FOR_THE_DISK if limits.is_repeatable else ''}; "
         f"LOCK TABLE {', '.join(_WRITTEN_BY_A_PASS)} IN ROW EXCLUSIVE MODE; "
     )
-    return bounds(connection, limits.longest, first=READ_COMMITTED, then=then)
 
 
 def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) -> Mapping[int, bytes | None]:

@@ -13,7 +13,6 @@ from django.db import connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.sql.connections import execute, is_outermost, is_postgresql, set_local
-from exactly_once.sql.days import DAY_OF_NOW
 from outbox.models import OutboxMessage, PausedTopic
 
 _T = TypeVar("_T")
@@ -45,22 +44,22 @@ def database_of(using: str | None) -> str:
     return using or router.db_for_write(OutboxMessage)
 
 
-def begin_bounded(alias: str, longest: timedelta, *, first: str = "", then: str = "") -> None:
+def begin_bounded(alias: str, longest: timedelta, *, first: str = "") -> None:
     """Let the server end the open transaction if it is idle, or executes one statement, for this long.
 
     Args:
-        first, then: statements to execute before and after that, in the same round trip.
+        first: statements to execute before that, in the same round trip.
     """
     connection = connections[alias]
-    if script := bounds(connection, longest, first=first, then=then):
-        execute(connection, script)
+    if script := bounds(connection, longest):
+        execute(connection, first + script)
 
 
-def bounds(connection: BaseDatabaseWrapper, longest: timedelta, *, first: str = "", then: str = "") -> str:
+def bounds(connection: BaseDatabaseWrapper, longest: timedelta) -> str:
     """The statements of `begin_bounded`; "" inside the transaction of a test, where the settings would remain afterwards."""
     if not (is_postgresql(connection) and is_outermost(connection)):
         return ""
-    return first + set_local(idle_in_transaction_session_timeout=longest, statement_timeout=longest) + then
+    return set_local(idle_in_transaction_session_timeout=longest, statement_timeout=longest)
 
 
 @contextmanager
@@ -76,10 +75,6 @@ def repeatable(alias: str) -> Iterator[None]:
 def live(connection: BaseDatabaseWrapper) -> str:
     """The table of the messages that are not settled: the live partition on PostgreSQL, the whole table on SQLite."""
     return LIVE_PART if is_postgresql(connection) else TABLE
-
-
-def today(connection: BaseDatabaseWrapper) -> str:
-    return DAY_OF_NOW[connection.vendor]
 
 
 def each_topic(messages: str) -> str:

@@ -18,7 +18,7 @@ from django.db import DatabaseError, connections, transaction
 from django.db.models import Count, F, Min, Q
 
 from exactly_once.sql.connections import is_postgresql
-from exactly_once.sql.days import LIVE
+from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.fields import value_of
 from exactly_once.sql.now import DatabaseTime, now
@@ -28,7 +28,7 @@ from exactly_once.wire.formats import Wire
 from exactly_once.wire.text import ERROR_LENGTH, describe, printable
 from outbox.callbacks import SettledMessage, registry
 from outbox.models import OutboxMessage, PendingCallback
-from outbox.store.dialect import TABLE, some_uuids, today
+from outbox.store.dialect import TABLE, some_uuids
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -72,7 +72,7 @@ def record_calls(connection: BaseDatabaseWrapper, message_ids: Sequence[uuid.UUI
     if not (wanted and message_ids):
         return
     ids, parameter = some_uuids(connection, message_ids)
-    day = today(connection)
+    day = DAY_OF_NOW[connection.vendor]
     values = ", ".join(["(%s, %s, %s)"] * len(wanted))
     with connection.cursor() as cursor:
         cursor.execute(

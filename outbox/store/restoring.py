@@ -60,12 +60,6 @@ def restore(
     return changed, left
 
 
-def _unique_among(alias: str, positions: Sequence[int]) -> list[int]:
-    """Those of these live messages that are unique."""
-    unique = OutboxMessage.objects.using(alias).filter(day=LIVE, pk__in=positions, is_unique=True)
-    return list(unique.values_list("pk", flat=True))
-
-
 def _move_unless_replaced(
     alias: str, positions: Sequence[int], was: State, reason: str, *, may_wait: bool
 ) -> tuple[list[Moved], list[int]]:
@@ -78,7 +72,8 @@ def _move_unless_replaced(
     try:
         with transaction.atomic(using=alias):
             moved = move(alias, RESTORE, positions, only=[was], reason=reason)
-            if was in GIVEN_UP and (unique := _unique_among(alias, [one.position for one in moved])):
+            live = OutboxMessage.objects.using(alias).filter(day=LIVE, pk__in=[one.position for one in moved])
+            if was in GIVEN_UP and (unique := list(live.filter(is_unique=True).values_list("pk", flat=True))):
                 require_unpublished(alias, unique)
             return moved, []
     except IntegrityError:

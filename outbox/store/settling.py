@@ -94,7 +94,8 @@ def settle(alias: str, settlement: Settlement) -> int:
     The claim has locked these rows, so no other session makes this wait.
     """
     called: list[uuid.UUID] = []
-    changed = _publish(alias, settlement.published, called)
+    publish = _publish if outbox_options().keeps_successes else _publish_without_history
+    changed = publish(alias, settlement.published, called)
     changed += count_moved(alias, EXPIRE, settlement.expired)
     changed += count_moved(alias, HOLD, settlement.waiting)
     changed += sum(_fail(alias, failure, called) for failure in settlement.failed)
@@ -104,8 +105,6 @@ def settle(alias: str, settlement: Settlement) -> int:
 
 
 def _publish(alias: str, positions: Sequence[int], called: list[uuid.UUID]) -> int:
-    if not outbox_options().keeps_successes:
-        return _publish_without_history(alias, positions, called)
     return _settle(alias, CONFIRM, positions, called)
 
 
@@ -116,7 +115,7 @@ def _publish_without_history(alias: str, positions: Sequence[int], called: list[
         messages = OutboxMessage.objects.using(alias).filter(day=LIVE, pk__in=positions, topic__in=topics)
         with_callbacks = set(messages.values_list("pk", flat=True))
     deleted = delete(alias, CONFIRM, [position for position in positions if position not in with_callbacks])
-    return deleted + _settle(alias, CONFIRM, sorted(with_callbacks), called)
+    return deleted + _publish(alias, sorted(with_callbacks), called)
 
 
 def _settle(alias: str, transition: Transition, positions: Sequence[int], called: list[uuid.UUID], **options: Any) -> int:

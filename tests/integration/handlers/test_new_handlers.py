@@ -24,6 +24,7 @@ from outbox.relay import starting
 from outbox.relay.service import serve
 from outbox.states import State
 from outbox.store import backfilling
+from outbox.store.dialect import begin_bounded
 from tests.support.aliases import the_default_at
 from tests.support.apps import newcomer
 from tests.support.apps.effects.models import Effect
@@ -256,7 +257,7 @@ def test_the_server_ends_the_transaction_of_a_relay_that_is_frozen_with_all_shar
 
     def freeze_until_the_other_has_all_shards():
         with transaction.atomic():
-            backfilling.bound_step("default", timedelta(milliseconds=50))
+            begin_bounded("default", timedelta(milliseconds=50))
             backfilling.stop_passes("default")
             other.does(backfilling.stop_passes, "default").result(SECONDS)
 
