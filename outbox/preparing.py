@@ -11,6 +11,7 @@ undecided.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -94,13 +95,7 @@ class PreparedMessage:
         Raises:
             AlreadyDecided: it was rolled back before, by its checker, an operator or your code.
         """
-        decision = self._decide(COMMIT, Outcome.COMMITTED, said("commit", by))
-        if not decision and (state := decision.state or prepared_rows.state_of(self._using, self.id)) in {
-            State.ROLLED_BACK,
-            "",
-        }:
-            raise AlreadyDecided(self.id, "committed", state)
-        return decision
+        return self._decide(COMMIT, Outcome.COMMITTED, said("commit", by), lambda state: state in {State.ROLLED_BACK, ""})
 
     def rollback(self, *, by: str = "") -> Decision:
         """The effect did not happen, and never will: drop the message. Otherwise as `commit`.
@@ -108,17 +103,16 @@ class PreparedMessage:
         Raises:
             AlreadyDecided: it was committed before; it may have been published.
         """
-        decision = self._decide(ROLL_BACK, Outcome.ROLLED_BACK, said("rollback", by))
         same = {State.ROLLED_BACK, *UNDECIDED}
-        if not decision and (state := decision.state or prepared_rows.state_of(self._using, self.id)) not in same:
-            raise AlreadyDecided(self.id, "rolled back", state)
-        return decision
+        return self._decide(ROLL_BACK, Outcome.ROLLED_BACK, said("rollback", by), lambda state: state not in same)
 
-    def _decide(self, transition: Transition, done: Outcome, reason: str) -> Decision:
+    def _decide(self, transition: Transition, done: Outcome, reason: str, is_opposite: Callable[[str], bool]) -> Decision:
         # At the end of the block, a rollback that has failed must not become a commit.
         self._decided = transition is ROLL_BACK
         decision = decide(transition, done, {"message_id": self.id}, self._using, reason)
         self._decided = True
+        if not decision and is_opposite(state := decision.state or prepared_rows.state_of(self._using, self.id)):
+            raise AlreadyDecided(self.id, done.replace("_", " "), state)
         return decision
 
     def __enter__(self) -> Self:

@@ -9,7 +9,7 @@ from django.db import transaction
 from exactly_once.models import Lease
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.loop_leases import TableLease
-from outbox.store.claiming import NOTHING_SKIPPED, BusyShard, claim_ready
+from outbox.store.claiming import BusyShard, claim_ready
 from outbox.store.messages import RelayedMessage
 
 RELAYING = "outbox: relaying"
@@ -38,9 +38,7 @@ class RelayLease(TableLease):
         super().__init__(alias, RELAYING)
         self._duration = duration
 
-    def claim(
-        self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str] = NOTHING_SKIPPED
-    ) -> Sequence[RelayedMessage] | None:
+    def claim(self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str]) -> Sequence[RelayedMessage] | None:
         """Take or renew the lease, and claim ready messages of the `shards`; None while another relay holds the lease.
 
         Args:
