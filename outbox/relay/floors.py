@@ -14,7 +14,7 @@ Occasionally a query starts at the first row, less often the longer that takes, 
 hand.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from exactly_once.process.clock import monotonic
 from outbox.store.claiming import WorkFound
@@ -30,6 +30,9 @@ class Floors:
 
     Args:
         writers: returns the open transactions that have drawn a position.
+
+    Attributes:
+        now: the present floors.
     """
 
     def __init__(
@@ -43,13 +46,9 @@ class Floors:
 
     def forget(self) -> None:
         """Reset the floors. After an outage the database may have lost its last rows, and may draw their positions again."""
-        self._floors: dict[int, int] = {}
+        self.now: dict[int, int] = {}
         self._seen = self._reached = self._candidate = 0
         self._must_end: frozenset[str] = frozenset()
-
-    @property
-    def now(self) -> Mapping[int, int]:
-        return self._floors
 
     def saw(self, position: int) -> None:
         """Record that a message has been read that became ready at `position`."""
@@ -68,12 +67,10 @@ class Floors:
         now = self._clock()
         if self._begun_at >= self._look_from_the_start_at:
             self._look_from_the_start_at = now + max(_LOOK_FROM_THE_START_SECONDS, _LOOKING_SHARE * (now - self._begun_at))
-            if any(position <= self._floors.get(shard, 0) for shard, position in found.first.items()):
+            if any(position <= self.now.get(shard, 0) for shard, position in found.first.items()):
                 self.forget()
         if self._candidate and not self._must_end:
-            self._floors = {
-                shard: min(self._candidate, found.first.get(shard, self._candidate + 1) - 1) for shard in self._shards
-            }
+            self.now = {shard: min(self._candidate, found.first.get(shard, self._candidate + 1) - 1) for shard in self._shards}
             self._candidate = 0
         if not self._candidate and self._seen > self._reached and now >= self._move_at:
             self._candidate = self._reached = self._seen

@@ -25,30 +25,30 @@ _STEP = 4
 
 
 class BatchSize:
-    """The batch size of one relay, up to `largest`."""
+    """The batch size of one relay, up to `largest`.
+
+    Attributes:
+        now: the maximum number of messages in the next pass.
+    """
 
     def __init__(self, largest: int, clock: Callable[[], float] = monotonic) -> None:
-        self._largest = self._ceiling = self._now = largest
+        self._largest = self._ceiling = self.now = largest
         self._clock = clock
         self._raise_at = self._report_at = 0.0
-
-    @property
-    def now(self) -> int:
-        return self._now
 
     def succeeded(self) -> None:
         """A pass of this size succeeded."""
         if self._ceiling < self._largest and self._clock() >= self._raise_at:
             self._set_ceiling(2 * self._ceiling)
-        self._now = min(2 * self._now, self._ceiling)
+        self.now = min(2 * self.now, self._ceiling)
 
     def failed(self) -> None:
         """A pass failed, and its messages are sent again: take only one message next."""
-        self._now = 1
+        self.now = 1
 
     def overdue(self, reason: object) -> None:
         """A pass of this size took too long."""
-        before, self._now = self._now, max(self._now // 4, 1)
+        before, self.now = self.now, max(self.now // 4, 1)
         self._set_ceiling(max(before // 2, 1))
         if self._clock() >= self._report_at:
             self._report_at = self._clock() + _BETWEEN_REPORTS_SECONDS
@@ -57,7 +57,7 @@ class BatchSize:
                 "If this repeats, find out what slows the outbox table down, or set a longer OUTBOX['BATCH_DEADLINE'].",
                 before,
                 reason,
-                self._now,
+                self.now,
             )
 
     def _set_ceiling(self, ceiling: int) -> None:
@@ -66,20 +66,19 @@ class BatchSize:
 
 
 class Share:
-    """One relay's share of `shards`, their total number."""
+    """One relay's share of `shards`, their total number.
+
+    Attributes:
+        most: how many shards it tries now in one pass.
+    """
 
     def __init__(self, shards: int) -> None:
-        self._shards = self._most = shards
-
-    @property
-    def most(self) -> int:
-        """How many shards it tries now in one pass."""
-        return self._most
+        self._shards = self.most = shards
 
     def of(self, shards: Sequence[BusyShard]) -> list[BusyShard]:
         """The shards to try next, chosen at random so that relays seldom conflict and no shard is always last."""
-        return random.sample(shards, min(len(shards), self._most))
+        return random.sample(shards, min(len(shards), self.most))
 
     def record(self, refused: int) -> None:
         """Record that `refused` of the tried shards were claimed by others."""
-        self._most = max(self._most // 2, _LEAST_SHARDS) if refused else min(self._most + _STEP, self._shards)
+        self.most = max(self.most // 2, _LEAST_SHARDS) if refused else min(self.most + _STEP, self._shards)

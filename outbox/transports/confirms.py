@@ -13,10 +13,14 @@ from exactly_once.transport.interface import CONFIRMED, PublishOutcome, Verdict
 
 
 class ConfirmTracker:
-    """The publishes of one channel. A new channel needs a new tracker, because its tags restart at 1."""
+    """The publishes of one channel. A new channel needs a new tracker, because its tags restart at 1.
+
+    Attributes:
+        last_tag: of the last publish.
+    """
 
     def __init__(self) -> None:
-        self._last_tag = 0
+        self.last_tag = 0
         self._first_open_tag = 1
         self._open: dict[int, tuple[int, str]] = {}
         self._by_message_id: dict[str, int] = {}
@@ -26,10 +30,6 @@ class ConfirmTracker:
     @property
     def waiting(self) -> bool:
         return bool(self._open)
-
-    @property
-    def last_tag(self) -> int:
-        return self._last_tag
 
     def waits_behind(self, tag: int) -> bool:
         """Is a confirm of a publish after this tag outstanding?"""
@@ -42,8 +42,8 @@ class ConfirmTracker:
 
     def sent(self, position: int, message_id: str) -> None:
         """Record the message at `position` as the next publish of this channel."""
-        self._last_tag += 1
-        self._open[self._last_tag] = position, message_id
+        self.last_tag += 1
+        self._open[self.last_tag] = position, message_id
         self._by_message_id[message_id] = position
 
     def returned(self, message_id: str, reason: str) -> None:
@@ -71,7 +71,7 @@ class ConfirmTracker:
         # An unknown or repeated tag closes nothing. Tag 0 with `multiple` means "all so far".
         if not multiple:
             return self._closed([tag])
-        last = min(tag or self._last_tag, self._last_tag)
+        last = min(tag or self.last_tag, self.last_tag)
         first, self._first_open_tag = self._first_open_tag, max(self._first_open_tag, last + 1)
         return self._closed(range(first, last + 1))
 
