@@ -690,7 +690,9 @@ class TestMidnight:
         """The day changes between two statements of one transaction."""
         add_callback(TOPIC)
         message = published()
-        monkeypatch.setattr("outbox.store.pending_callbacks.today", lambda connection: str(today + 1))
+        monkeypatch.setattr(
+            "outbox.store.pending_callbacks.DAY_OF_NOW", dict.fromkeys(["postgresql", "sqlite"], str(today + 1))
+        )
 
         settled(message)
 
