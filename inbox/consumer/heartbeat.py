@@ -76,7 +76,8 @@ class Heartbeats:
         outside_transactions = sorted(alias for alias in aliases if not connections[alias].in_atomic_block)
         loops = []
         for alias in outside_transactions:
-            tally = minutes.tally_from_now(alias)
+            tally = minutes.tallies[alias]
+            tally.take()  # what was counted before
             writer = HeartbeatWriter(consumers, alias, self._identity, tally, self._stop, self._started_at)
             loops.append((f"heartbeat-{alias}", partial(self._send_to, alias, writer)))
         return beside(loops, self._end, seconds=_SHUTDOWN_WAIT_SECONDS)

@@ -225,14 +225,14 @@ def _age(handler: Handler, row: int | None) -> timedelta:
         return timedelta()
 
 
-def announce_abandoned(alias: str, row: NewRow | InboxMessage | claims.DeadLettered) -> Outcome:
+def announce_abandoned(alias: str, row: NewRow | InboxMessage) -> Outcome:
     """Announce a message whose handler committed by itself; the handler may not be registered."""
     return announce(
         alias, row, Failure(error=message_rows.ABANDONED, error_class=COMMITTED_BY_ITSELF, retry_after=None, attempts=1)
     )
 
 
-def announce(alias: str, row: NewRow | InboxMessage | claims.DeadLettered, failure: Failure) -> Outcome:
+def announce(alias: str, row: NewRow | InboxMessage, failure: Failure) -> Outcome:
     handler, name = row.handler, row.message_id or "without id"
     minutes.count_failure(alias, handler, failure)
     dead = failure.retry_after is None
@@ -273,7 +273,7 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
     send(signals.duplicate_suppressed, cause=earlier.cause.value, **names)
 
 
-def _names(row: NewRow | InboxMessage | claims.DeadLettered) -> dict[str, str]:
+def _names(row: NewRow | InboxMessage) -> dict[str, str]:
     return {"handler": row.handler, "topic": row.topic, "message_id": row.message_id, "biz_id": row.biz_id}
 
 

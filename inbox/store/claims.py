@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from django.db import IntegrityError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -333,17 +333,8 @@ def age(alias: str, row: int) -> timedelta:
     return max((asked_at - received_at for received_at, asked_at in instants), default=timedelta())
 
 
-class DeadLettered(NamedTuple):
-    """A message that was made a dead letter."""
-
-    handler: str
-    topic: str
-    message_id: str
-    biz_id: str
-
-
-def dead_letter_abandoned(alias: str, row: int | None = None) -> list[DeadLettered]:
-    """received, committed by its handler itself → dead. Without `row`, all such rows."""
+def dead_letter_abandoned(alias: str, row: int | None = None) -> list[InboxMessage]:
+    """received, committed by its handler itself → dead. Without `row`, all such rows. What names each message is returned."""
     # Read first, because an UPDATE of no row would still take SQLite's write lock.
     rows = due.abandoned(alias) if row is None else [row]
     if not rows:
@@ -353,8 +344,9 @@ def dead_letter_abandoned(alias: str, row: int | None = None) -> list[DeadLetter
     written, lock = assignments(ABANDON_AS, connection.vendor), "FOR UPDATE" if is_postgresql(connection) else ""
     with transaction.atomic(using=alias):
         was = dict(fetch(connection, f"SELECT id, state FROM {TABLE} WHERE {condition} {lock}", rows))
-        sql = f"UPDATE {TABLE} SET {written} WHERE {condition} RETURNING id, handler, topic, message_id, biz_id"
-        found = fetch(connection, sql, rows)
-        for pk, *_ in found:
-            record(alias, [pk], was=was[pk], reason=ABANDONED)
-    return [DeadLettered(*message) for _, *message in found]
+        names = ["id", "handler", "topic", "message_id", "biz_id"]
+        sql = f"UPDATE {TABLE} SET {written} WHERE {condition} RETURNING {', '.join(names)}"
+        found = [InboxMessage(**dict(zip(names, message, strict=True))) for message in fetch(connection, sql, rows)]
+        for message in found:
+            record(alias, [message.pk], was=was[message.pk], reason=ABANDONED)
+    return found

@@ -17,12 +17,6 @@ tallies: defaultdict[str, Tally] = defaultdict(Tally)
 """What this process has counted, by database."""
 
 
-def tally_from_now(alias: str) -> Tally:
-    """The tally of a database, without what has been counted before."""
-    tallies[alias].take()
-    return tallies[alias]
-
-
 def writer(alias: str) -> MinuteWriter:
     """Writes what has been counted, and what is counted from now on."""
     return MinuteWriter("inbox", alias, tallies[alias])
