@@ -19,7 +19,6 @@ from datetime import timedelta
 from django.db import DatabaseError, transaction
 
 from exactly_once.failures import REFUSED
-from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import lock_timeout
 from exactly_once.wire.text import ERROR_LENGTH, describe, printable
 from inbox.conf import InboxOptions
@@ -33,8 +32,6 @@ from inbox.store import ordering
 from inbox.store.arrivals import Admitted, Insertion, Values, in_lock_order
 from inbox.store.message_rows import ConcurrentDuplicate, undecoded
 from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
-
-logger = escaping_logger(__name__)
 
 _HAND_OVER_WAIT = timedelta(milliseconds=20)
 """How long the relay waits for a concurrent duplicate, because other messages wait behind."""
@@ -56,8 +53,8 @@ def admit(
         shed: why load shedding drops them; "" stores them to be handled.
 
     Raises:
-        DatabaseUnavailable: the database does not answer, or the deliveries of an ordered handler could not be stored for any
-            reason. Nothing was decided.
+        DatabaseUnavailable: the database does not answer, or a delivery of an ordered handler is being handled, or refused by
+            the database. Nothing was decided.
         ConcurrentDuplicate, django.db.Error: one of several deliveries is being handled, or refused by the database; admit them
             in smaller parts. A single delivery of an unordered handler is refused even without its values.
     """
@@ -77,12 +74,6 @@ def admit(
         if len(arrivals) > 1:
             raise
         return _without_values(handler, arrivals[0], options, error)
-    except Exception as error:
-        if not handler.ordered:
-            raise
-        # No later delivery of the queue may be stored before these.
-        logger.exception("%s: %d deliveries cannot be stored, and nothing goes past them.", handler.name, len(arrivals))
-        raise DatabaseUnavailable(f"its deliveries cannot be stored: {describe(error)}") from error
     outcomes = [admitted(handler, arrival, one, shed) for arrival, one in zip(arrivals, became, strict=True)]
     if shedder := shedder_of(handler):
         shedder.dropped(outcomes.count(Outcome.SHED))

@@ -122,7 +122,7 @@ class TestOrder:
         ("error", "report"),
         [
             (OperationalError("server closed the connection unexpectedly"), "is unavailable (server closed"),
-            (ArithmeticError("on purpose"), "nothing goes past them"),
+            (ArithmeticError("on purpose"), "unexpected error in the consumer while it received"),
         ],
         ids=["unavailable database", "unexpected error"],
     )
