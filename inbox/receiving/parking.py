@@ -27,7 +27,7 @@ from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
 from inbox.receiving.in_hand import in_hand
-from inbox.receiving.outcomes import admitted, announce_duplicate, fail_exhausted, fail_stored, refusal, unfit
+from inbox.receiving.outcomes import admitted, fail_exhausted, fail_stored, refusal, unfit
 from inbox.receiving.reading import (
     identify,
     is_parked,
@@ -57,21 +57,14 @@ def park(handler: Handler, arrival: Arrival, options: InboxOptions) -> Outcome:
 
     Raises:
         DatabaseUnavailable: the database does not answer; nothing was decided.
+        ConcurrentDuplicate: another transaction is storing it.
     """
     row, alias = parked_row(handler, arrival.envelope, redelivered=arrival.row.redelivered), handler.using
-    try:
-        stored = committed(alias, arrivals.store_due, row, options.DUPLICATE_TIMEOUT, after=_SHORTEST_DEFERRAL)
-    except ConcurrentDuplicate:
-        return Outcome.DEFERRED
-    if stored:
+    if committed(alias, arrivals.store_due, row, options.DUPLICATE_TIMEOUT, after=_SHORTEST_DEFERRAL):
         in_hand.after(arrival.row, partial(_make_due, handler, row))
         return Outcome.STORED
     # Another copy of it has been stored.
-    earlier = committed(alias, duplicates.count_duplicate, row)
-    if earlier is None:
-        return Outcome.DEFERRED
-    announce_duplicate(handler, arrival.row, earlier)
-    return Outcome.DUPLICATE
+    return admitted(handler, arrival, committed(alias, duplicates.count_duplicate, row))
 
 
 def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Arrival | Outcome:
