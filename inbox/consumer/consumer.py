@@ -487,12 +487,11 @@ class Consumer:
         # From here on the queues may have no subscription.
         self._checked_at = inf
         try:
-            if self._connection is not None:
-                for subscription in self._open.values():
-                    # The next consumer of an ordered queue must not start before these deliveries are answered. It starts when
-                    # the channel is closed.
-                    if not subscription.lane.handler.ordered:
-                        subscription.consumer.cancel()
+            for subscription in self._open.values():
+                # The next consumer of an ordered queue must not start before these deliveries are answered. It starts when the
+                # channel is closed.
+                if not subscription.lane.handler.ordered:
+                    subscription.consumer.cancel()
             while self._pool.alive and self._connection is not None:
                 self._watchdog.beat()
                 self._pump()
