@@ -206,7 +206,7 @@ class Consumer:
             queue = lane.queue(channel)
             acks = Acks(channel, multiple=self._speaks_amqp)
             on_delivery = partial(self._on_delivery, lane, acks)
-            consumer = kombu.Consumer(channel, [queue], on_message=on_delivery, on_decode_error=on_delivery, auto_declare=False)
+            consumer = kombu.Consumer(channel, [queue], on_message=on_delivery, auto_declare=False)
             self._open[acks] = Subscription(lane, queue, consumer)
             consumer.qos(prefetch_count=prefetch_of(lane.handler, self._options))
             try:
@@ -291,10 +291,9 @@ class Consumer:
             logger.error("consumer: %s", problem)
         self._problems[about] = problem
 
-    def _on_delivery(self, lane: Lane, acks: Acks, message: kombu.Message, error: BaseException | None = None) -> None:
-        refused = f"The delivery cannot be decoded: {describe(error)}" if error else ""
+    def _on_delivery(self, lane: Lane, acks: Acks, message: kombu.Message) -> None:
         acks.delivered(message)
-        self._pool.put(lane, Delivery(acks, lane.handler, message, monotonic(), refused))
+        self._pool.put(lane, Delivery(acks, lane.handler, message, monotonic()))
 
     def _pump(self) -> None:
         """Send the answers, receive what has arrived, and wait briefly for either."""

@@ -35,7 +35,6 @@ class Delivery:
     Attributes:
         acks: those of its channel.
         at: when it arrived (monotonic).
-        refused: why kombu could not decode the delivery, or "".
         arrival: its content, once a worker has read it.
         redelivered: the broker has delivered it before.
         is_acknowledged: it was acknowledged before its handler ended. The broker must not be answered twice.
@@ -45,7 +44,6 @@ class Delivery:
     handler: Handler
     message: kombu.Message
     at: float
-    refused: str = ""
     arrival: Arrival = field(init=False)
     redelivered: bool = field(init=False)
     is_acknowledged: bool = False

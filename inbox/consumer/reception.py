@@ -311,7 +311,7 @@ class Reception:
         return current
 
     def _read(self, delivery: Delivery) -> Arrival:
-        handler, refused = delivery.handler, delivery.refused
+        handler, refused = delivery.handler, ""
         try:
             envelope = envelope_of(delivery.message)
         except Exception as error:  # noqa: BLE001 - a foreign producer's message must not end the worker
