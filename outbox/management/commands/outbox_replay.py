@@ -145,7 +145,7 @@ def _preview(alias: str, selection: Selection) -> Sequence[Mapping[str, Any]]:
 
     Expired messages are not sent again.
     """
-    groups = selection.messages(alias).order_by("topic", "state").values("topic", "state")
+    groups: Any = selection.messages(alias).order_by("topic", "state").values("topic", "state")
     expired = Count("id", filter=Q(expires_at__lte=DatabaseTime()))
     return list(groups.annotate(messages=Count("id"), expired=expired, oldest=Min("settled_at"), newest=Max("settled_at")))
 

@@ -106,7 +106,7 @@ def _preview(alias: str, selection: Selection) -> Sequence[Mapping[str, Any]]:
 
     Those that are overdue are sent at once. The oldest is the first that was cancelled, expired or became dead.
     """
-    groups = selection.messages(alias).exclude(IS_REPLACED).order_by("topic", "state").values("topic", "state")
+    groups: Any = selection.messages(alias).exclude(IS_REPLACED).order_by("topic", "state").values("topic", "state")
     overdue = Count("id") - Count("id", filter=IS_AHEAD)
     return list(groups.annotate(messages=Count("id"), overdue=overdue, oldest=Min("settled_at")))
 
