@@ -8,7 +8,7 @@ from django import forms
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.actions import Action, ActionForm, reason_field
-from exactly_once.console.display import difference_as_html
+from exactly_once.console.admin.html import difference_as_html
 from exactly_once.console.operators.actions import by_name
 from exactly_once.sql.partitions import lately
 from inbox import states

@@ -10,9 +10,10 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.actions import Action, ActionForm
+from exactly_once.console.admin.html import Tone, badge
 from exactly_once.console.admin.messages import MessageAdmin
 from exactly_once.console.admin.trail import attempts
-from exactly_once.console.display import Tone, badge, visible
+from exactly_once.console.display import visible
 from exactly_once.upkeep.operation_rows import Given
 from inbox.operators.dry_run import LONGEST, NotRunDry, dry_run, why_not
 

@@ -17,27 +17,25 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.console.admin import filters
 from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.failure_groups import FailureFilter, failure_text
-from exactly_once.console.admin.messages import EXPORT, MessageAdmin
-from exactly_once.console.admin.pages import counted, instant, shown, text
-from exactly_once.console.admin.sections import named
-from exactly_once.console.admin.trail import attempts
-from exactly_once.console.display import (
+from exactly_once.console.admin.html import (
     NOTHING,
     Tone,
     age,
-    as_json,
-    as_text,
+    as_html,
     badge,
-    duration,
     folded,
     headline,
     identifier,
     note,
-    number,
     stacked,
-    visible,
+    text,
     warning,
 )
+from exactly_once.console.admin.messages import EXPORT, MessageAdmin
+from exactly_once.console.admin.pages import counted, instant, shown
+from exactly_once.console.admin.sections import named
+from exactly_once.console.admin.trail import attempts
+from exactly_once.console.display import as_json, duration, number, visible
 from exactly_once.console.operators.actions import permission
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.failures import DEFERRED
@@ -334,7 +332,7 @@ class InboxMessageAdmin(MessageAdmin):
 
     def _shown_result(self, result: Any) -> SafeString:
         # It is not a payload, and REDACT gets payloads only.
-        return note(gettext("Not shown, because payloads are redacted.")) if self.redaction() else as_json(result).as_html()
+        return note(gettext("Not shown, because payloads are redacted.")) if self.redaction() else as_html(as_json(result))
 
     @admin.display(description=_("payload"))
     def payload(self, row: Any) -> SafeString:
@@ -346,7 +344,7 @@ class InboxMessageAdmin(MessageAdmin):
         shown = replace(self.redaction(), field=field).shown(
             bytes(body), row.content_type, topic=row.topic, headers=row.headers, compression=compression_of(row)
         )
-        return folded(gettext("Show the payload"), shown.as_html())
+        return folded(gettext("Show the payload"), as_html(shown))
 
     @admin.display(description=_("headers"))
     def headers_text(self, row: Any) -> SafeString | str:
@@ -386,7 +384,7 @@ class InboxMessageAdmin(MessageAdmin):
     @admin.display(description=_("failed attempts"))
     def failed_attempts(self, row: Any) -> SafeString:
         """Each with its traceback, the newest first."""
-        return attempts(row.failures, row.last_error) if row.failures else as_text(row.traceback).as_html()
+        return attempts(row.failures, row.last_error) if row.failures else text(row.traceback)
 
     received = instant(_("received"), "received_at")
     next_attempt = instant(_("next attempt, or end of its lease"), "next_attempt_at")

@@ -10,8 +10,9 @@ from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin import sections
+from exactly_once.console.admin.html import identifier
 from exactly_once.console.admin.sections import Attention, Condition, Fact, Link, Text, listed, named
-from exactly_once.console.display import duration, identifier, number, visible
+from exactly_once.console.display import duration, number, visible
 from exactly_once.console.operators.alerts import Hanging
 from exactly_once.models import Busy, Process, TopicsAndHandlers
 from exactly_once.sql.connections import with_table

@@ -10,9 +10,9 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.actions import Action
+from exactly_once.console.admin.html import identifier, stacked
 from exactly_once.console.admin.pages import counted, shown
 from exactly_once.console.admin.paused import PausedAdmin, PauseForm
-from exactly_once.console.display import identifier, stacked
 from exactly_once.console.operators.actions import DELETED, each
 from exactly_once.upkeep.operation_rows import Given
 from exactly_once.wire.text import NAME_LENGTH

@@ -12,8 +12,9 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.filters import ConditionFilter, Conditions
-from exactly_once.console.admin.pages import computed, instant, message_link, shown, text
-from exactly_once.console.display import Tone, age, badge, headline, identifier, labelled, number, stacked, visible
+from exactly_once.console.admin.html import Tone, age, badge, headline, identifier, labelled, stacked, text
+from exactly_once.console.admin.pages import computed, instant, message_link, shown
+from exactly_once.console.display import number, visible
 from exactly_once.console.operators.actions import each
 from exactly_once.wire.identity import uuid_in
 from outbox.callbacks import registry

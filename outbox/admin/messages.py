@@ -16,23 +16,11 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.console.admin import filters
 from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.failure_groups import FailureFilter, failure_text
+from exactly_once.console.admin.html import NOTHING, age, as_html, folded, headline, identifier, note, stacked, text, warning
 from exactly_once.console.admin.messages import EXPORT, MessageAdmin
 from exactly_once.console.admin.pages import computed, counted, instant
 from exactly_once.console.admin.sections import count_text
-from exactly_once.console.display import (
-    NOTHING,
-    age,
-    as_json,
-    as_text,
-    folded,
-    headline,
-    identifier,
-    ngettext,
-    note,
-    number,
-    stacked,
-    warning,
-)
+from exactly_once.console.display import as_json, ngettext, number
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.now import DatabaseTime
@@ -225,7 +213,7 @@ class OutboxMessageAdmin(MessageAdmin):
         # SQLite stores a body that was written by hand as text.
         body = row.body.encode() if isinstance(row.body, str) else bytes(row.body)
         shown = self.redaction().shown(body, str(content_type or JSON), topic=row.topic, headers=row.headers)
-        return folded(gettext("Show the payload"), shown.as_html())
+        return folded(gettext("Show the payload"), as_html(shown))
 
     @admin.display(description=_("wire format"))
     def form_text(self, row: Any) -> SafeString:
@@ -233,8 +221,8 @@ class OutboxMessageAdmin(MessageAdmin):
         form = _form_of(row)
         if isinstance(form, str):
             refused = gettext("It is not JSON, so it cannot be redacted. It is not shown.")
-            return note(refused) if self.redaction() else as_text(form).as_html()
-        return NOTHING if form is None else as_json(self.redaction().headers(form)).as_html()
+            return note(refused) if self.redaction() else text(form)
+        return NOTHING if form is None else as_html(as_json(self.redaction().headers(form)))
 
     @admin.display(description=_("to be called"))
     def callbacks(self, row: Any) -> SafeString:

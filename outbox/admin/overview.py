@@ -10,7 +10,8 @@ from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin import sections
-from exactly_once.console.display import duration, headline, identifier, number, visible
+from exactly_once.console.admin.html import headline, identifier
+from exactly_once.console.display import duration, number, visible
 from exactly_once.models import Busy, Process
 from exactly_once.sql.counts import Count
 from exactly_once.upkeep.minutes import database_time

@@ -11,9 +11,9 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.actions import Action, ReasonForm
 from exactly_once.console.admin.filters import MOST_OFFERED
+from exactly_once.console.admin.html import NOTHING, age, identifier, labelled
 from exactly_once.console.admin.pages import counted, shown
 from exactly_once.console.admin.paused import PausedAdmin, PauseForm
-from exactly_once.console.display import NOTHING, age, identifier, labelled
 from exactly_once.console.operators.actions import each
 from exactly_once.upkeep.operation_rows import Given
 from exactly_once.wire.text import NAME_LENGTH, why_no_topic

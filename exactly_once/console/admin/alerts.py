@@ -14,8 +14,9 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.filters import AppFilter, ConditionFilter
-from exactly_once.console.admin.pages import computed, instant, shown, text
-from exactly_once.console.display import NOTHING, Tone, age, app_name, badge, headline, identifier, stacked, visible, warning
+from exactly_once.console.admin.html import NOTHING, Tone, age, app_name, badge, headline, identifier, stacked, text, warning
+from exactly_once.console.admin.pages import computed, instant, shown
+from exactly_once.console.display import visible
 from exactly_once.console.operators.actions import each
 from exactly_once.console.operators.alerts import acknowledge
 from exactly_once.half import half_of

@@ -17,8 +17,9 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.filters import AppFilter, ConditionFilter, ValueFilter
+from exactly_once.console.admin.html import NOTHING, app_name, as_html, clock, flow_link, identifier, stacked
 from exactly_once.console.admin.pages import computed, download, instant
-from exactly_once.console.display import NOTHING, app_name, as_json, clock, flow_link, identifier, stacked, visible
+from exactly_once.console.display import as_json, visible
 from exactly_once.models import AuditEntry
 from exactly_once.sql.now import DatabaseTime
 
@@ -133,7 +134,7 @@ class AuditAdmin(ActingAdmin):
         lines = (f"{visible(name)}: {_short(value)}" for name, value in row.parameters.items())
         return stacked(*lines) if row.parameters else NOTHING
 
-    all_given = computed(_("parameters"), lambda row: as_json(row.parameters).as_html() if row.parameters else NOTHING)
+    all_given = computed(_("parameters"), lambda row: as_html(as_json(row.parameters)) if row.parameters else NOTHING)
 
 
 def _short(value: Any) -> str:

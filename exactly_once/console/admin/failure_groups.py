@@ -15,10 +15,11 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.actions import Action, ActionForm
+from exactly_once.console.admin.html import NOTHING, identifier, moment, stacked
 from exactly_once.console.admin.pages import ReadOnlyAdmin, message_url
 from exactly_once.console.admin.planning import plan
 from exactly_once.console.admin.sections import listed, named
-from exactly_once.console.display import NOTHING, identifier, moment, number, stacked
+from exactly_once.console.display import number
 from exactly_once.console.operators.audit import Subject, actor_of, record
 from exactly_once.console.operators.failure_groups import MOST_GROUPS, FailureGroup, Notes
 from exactly_once.half import Half, half_of, required, visible_halves

@@ -17,9 +17,10 @@ from django.http import HttpRequest
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.console.admin.html import app_name
 from exactly_once.console.admin.message_search import newest
 from exactly_once.console.admin.pages import counted
-from exactly_once.console.display import app_name, duration, visible
+from exactly_once.console.display import duration, visible
 from exactly_once.half import required
 from exactly_once.packages import package_of, registered
 from exactly_once.sql.now import DatabaseTime

@@ -19,10 +19,11 @@ from exactly_once.console.admin import message_search as searching
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.filters import FAILING, in_states
-from exactly_once.console.admin.pages import LeanChangeList, computed, download, instant, shown, text
+from exactly_once.console.admin.html import as_html, flow_link, headline, identifier, state_badge, text
+from exactly_once.console.admin.pages import LeanChangeList, computed, download, instant, shown
 from exactly_once.console.admin.sections import listed, view_permission
 from exactly_once.console.admin.trail import timeline
-from exactly_once.console.display import as_json, flow_link, headline, identifier, ngettext, number, state_badge, visible
+from exactly_once.console.display import as_json, ngettext, number, visible
 from exactly_once.console.operators.audit import Subject, actor_of, record
 from exactly_once.console.operators.message_history import history_of
 from exactly_once.console.operators.redaction import Redaction
@@ -183,7 +184,7 @@ class MessageAdmin(ActingAdmin):
 
     @admin.display(description=_("headers"))
     def headers_text(self, row: Any) -> SafeString | str:
-        return "" if row.headers == {} else as_json(self.redaction().headers(row.headers)).as_html()
+        return "" if row.headers == {} else as_html(as_json(self.redaction().headers(row.headers)))
 
     created = instant(_("created"), "created_at")
     settled = instant(_("settled"), "settled_at")

@@ -15,8 +15,9 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.filters import AppFilter, ConditionFilter
+from exactly_once.console.admin.html import Tone, age, app_name, badge, identifier, note, stacked, warning
 from exactly_once.console.admin.pages import computed, instant, message_url, shown
-from exactly_once.console.display import Tone, age, app_name, badge, identifier, note, number, stacked, visible, warning
+from exactly_once.console.display import number, visible
 from exactly_once.console.operators.actions import each
 from exactly_once.half import half_of, halves, required, visible_halves
 from exactly_once.models import Operation, OperationState

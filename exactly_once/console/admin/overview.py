@@ -17,6 +17,7 @@ from django.utils.html import format_html
 from django.utils.translation import gettext as _
 
 from exactly_once.console.admin.database_health import horizon_warnings, pins
+from exactly_once.console.admin.html import age, app_name, headline, identifier, state_badge
 from exactly_once.console.admin.message_search import BadSearch, read
 from exactly_once.console.admin.pages import PageAdmin
 from exactly_once.console.admin.sections import (
@@ -31,7 +32,7 @@ from exactly_once.console.admin.sections import (
     listed,
     view_permission,
 )
-from exactly_once.console.display import age, app_name, headline, identifier, ngettext, number, state_badge, visible
+from exactly_once.console.display import ngettext, number, visible
 from exactly_once.console.operators.alerts import raised as raised_alerts
 from exactly_once.half import Half, visible_halves
 from exactly_once.models import Alert, DatabaseHealth, Operation, OperationState, Overview

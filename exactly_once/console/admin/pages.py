@@ -32,7 +32,8 @@ from django.utils.html import format_html, strip_tags
 from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 
-from exactly_once.console.display import NOTHING, as_text, identifier, moment, number
+from exactly_once.console.admin.html import NOTHING, identifier, moment
+from exactly_once.console.display import number
 from exactly_once.half import Half, halves, required, visible_halves
 from exactly_once.packages import label_of, package_of
 from exactly_once.sql.connections import without_atomic_requests
@@ -269,11 +270,6 @@ def instant(label: Text, name: str, render: Callable[[datetime | None, datetime]
     """A column with an instant, as it is seen from the database's clock."""
     value = attrgetter(name)
     return computed(label, lambda row: render(value(row), row.database_now))
-
-
-def text(value: str) -> SafeString:
-    """A text of several lines, for `shown`."""
-    return as_text(value).as_html()
 
 
 # ---------------------------------------------------------------------------------------------------------- downloads

@@ -11,8 +11,8 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import ActionForm, reason_field
-from exactly_once.console.admin.pages import computed, instant, shown, text
-from exactly_once.console.display import Tone, age, badge, headline, identifier, labelled
+from exactly_once.console.admin.html import Tone, age, badge, headline, identifier, labelled, text
+from exactly_once.console.admin.pages import computed, instant, shown
 
 
 class KnownNames(forms.TextInput):

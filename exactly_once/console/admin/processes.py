@@ -18,20 +18,9 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.filters import AppFilter
+from exactly_once.console.admin.html import NOTHING, Tone, age, badge, identifier, stacked, warning
 from exactly_once.console.admin.pages import PageAdmin, computed
-from exactly_once.console.display import (
-    NOTHING,
-    Tone,
-    age,
-    badge,
-    bytes_text,
-    duration,
-    identifier,
-    number,
-    stacked,
-    visible,
-    warning,
-)
+from exactly_once.console.display import bytes_text, duration, number, visible
 from exactly_once.console.operators.actions import each
 from exactly_once.half import Half, halves, visible_halves
 from exactly_once.models import Busy, Process

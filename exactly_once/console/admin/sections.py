@@ -19,7 +19,8 @@ from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 from django.utils.translation import gettext
 
-from exactly_once.console.display import duration, identifier, number, visible
+from exactly_once.console.admin.html import identifier
+from exactly_once.console.display import duration, number, visible
 from exactly_once.console.operators.clock_ahead import Dated, ahead
 from exactly_once.console.operators.failure_groups import FailureGroups
 from exactly_once.sql.counts import Count

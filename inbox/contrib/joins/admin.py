@@ -17,11 +17,11 @@ from django.utils.translation import gettext_lazy as _
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action, NeededReasonForm
 from exactly_once.console.admin.filters import ConditionFilter
-from exactly_once.console.admin.pages import computed, message_link, shown
-from exactly_once.console.display import (
+from exactly_once.console.admin.html import (
     NOTHING,
     Tone,
     age,
+    as_html,
     badge,
     flow_link,
     folded,
@@ -30,8 +30,9 @@ from exactly_once.console.display import (
     labelled,
     moment,
     stacked,
-    visible,
 )
+from exactly_once.console.admin.pages import computed, message_link, shown
+from exactly_once.console.display import visible
 from exactly_once.console.operators.actions import Perform, each, state_now
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.upkeep.operation_rows import Given
@@ -207,4 +208,4 @@ class RunAdmin(ActingAdmin):
     def _shown(self, part: Part) -> SafeString:
         redaction = Redaction(inbox_options().redact)
         shown = redaction.shown(bytes(part.body), "application/json", topic=part.topic, headers=part.headers)
-        return folded(gettext("Show the payload"), shown.as_html())
+        return folded(gettext("Show the payload"), as_html(shown))

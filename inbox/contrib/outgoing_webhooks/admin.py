@@ -15,8 +15,9 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action, ActionForm, NeededReasonForm
-from exactly_once.console.admin.pages import computed, instant, shown, text
-from exactly_once.console.display import NOTHING, Tone, age, badge, folded, headline, identifier, labelled, number, stacked
+from exactly_once.console.admin.html import NOTHING, Tone, age, badge, folded, headline, identifier, labelled, stacked, text
+from exactly_once.console.admin.pages import computed, instant, shown
+from exactly_once.console.display import number
 from exactly_once.console.operators.actions import each
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.contrib.outgoing_webhooks import endpoints
