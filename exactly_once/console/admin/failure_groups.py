@@ -21,7 +21,7 @@ from exactly_once.console.admin.planning import plan
 from exactly_once.console.admin.sections import listed, named
 from exactly_once.console.display import number
 from exactly_once.console.operators.audit import Subject, actor_of, record
-from exactly_once.console.operators.failure_groups import MOST_GROUPS, FailureGroup, Notes
+from exactly_once.console.operators.failure_groups import MOST_GROUPS, FailureGroup, write_note
 from exactly_once.half import Half, half_of, required, visible_halves
 from exactly_once.models import FailureNote
 from exactly_once.packages import package_of
@@ -107,7 +107,8 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         self.require_permission(request)
         seen = visible_halves(request.user)
         found = [(failing, group) for failing in seen for group in failing.groups.all(self.using)]
-        notes = {half.app: Notes(half.app).all(self.using) for half in seen}
+        notes: Any = FailureNote.objects.using(self.using).filter(app__in=[half.app for half in seen])[: 20 * MOST_GROUPS]
+        noted = {(note.app, note.error_class, note.place): note for note in notes}
         found.sort(key=lambda each: -each[1].count)
         context = {
             "title": _("Failure groups"),
@@ -116,7 +117,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
                     **self._shown(failing, group),
                     "url": group_url(self.admin_site.name, failing.app, group.error_class, group.place),
                     "app": failing.app,
-                    "note": notes[failing.app].get((group.error_class, group.place)),
+                    "note": noted.get((failing.app, group.error_class, group.place)),
                 }
                 for failing, group in found
             ],
@@ -146,7 +147,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         if isinstance(rejected, HttpResponse):
             return rejected
         group = failing.groups.one(self.using, error_class, place)
-        written = Notes(failing.app).of(self.using, error_class, place)
+        written = FailureNote.objects.using(self.using).filter(app=failing.app, error_class=error_class, place=place).first()
         context = {
             "title": _("Failure group"),
             "list_url": reverse(f"{self.admin_site.name}:exactly_once_failurenote_changelist"),
@@ -198,7 +199,8 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             user: Any = request.user
             note = form.cleaned_data["note"].strip()
             with decision_transaction(self.using):
-                Notes(failing.app).write(self.using, error_class, place, note, by=user.get_username())
+                group = {"app": failing.app, "error_class": error_class, "place": place}
+                write_note(self.using, group, note, by=user.get_username())
                 subject = Subject(kind="failure group", name=f"{error_class} {place}")
                 record(failing.app, self.using, actor_of(request), NOTE.name, [subject], {"note": note})
             messages.success(request, str(NOTE.done))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -145,30 +145,11 @@ class FailureGroups:
             return [(kind, place) for kind, place in cursor.fetchall()]
 
 
-class Notes:
-    """The notes on the failure groups of one app.
-
-    Args:
-        app: its package.
-    """
-
-    def __init__(self, app: str) -> None:
-        self.app = app
-
-    def of(self, alias: str, error_class: str, place: str) -> FailureNote | None:
-        return self._notes(alias).filter(error_class=error_class, place=place).first()
-
-    def all(self, alias: str) -> dict[tuple[str, str], FailureNote]:
-        """The notes by class and place."""
-        return {(note.error_class, note.place): note for note in self._notes(alias)[: 10 * MOST_GROUPS]}
-
-    def write(self, alias: str, error_class: str, place: str, note: str, *, by: str) -> None:
-        """Write the note of a group; an empty one deletes it."""
-        if not note:
-            self._notes(alias).filter(error_class=error_class, place=place).delete()
-            return
+def write_note(alias: str, group: Mapping[str, Any], note: str, *, by: str) -> None:
+    """Write the note of a group, which is named by `app`, `error_class` and `place`; an empty one deletes it."""
+    notes = FailureNote.objects.using(alias)
+    if note:
         written: Any = {"note": note, "written_by": by, "written_at": DatabaseTime()}
-        self._notes(alias).update_or_create(app=self.app, error_class=error_class, place=place, defaults=written)
-
-    def _notes(self, alias: str) -> QuerySet[FailureNote]:
-        return FailureNote.objects.using(alias).filter(app=self.app)
+        notes.update_or_create(**group, defaults=written)
+    else:
+        notes.filter(**group).delete()
