@@ -10,7 +10,6 @@ an error among those that are retrying or dead. A path and its value are paramet
 """
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from django.db.models import Q, QuerySet, TextField, Value
@@ -35,16 +34,8 @@ class BadSearch(ValueError):
     """The text cannot be searched for; the error says why, for the page."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """A search that has been read: an exact name, or a condition without an index; neither, to find everything."""
-
-    name: str = ""
-    condition: Q | None = None
-
-
-def read(text: str) -> Search:
-    """The search in a text.
+def read(text: str) -> str | Q:
+    """The search in a text: an exact name, "" to find everything, or a condition without an index.
 
     Raises:
         BadSearch: it cannot be searched for.
@@ -54,30 +45,30 @@ def read(text: str) -> Search:
     if field:
         return _field(field)
     if not term.endswith("*"):
-        return Search(name=fit(term) if term else "")
+        return fit(term) if term else ""
     beginning = term.rstrip("*")
     if not beginning:
         raise BadSearch(gettext("Write the beginning of a topic or biz-id before the *."))
     if why_unfit(beginning):
         raise BadSearch(gettext("A topic or biz-id cannot begin with this text: it is too long, or has control characters."))
-    return Search(condition=Q(topic__startswith=beginning) | Q(biz_id__startswith=beginning))
+    return Q(topic__startswith=beginning) | Q(biz_id__startswith=beginning)
 
 
-def _field(found: re.Match[str]) -> Search:
+def _field(found: re.Match[str]) -> Q:
     path, value = (found["path"] or "").strip(), found["value"].strip()
     if not value:
         raise BadSearch(gettext("Write the value to search for after the “:”."))
     if len(value) > _LONGEST_VALUE or "\x00" in value:
         raise BadSearch(gettext("The value is too long to be searched for, or has control characters."))
     if found["key"]:
-        return Search(condition=Q(key=fit(value)))
+        return Q(key=fit(value))
     if not _PATH.fullmatch(path) or path.count(".") >= _DEEPEST:
         words = gettext(
             "“%(path)s” is not the path of a header. Write names of letters, digits, “_” and “-”, with a dot between "
             "them: headers.tenant:acme"
         )
         raise BadSearch(words % {"path": path})
-    return Search(condition=_headers_have(tuple(path.split(".")), value))
+    return _headers_have(tuple(path.split(".")), value)
 
 
 def _headers_have(path: tuple[str, ...], value: str) -> Q:

@@ -149,14 +149,13 @@ class MessageAdmin(ActingAdmin):
             return queryset.none(), False
         return self._found(request, queryset, search), False
 
-    def _found(self, request: HttpRequest, rows: QuerySet[Any], search: searching.Search) -> QuerySet[Any]:
-        if search.name:
-            named = rows.filter(self.called(search.name))
-            if named.exists():
-                return named
-            failing = rows.filter(in_states(FAILING))
-            return searching.newest(request, failing, self.age_column).filter(last_error__icontains=search.name)
-        return searching.newest(request, rows, self.age_column).filter(search.condition) if search.condition else rows
+    def _found(self, request: HttpRequest, rows: QuerySet[Any], search: str | Q) -> QuerySet[Any]:
+        if isinstance(search, Q):
+            return searching.newest(request, rows, self.age_column).filter(search)
+        named = rows.filter(self.called(search)) if search else rows
+        if not search or named.exists():
+            return named
+        return searching.newest(request, rows.filter(in_states(FAILING)), self.age_column).filter(last_error__icontains=search)
 
     def badge_of(self, row: Any) -> SafeString:
         return state_badge(row.state)
