@@ -142,12 +142,11 @@ def _lagging(handler: str) -> Link:
     return listed(InboxMessage, state=State.RECEIVED, o=_BY_AGE)
 
 
-def _leased(alias: str, most: int) -> list[sections.LeasedRun]:
+def _leased(alias: str, most: int) -> list[tuple[str, str, datetime | None]]:
     if not with_table(InboxMessage, [alias])[0]:
         return []
     running = InboxMessage.objects.using(alias).filter(state=State.RUNNING, next_attempt_at__isnull=False)
-    columns = running.order_by("next_attempt_at").values_list("handler", "message_id", "next_attempt_at")
-    return [sections.LeasedRun(*columns) for columns in columns[:most]]
+    return list(running.order_by("next_attempt_at").values_list("handler", "message_id", "next_attempt_at")[:most])
 
 
 SECTION = sections.Section(

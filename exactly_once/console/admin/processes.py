@@ -222,7 +222,7 @@ class BusyAdmin(PageAdmin):
             for half in visible_halves(request.user)
             for alias in aliases
             for run in half.section.leased(alias, _MOST_BUSY)
-            if (run.handler, run.message) not in named
+            if run[:2] not in named
         }
         return {
             "flow": self.flow_url(request),

@@ -7,7 +7,7 @@ and the statistics of each minute (`upkeep.minutes`). An unknown figure is shown
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from django.contrib.admin import AdminSite
 from django.db.models import Model
@@ -198,14 +198,6 @@ class Reading:
     attention: Sequence[Attention]
 
 
-class LeasedRun(NamedTuple):
-    """A message that runs under a lease until `ends_at`."""
-
-    handler: str
-    message: str
-    ends_at: datetime | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """What one app shows.
@@ -221,7 +213,7 @@ class Section:
         failures: the counts that are failures.
         failing: the heading of the subjects with the most failures.
         topic_of: the topic of a subject; "" if it is unknown. None: a subject is a topic.
-        leased: reads up to a number of runs under leases from a database.
+        leased: reads up to a number of runs under leases from a database: handler, message id and the end of the lease.
         kind: "topic" or "handler": the column of its paused names, and the filter of its messages.
         backlog: the states of messages that wait for their turn, and are due.
         traffic: the messages by state and topic or handler, of the states in `backlog`, "retrying" and "dead".
@@ -241,7 +233,7 @@ class Section:
     failures: Sequence[str]
     failing: Text
     topic_of: Callable[[str], str] | None = None
-    leased: Callable[[str, int], Sequence[LeasedRun]] = lambda alias, most: ()
+    leased: Callable[[str, int], Sequence[tuple[str, str, datetime | None]]] = lambda alias, most: ()
     kind: str
     backlog: Sequence[str]
     traffic: Callable[[str], Mapping[str, Mapping[str, Count]]]
