@@ -51,11 +51,13 @@ class Command(HalvesCommand):
 
 def _import(line: bytes | None, known: Sequence[Letters], options: Mapping[str, Any]) -> tuple[str, str]:
     """The outcome of a line, and its report."""
-    alias = options["database"]
+    alias, actor = options["database"], actor_of_command(__name__)
     try:
         letters, values = read(line, known)
         with transaction.atomic(using=alias):
-            state = _stored(letters, alias, values, options["file"])
+            state = letters.store(alias, values, f"imported by {actor.name} from {options['file']}")
+            if not state:
+                record(letters.app, alias, actor, "import", [letters.subject(values)], {"file": options["file"]})
             if options["dry_run"]:
                 transaction.set_rollback(True, using=alias)
     except Refused as refused:
@@ -69,11 +71,3 @@ def _import(line: bytes | None, known: Sequence[Letters], options: Mapping[str, 
     if state:
         return _KNOWN, _("here already: %(message)s, %(state)s") % {"message": name, "state": state}
     return _IMPORTED, _("imported: %(message)s") % {"message": name}
-
-
-def _stored(letters: Letters, alias: str, values: Mapping[str, Any], file: str) -> str:
-    actor = actor_of_command(__name__)
-    state = letters.store(alias, values, f"imported by {actor.name} from {file}")
-    if not state:
-        record(letters.app, alias, actor, "import", [letters.subject(values)], {"file": file})
-    return state
