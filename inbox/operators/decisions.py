@@ -162,15 +162,11 @@ def _unchanged(alias: str, rows: Sequence[int], decision: Decision) -> list[RowO
     found = {
         message.pk: message for message in InboxMessage.objects.using(alias).only(*_NAMED).filter(pk__in=rows, day__in=days)
     }
-    return [_why_unchanged(row, found.get(row), decision) for row in rows]
-
-
-def _why_unchanged(row: int, message: InboxMessage | None, decision: Decision) -> RowOutcome:
-    if message is None:
-        return RowOutcome(row, f"number {row}", str(DELETED))
-    if why := decision.why_not(message):
-        return RowOutcome(row, _name(message), why)
-    return RowOutcome(row, _name(message), in_hand_now(message), is_locked=True)
+    outcomes = [RowOutcome(row, f"number {row}", str(DELETED)) for row in rows if row not in found]
+    for row, message in found.items():
+        why = decision.why_not(message)
+        outcomes.append(RowOutcome(row, _name(message), why or in_hand_now(message), is_locked=not why))
+    return outcomes
 
 
 def again_if_settled(function: Callable[_P, _T]) -> Callable[_P, _T]:
