@@ -6,6 +6,7 @@ from django.utils.module_loading import import_string
 
 from inbox.operators import decisions
 from inbox.receiving.in_hand import in_hand
+from outbox import callbacks, on_published
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.joins import NAME, TOPICS
 from tests.support.relaying import connected
@@ -113,6 +114,27 @@ def joins(own_handlers):
         return import_string("inbox.contrib.joins.joined_handler")(all_of=topics, name=name, **arguments)(function)
 
     return register
+
+
+@pytest.fixture
+def add_callback():
+    """Register callbacks for this test: `add_callback(function, on=on_dead)` is the list of the messages it was called with."""
+    names = []
+
+    def register(function=None, *, on=on_published, topic="shop.order.placed", name=None):
+        calls = []
+
+        def call(message):
+            calls.append(message)
+            return function and function(message)
+
+        names.append(name or f"tests.callback{len(names)}")
+        on(topic, name=names[-1])(call)
+        return calls
+
+    yield register
+    for name in names:
+        callbacks.registry.remove(name)
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ def listening(signal, receiver):
 
 
 @contextmanager
-def recorded_signals(*names):
-    """The signals of the inbox of these names, or all, that are sent inside the block, in order: (name, arguments)."""
+def recorded_signals(*names, of=signals):
+    """The signals of these names, by default all of the inbox, that are sent inside the block, in order: (name, arguments)."""
     sent = []
 
     def record(name, sender, signal, **arguments):
@@ -27,5 +27,5 @@ def recorded_signals(*names):
 
     with ExitStack() as stack:
         for name in names or ALL:
-            stack.enter_context(listening(getattr(signals, name), partial(record, name)))
+            stack.enter_context(listening(getattr(of, name), partial(record, name)))
         yield sent

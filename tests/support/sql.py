@@ -1,5 +1,7 @@
 """Statements as they are, on the connection of the test or in a session of its own."""
 
+from contextlib import contextmanager
+
 import psycopg
 from django.db import connection, connections
 
@@ -28,3 +30,17 @@ def another_session(alias="default", **options):
     known = connections[alias].get_connection_params()
     address = {name: known[name] for name in ("dbname", "user", "password", "host", "port") if name in known}
     return psycopg.connect(**address, **options)
+
+
+@contextmanager
+def as_another_user(*, without=""):
+    """As a user who owns nothing and has all rights on tables and sequences, but that to read one of them."""
+    executed(
+        "CREATE ROLE another_user; GRANT ALL ON ALL TABLES IN SCHEMA public TO another_user; "
+        "GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO another_user; "
+        f"{f'REVOKE SELECT ON {without} FROM another_user; ' if without else ''}SET ROLE another_user"
+    )
+    try:
+        yield
+    finally:
+        executed("RESET ROLE; DROP OWNED BY another_user; DROP ROLE another_user")

@@ -1,6 +1,5 @@
 """Callbacks: called for what was committed, until they return, with one effect in the outbox's database."""
 
-import io
 import json
 import logging
 from datetime import timedelta
@@ -24,8 +23,9 @@ from outbox.states import RESTORE, State
 from outbox.store import decision_rows, history, pending_callbacks, settling
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.commands import output_of
+from tests.support.deliveries import at_once
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
-from tests.support.relaying import TOPIC, in_threads, published, row_of, set_columns, state_of
+from tests.support.relaying import TOPIC, published, row_of, set_columns, state_of
 
 pytestmark = pytest.mark.django_db
 every_database = pytest.mark.every_database
@@ -37,27 +37,6 @@ MAX_ATTEMPTS = 2
 def peer():
     with FakeAmqpPeer() as peer, override_settings(OUTBOX={"BROKER_URL": peer.url, "MAX_ATTEMPTS": MAX_ATTEMPTS}):
         yield peer
-
-
-@pytest.fixture
-def add_callback():
-    """Register callbacks for this test: `add_callback(function, on=on_dead)` is the list of the messages it was called with."""
-    names = []
-
-    def register(function=None, *, on=on_published, topic=TOPIC, name=None):
-        calls = []
-
-        def call(message):
-            calls.append(message)
-            return function and function(message)
-
-        names.append(name or f"tests.callback{len(names)}")
-        on(topic, name=names[-1])(call)
-        return calls
-
-    yield register
-    for name in names:
-        registry.remove(name)
 
 
 def relay():
@@ -323,17 +302,12 @@ def test_running_callback_cannot_be_claimed_called_or_discarded(add_callback):
     add_callback()
     row = one_pending()
     [call] = claim(lease=timedelta())
-    found = []
 
     with transaction.atomic():
         pending_callbacks.begin_call(call)
-        operators = (call_now, discard_call)
-        with in_threads(
-            lambda: found.append(claim()), *(lambda ask=ask: found.append(ask("default", row.pk)) for ask in operators)
-        ):
-            pass
+        found = at_once([claim, *(partial(ask, "default", row.pk) for ask in (call_now, discard_call))])
 
-    assert sorted(found, key=str) == [False, False, []]
+    assert found == [[], False, False]
 
 
 @every_database
@@ -361,22 +335,6 @@ def test_pending_callbacks_of_a_batch_are_inserted_in_one_statement(add_callback
         relay()
 
     assert len([query for query in asked if query["sql"].startswith(f"INSERT INTO {PendingCallback._meta.db_table}")]) == 1
-
-
-@every_database
-def test_purge_keeps_a_message_until_its_callback_has_returned(add_callback):
-    add_callback(failing, topic="kept")
-    kept, purged = published("kept"), published("purged")
-    relay()
-    OutboxMessage.objects.update(settled_at=DatabaseTime(timedelta(days=-30)))
-
-    assert history.HISTORY.purgeable("default", timedelta(days=7)) == 1
-    call_command("exactly_once_purge", verbosity=0, stdout=io.StringIO())
-
-    assert list(OutboxMessage.objects.values_list("message_id", flat=True)) == [kept.id]
-    discard_call("default", pending().pk)
-    assert history.HISTORY.purgeable("default", timedelta(days=7)) == 1
-    assert not OutboxMessage.objects.filter(message_id=purged.id).exists()
 
 
 @every_database

@@ -30,6 +30,7 @@ from outbox import (
 )
 from outbox.models import OutboxMessage
 from outbox.states import State
+from tests.support.deliveries import at_once
 from tests.support.relaying import (
     TOPIC,
     drained,
@@ -143,11 +144,9 @@ class TestUnknownMessages:
 def test_too_late_means_that_none_of_several_messages_was_changed(monkeypatch):
     monkeypatch.setattr("outbox.store.decision_rows.OPERATORS_WAIT", timedelta(milliseconds=50))
     free, locked = (published(biz_id="order-1", delay=HOUR) for _ in range(2))
-    decisions = []
     with transaction.atomic():
         OutboxMessage.objects.select_for_update().get(pk=locked.position)
-        with in_threads(lambda: decisions.append(cancel(topic=TOPIC, biz_id="order-1"))):
-            pass
+        decisions = at_once([lambda: cancel(topic=TOPIC, biz_id="order-1")])
 
     assert decisions == [Decision(Outcome.TOO_LATE, State.SCHEDULED)]
     assert [state_of(message) for message in (free, locked)] == [State.SCHEDULED, State.SCHEDULED]
@@ -172,8 +171,7 @@ def test_cancel_in_an_older_snapshot_than_the_state_of_the_message_is_a_serializ
     with transaction.atomic():
         executed("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         assert state_of(message) == State.SCHEDULED
-        with in_threads(lambda: publish_now(message.id)):
-            pass
+        at_once([lambda: publish_now(message.id)])
         with pytest.raises(OperationalError, match="could not serialize"):
             cancel(message.id)
 

@@ -2,7 +2,6 @@
 
 import sys
 from collections import Counter
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -34,6 +33,7 @@ from outbox.store import decision_rows, prepared_rows
 from tests.support.deliveries import at_once
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import drained, ids, in_hand, in_threads, published, row_of, set_columns, state_of, states
+from tests.support.signals import listening
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
@@ -55,15 +55,6 @@ def answers():
 
     yield given
     checkers.remove(TOPIC)
-
-
-@contextmanager
-def connected_to(signal, receiver):
-    signal.connect(receiver)
-    try:
-        yield
-    finally:
-        signal.disconnect(receiver)
 
 
 def trail_of(half):
@@ -302,7 +293,7 @@ class TestCheck:
     def test_message_without_a_decision_at_the_check_limit_is_stuck_and_sends_the_signal(self, caplog, answers):
         received = []
         half = prepare(TOPIC, {})
-        with connected_to(signals.message_stuck, lambda message_id, error, **_: received.append((message_id, error))):
+        with listening(signals.message_stuck, lambda message_id, error, **_: received.append((message_id, error))):
             for checks in range(3):
                 assert (state_of(half), row_of(half).attempts) == (State.PREPARED, checks)
                 overdue(half)

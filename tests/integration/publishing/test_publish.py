@@ -15,8 +15,9 @@ from outbox import Draft, PublishedOutsideTransaction, cancel, publish, publish_
 from outbox.models import SHARDS, OutboxMessage
 from outbox.states import GIVEN_UP, State
 from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import InAThread, at_once
 from tests.support.open_transactions import lock_waits
-from tests.support.relaying import SECONDS, TOPIC, in_state, in_threads, published, row_of, state_of
+from tests.support.relaying import SECONDS, TOPIC, in_state, published, row_of, state_of
 from tests.support.sql import executed
 from tests.support.waiting import wait_until
 
@@ -67,11 +68,9 @@ class TestPublishInTransaction:
 
     @committed
     def test_message_is_invisible_to_other_transactions_before_the_commit(self):
-        seen = []
         with transaction.atomic():
             publish(TOPIC, {})
-            with in_threads(lambda: seen.append(OutboxMessage.objects.count())):
-                pass
+            seen = at_once([OutboxMessage.objects.count])
 
         assert seen == [0]
 
@@ -212,8 +211,7 @@ class TestUnique:
                 with transaction.atomic():
                     answers.append(publish(TOPIC, {}, biz_id=f"order-{number}", unique=True))
 
-        with in_threads(publish_all, publish_all):
-            pass
+        at_once([publish_all, publish_all])
 
         for number in range(20):
             one, other = [answer for answer in answers if answer.biz_id == f"order-{number}"]
@@ -223,22 +221,21 @@ class TestUnique:
 
     def published_during(self, change, ending):
         """The answer to a `publish` in another thread that waits for the end of a transaction with this change."""
-        answers, begun = [], threading.Event()
+        begun = threading.Event()
 
         def publish_again():
             begun.set()
-            answers.append(published(biz_id="order-1", unique=True))
+            return published(biz_id="order-1", unique=True)
 
         with ExitStack() as beside, transaction.atomic():
             change()
-            beside.enter_context(in_threads(publish_again))
+            publishing = beside.enter_context(InAThread(publish_again))
             assert begun.wait(SECONDS)
             if connection.vendor == "postgresql":
                 wait_until(lock_waits)
-            assert not answers
+            assert not publishing.ended
             transaction.set_rollback(ending == "rolls back")
-        [answer] = answers
-        return answer
+        return publishing.answer
 
     @committed
     @pytest.mark.parametrize("ending", ["commits", "rolls back"])

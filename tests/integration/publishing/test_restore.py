@@ -1,6 +1,5 @@
 """restore(): a cancelled, expired or dead message becomes scheduled or ready again, in place and once."""
 
-import io
 from collections import Counter
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
@@ -8,7 +7,7 @@ from functools import partial
 from random import Random
 
 import pytest
-from django.core.management import CommandError, call_command
+from django.core.management import CommandError
 from django.db import transaction
 from django.utils import timezone
 
@@ -18,8 +17,10 @@ from outbox import Decision, InvalidMessage, Outcome, cancel, publish, reschedul
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import PUBLISH_NOW, RESTORE, State
 from outbox.store import decision_rows, settling
+from tests.support.commands import output_of
+from tests.support.deliveries import InAThread, at_once
 from tests.support.open_transactions import lock_waits
-from tests.support.relaying import TOPIC, drained, ids, in_threads, published, row_of, set_columns, state_of
+from tests.support.relaying import TOPIC, drained, ids, published, row_of, set_columns, state_of
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db
@@ -48,10 +49,7 @@ def is_about(instant, expected):
     return abs(instant - expected) < A_MOMENT
 
 
-def run(*arguments):
-    out = io.StringIO()
-    call_command("outbox_restore", *arguments, stdout=out, stderr=out)
-    return out.getvalue()
+run = partial(output_of, "outbox_restore")
 
 
 @every_database
@@ -149,13 +147,11 @@ class TestRestore:
     @pytest.mark.django_db(transaction=True)
     def test_concurrent_restores_restore_each_message_once(self):
         positions = [ended().position for _ in range(20)]
-        counts = []
 
         def bring_back():
-            counts.append(sum(bool(decision_rows.decide("default", RESTORE, [position])) for position in positions))
+            return sum(bool(decision_rows.decide("default", RESTORE, [position])) for position in positions)
 
-        with in_threads(bring_back, bring_back):
-            pass
+        counts = at_once([bring_back] * 2)
 
         assert sum(counts) == TrailEntry.objects.filter(became=State.READY).count() == 20
 
@@ -165,13 +161,11 @@ class TestRestore:
 def test_restore_leaves_all_unchanged_if_another_transaction_has_locked_one(monkeypatch):
     monkeypatch.setattr("outbox.store.decision_rows.OPERATORS_WAIT", timedelta(milliseconds=50))
     locked, free = ended(biz_id="b"), ended(biz_id="b")
-    answers = []
     with transaction.atomic():
         OutboxMessage.objects.select_for_update().get(pk=locked.position)
-        with in_threads(lambda: answers.extend([restore(topic=TOPIC, biz_id="b"), run("--all")])):
-            pass
+        [answers] = at_once([lambda: [restore(topic=TOPIC, biz_id="b"), run("--all")]])
 
-    assert answers == [Decision(Outcome.TOO_LATE, State.CANCELLED), "1 message restored: 1 ready. 1 left: 1 locked.\n"]
+    assert answers == [Decision(Outcome.TOO_LATE, State.CANCELLED), "1 message restored: 1 ready. 1 left: 1 locked."]
     assert answers[0].why == "another transaction has locked it"
     assert (state_of(locked), state_of(free)) == (State.CANCELLED, State.READY)
 
@@ -201,7 +195,7 @@ class TestUniqueMessages:
         plain, unique = ended(biz_id="c"), ended(biz_id="c", unique=True)
         published(biz_id="c")
         assert run("--all", "--dry-run").split("\n\n")[1].startswith("2 messages would be restored, 2 of them overdue")
-        assert run("--all") == "2 messages restored: 2 ready. 2 left: 2 replaced.\n"
+        assert run("--all") == "2 messages restored: 2 ready. 2 left: 2 replaced."
         assert {state_of(message) for message in (plain, unique)} == {State.READY}
 
     @pytest.mark.long
@@ -230,8 +224,7 @@ class TestUniqueMessages:
                         decision = restore(topic=TOPIC, biz_id=name)
                         done.append(str(decision.outcome))
 
-        with in_threads(*(partial(change, seed) for seed in range(4))):
-            pass
+        at_once([partial(change, seed) for seed in range(4)])
 
         live = Counter(OutboxMessage.objects.exclude(state=State.CANCELLED).values_list("biz_id", flat=True))
         assert set(live.values()) <= {1}
@@ -243,13 +236,12 @@ class TestUniqueMessages:
 @pytest.mark.django_db(transaction=True)
 def test_restore_of_a_message_that_is_cancelled_meanwhile_returns_its_present_state():
     message = ended(State.RETRYING)
-    answers = []
     with ExitStack() as beside, transaction.atomic():
         cancel(message.id)
-        beside.enter_context(in_threads(lambda: answers.append(restore(message.id))))
+        restoring = beside.enter_context(InAThread(lambda: restore(message.id)))
         wait_until(lambda: lock_waits("locktype = 'transactionid'"))
 
-    assert answers == [Decision(Outcome.TOO_LATE, State.CANCELLED)]
+    assert restoring.answer == Decision(Outcome.TOO_LATE, State.CANCELLED)
 
 
 # As above, PostgreSQL only.
@@ -258,19 +250,18 @@ def test_restore_of_a_message_that_is_cancelled_meanwhile_returns_its_present_st
 @pytest.mark.parametrize("ending", ["commits", "rolls back"])
 def test_restore_waits_for_a_concurrent_publish_of_the_same_unique_message(ending):
     messages = [ended(biz_id=f"b{n}", unique=True) for n in range(20)]
-    answers = []
     with ExitStack() as beside, transaction.atomic():
         publish(TOPIC, {}, biz_id="b7", unique=True)
-        beside.enter_context(in_threads(lambda: answers.append(run("--all"))))
+        restoring = beside.enter_context(InAThread(lambda: run("--all")))
         wait_until(lambda: lock_waits("locktype = 'transactionid'"))
-        assert not answers
+        assert not restoring.ended
         transaction.set_rollback(ending == "rolls back")
 
     replaced = [messages[7]] if ending == "commits" else []
     assert [message for message in messages if state_of(message) != State.READY] == replaced
     restored = len(messages) - len(replaced)
     left = " 1 left: 1 replaced." if replaced else ""
-    assert answers == [f"{restored} messages restored: {restored} ready.{left}\n"]
+    assert restoring.answer == f"{restored} messages restored: {restored} ready.{left}"
     assert TrailEntry.objects.filter(became=State.READY, was=State.CANCELLED).count() == restored
 
 
@@ -279,13 +270,11 @@ def test_restore_waits_for_a_concurrent_publish_of_the_same_unique_message(endin
 def test_restore_leaves_a_message_that_a_long_transaction_is_replacing_and_restores_the_others(monkeypatch):
     monkeypatch.setattr("outbox.store.decision_rows.OPERATORS_WAIT", timedelta(milliseconds=50))
     messages = [ended(biz_id=f"b{n}", unique=True) for n in range(20)]
-    answers = []
     with transaction.atomic():
         publish(TOPIC, {}, biz_id="b7", unique=True)
-        with in_threads(lambda: answers.append(run("--all"))):
-            pass
+        answers = at_once([lambda: run("--all")])
 
-    assert answers == ["19 messages restored: 19 ready. 1 left: 1 locked.\n"]
+    assert answers == ["19 messages restored: 19 ready. 1 left: 1 locked."]
     assert state_of(messages[7]) == State.CANCELLED
 
 
@@ -311,14 +300,14 @@ class TestRestoreCommand:
         mine = [ended(topic="a", delay=HOUR if n % 2 else None) for n in range(8)]
         other, named, published_one = ended(topic="b"), ended(topic="c"), published()
 
-        assert run("--topic", "a") == "8 messages restored: 4 ready, 4 scheduled.\n"
+        assert run("--topic", "a") == "8 messages restored: 4 ready, 4 scheduled."
         assert {state_of(message) for message in mine} == {State.READY, State.SCHEDULED}
         assert AuditEntry.objects.filter(action="restore").count() == 3
         with pytest.raises(CommandError, match=str(published_one.id)):
             run(str(named.id), str(published_one.id))
-        assert run("--all", "--without-overdue") == "0 messages restored. 1 left: 1 overdue.\n"
-        assert run("--all") == "1 message restored: 1 ready.\n"
-        assert run("--all") == "0 messages restored.\n"
+        assert run("--all", "--without-overdue") == "0 messages restored. 1 left: 1 overdue."
+        assert run("--all") == "1 message restored: 1 ready."
+        assert run("--all") == "0 messages restored."
         assert [state_of(message) for message in (other, named)] == [State.READY, State.READY]
         assert TrailEntry.objects.get(message_id=other.id, became=State.READY).reason == "outbox_restore"
 

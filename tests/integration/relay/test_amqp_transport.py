@@ -16,7 +16,7 @@ from exactly_once.wire.envelope import Envelope
 from outbox.transports import amqp
 from outbox.transports.amqp import AmqpTransport
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
-from tests.support.relaying import EXCHANGE, TOPIC, Queue, connected, deadline_when, ids, outcomes, soon
+from tests.support.relaying import EXCHANGE, TOPIC, connected, deadline_when, ids, outcomes, soon
 
 A_MOMENT = 0.3
 """A deadline for a broker that answers nothing at all."""
@@ -362,21 +362,6 @@ class TestMessageThatCannotBeEncoded:
         assert outcomes(sent) == {1: CONFIRMED, 2: REFUSED, 3: CONFIRMED}
         assert sent.broken is None
         assert ids(peer.published) == ["m1", "m3"], "nothing of it reached the broker"
-
-
-def test_full_queue_nacks_its_messages_and_the_others_are_confirmed(rabbitmq_url):
-    full = {"x-max-length": 2, "x-overflow": "reject-publish", "x-queue-type": "classic"}
-    with (
-        Queue(rabbitmq_url, "topic.full", name="full", **full),
-        Queue(rabbitmq_url, TOPIC) as open_queue,
-        connected(rabbitmq_url) as transport,
-    ):
-        transport.send(messages(2, topic="topic.full"), soon())
-        sent = transport.send([*messages(1, first=3, topic="topic.full"), *messages(2, first=4)], soon())
-
-        assert outcomes(sent) == {3: NACKED, 4: CONFIRMED, 5: CONFIRMED}
-        assert sent.broken is None
-        assert ids(open_queue.take(2)) == ["m4", "m5"]
 
 
 answers = st.lists(st.tuples(st.sampled_from(["ack", "nack", "return"]), st.integers(0, 7), st.booleans()), max_size=12)

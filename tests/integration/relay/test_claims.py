@@ -33,6 +33,8 @@ from outbox.store.scheduling import Offset
 from outbox.store.settling import Failure, Settlement
 from outbox.transports import amqp
 from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import InAThread, at_once
+from tests.support.plans import explained, measured, nodes, of_the_table
 from tests.support.relaying import (
     SECONDS,
     TOPIC,
@@ -75,22 +77,15 @@ def test_claim_skips_shards_locked_by_another_transaction_and_takes_the_others()
 
 def published_elsewhere(**options):
     """In a transaction of another connection."""
-    answers = []
-    with in_threads(lambda: answers.append(published(**options))):
-        pass
-    return answers[0]
+    return at_once([lambda: published(**options)])[0]
 
 
 def claimed_elsewhere():
-    claimed = set()
-
     def claim():
         with transaction.atomic():
-            claimed.update(row.position for row in in_hand(500))
+            return {row.position for row in in_hand(500)}
 
-    with in_threads(claim):
-        pass
-    return claimed
+    return at_once([claim])[0]
 
 
 def test_two_concurrent_relays_publish_every_message_once_and_keep_the_order_of_every_key(peer):
@@ -178,16 +173,15 @@ class TestCancelling:
     )
     def test_cancel_waits_for_the_pass_and_fails_only_if_it_published_the_message(self, outcome, state):
         message = published()
-        answers = []
         with ExitStack() as beside, transaction.atomic():
             assert message.position in {row.position for row in in_hand(10)}
             cancel = partial(decision_rows.decide, "default", CANCEL, [message.position])
-            beside.enter_context(in_threads(lambda: answers.append(cancel())))
+            cancelling = beside.enter_context(InAThread(cancel))
             wait_until(a_session_waits_for_a_row)
-            assert not answers, "it waits for the pass"
+            assert not cancelling.ended, "it waits for the pass"
             settling.settle("default", Settlement(**outcome(message.position)))
 
-        assert (bool(answers[0]), state_of(message)) == (state == State.CANCELLED, state)
+        assert (bool(cancelling.answer), state_of(message)) == (state == State.CANCELLED, state)
 
     def test_cancel_in_an_open_transaction_holds_back_its_key_and_not_its_shard_until_it_ends(self):
         message, of_its_key, another = published(key="k"), published(key="k"), published()
@@ -206,8 +200,7 @@ class TestCancelling:
 
         def decide_before(*args):
             if not decided:
-                with in_threads(lambda: decided.append(publish_now(message.id))):
-                    pass
+                decided.extend(at_once([lambda: publish_now(message.id)]))
             return lock_rows(*args)
 
         monkeypatch.setattr(claiming, "_lock_rows", decide_before)
@@ -406,29 +399,6 @@ def sorts_a_backlog(node):
     return node["Node Type"] == "Sort" and any(map(of_the_table, nodes(node))) and node["Plans"][0]["Actual Rows"] > 500
 
 
-def of_the_table(node):
-    return node.get("Relation Name", "").startswith("outbox_outboxmessage")
-
-
-def measured(action):
-    """The executed plan of each statement of `action` that reads or writes the outbox."""
-
-    def measure(cursor, sql, params):
-        cursor.execute("SAVEPOINT measuring")
-        cursor.execute(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {sql}", params)
-        plan = cursor.fetchone()[0][0]["Plan"]
-        cursor.execute("ROLLBACK TO measuring")
-        return plan
-
-    return for_each_statement(action, measure)
-
-
-def nodes(plan):
-    yield plan
-    for inner in plan.get("Plans", ()):
-        yield from nodes(inner)
-
-
 def pages_of(plan):
     return plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
 
@@ -538,31 +508,6 @@ def test_autovacuum_is_triggered_by_a_number_of_dead_rows_not_a_share():
 
 def analyse():
     executed("VACUUM ANALYZE outbox_outboxmessage")
-
-
-def explained(action):
-    """The plan of every statement that touches the outbox."""
-
-    def explain(cursor, sql, params):
-        cursor.execute(f"EXPLAIN {sql}", params)
-        return "\n".join(line for (line,) in cursor.fetchall())
-
-    return for_each_statement(action, explain)
-
-
-def for_each_statement(action, explain):
-    """What `explain` returns before each statement of `action` that touches the outbox, in the same transaction."""
-    plans = []
-
-    def wrapper(execute, sql, params, many, context):
-        if "outbox_outboxmessage" in sql and sql.lstrip().startswith(("WITH", "SELECT", "UPDATE", "DELETE", "/*")):
-            with context["connection"].connection.cursor() as cursor:
-                plans.append(explain(cursor, sql, params))
-        return execute(sql, params, many, context)
-
-    with connection.execute_wrapper(wrapper):
-        action()
-    return plans
 
 
 @st.composite
@@ -701,8 +646,7 @@ class TestFloors:
                         executed("SELECT pg_sleep(%s)", [dice.random() * 0.1])
 
         with relaying(peer.url, relays=3, BATCH_SIZE=20) as relays:
-            with in_threads(*(partial(write, writer) for writer in range(6))):
-                pass
+            at_once([partial(write, writer) for writer in range(6)])
             wait_until(lambda: not waiting())
             wait_until(lambda: any(relay._floors.now for relay in relays))
 

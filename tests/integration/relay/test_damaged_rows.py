@@ -9,7 +9,6 @@ from django.core.management import call_command
 from django.urls import reverse
 
 from outbox import cancel, on_dead, publish_now, reschedule, restore
-from outbox.callbacks import registry
 from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.admin_names import DETAIL, LIST, VIEW
@@ -62,10 +61,10 @@ def of_every_damage():
 
 
 class TestRelay:
-    def test_damaged_rows_are_dead_with_the_reason_and_all_other_messages_are_published(self, rabbitmq_url, caplog, request):
-        called = []
-        request.addfinalizer(lambda: registry.remove("tests.damaged"))
-        on_dead(TOPIC, name="tests.damaged")(lambda settled: called.append((settled.id, dict(settled.headers))))
+    def test_damaged_rows_are_dead_with_the_reason_and_all_other_messages_are_published(
+        self, rabbitmq_url, caplog, add_callback
+    ):
+        called = add_callback(on=on_dead)
         refused = {change: damaged(change) for change in REFUSED}
         sendable = [*a_backlog(200), *(damaged(change) for change in HARMLESS)]
         unreadable = damaged("wire = 'not JSON'")
@@ -83,7 +82,8 @@ class TestRelay:
             assert "Correct the row, then restore the message" in reason
             assert f"{message.id} ({TOPIC}, biz-id {message.id}) is dead at attempt 1: {reason}" in caplog.text
         assert (state_of(unreadable), "cannot be encoded" in row_of(unreadable).last_error) == (State.RETRYING, True)
-        assert sorted(called) == sorted((message.id, {}) for message in refused.values())
+        assert sorted(settled.id for settled in called) == sorted(message.id for message in refused.values())
+        assert all(settled.headers == {} for settled in called)
 
     def test_damaged_rows_are_refused_alone_in_front_of_local_handlers(self, handles):
         handled = []

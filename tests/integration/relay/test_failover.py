@@ -8,8 +8,6 @@ from django.core.checks import run_checks
 from django.test import override_settings
 
 from exactly_once.transport import broker
-from exactly_once.transport.interface import OutgoingMessage, PublishOutcome
-from exactly_once.wire.envelope import Envelope
 from outbox.states import State
 from outbox.transports import transport_class
 from tests.support.deliveries import effects, the_effect
@@ -23,7 +21,6 @@ from tests.support.relaying import (
     published,
     relaying,
     row_of,
-    soon,
     states,
     waiting,
 )
@@ -46,8 +43,8 @@ def silent_broker():
         yield f"amqp://guest:guest@127.0.0.1:{listener.getsockname()[1]}//"
 
 
-def dead(scheme="amqp"):
-    return f"{scheme}://127.0.0.1:{free_port()}//"
+def dead(url):
+    return f"{url.partition(':')[0]}://127.0.0.1:{free_port()}//"
 
 
 def several(*urls):
@@ -145,13 +142,6 @@ class TestConnecting:
 
             assert peer.open_connections == 1
 
-    def test_third_redis_is_connected_when_two_are_dead(self, redis_url):
-        message = OutgoingMessage(position=1, envelope=Envelope(id="m1", topic=TOPIC, body=b"{}"))
-
-        with Queue(redis_url) as queue, connected(several(dead("redis"), dead("redis"), redis_url)) as transport:
-            assert transport.send([message], soon()).verdicts[1].outcome == PublishOutcome.CONFIRMED
-            assert ids(queue.take(1)) == ["m1"]
-
 
 @pytest.mark.django_db(transaction=True)
 class TestBrokerThatDiesWithinABatch:
@@ -179,11 +169,13 @@ class TestBrokerThatDiesWithinABatch:
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])
-class TestRabbitMQ:
-    def test_relay_publishes_to_the_third_broker_when_two_are_dead(self, rabbitmq_url):
+class TestProcesses:
+    @pytest.mark.parametrize("url", ["rabbitmq_url", "redis_url"])
+    def test_relay_publishes_to_the_third_broker_when_two_are_dead(self, url, request):
+        url = request.getfixturevalue(url)
         messages = [published() for _ in range(5)]
 
-        with Queue(rabbitmq_url) as queue, relaying(several(dead(), dead(), rabbitmq_url)):
+        with Queue(url) as queue, relaying(several(dead(url), dead(url), url)):
             wait_until(lambda: not waiting())
             assert ids(queue.take(5)) == ids(messages)
 

@@ -18,6 +18,7 @@ from exactly_once.upkeep.heartbeat_table import SILENT_AFTER
 from exactly_once.wire.text import NAME_LENGTH
 from outbox.relay import heartbeat as module
 from outbox.relay.heartbeat import Heartbeat, relays
+from tests.support.deliveries import at_once
 from tests.support.heartbeats import fall_silent, write_beat
 from tests.support.relaying import in_threads
 
@@ -173,19 +174,6 @@ class TestHeartbeat:
         assert Process.objects.get().beat_at == stopped.beat_at
         assert not relays.rows("default")
 
-    def test_row_of_a_killed_relay_turns_silent_and_is_deleted_by_another_relay(self, heartbeat):
-        heartbeat.beat()  # and never again
-        fall_silent(SILENT_AFTER + A_MOMENT)
-        Heartbeat("default").beat()
-        assert sorted(row.silent for row in relays.rows("default")) == [False, True]
-
-        fall_silent(timedelta(hours=23))
-        Heartbeat("default").beat()
-        assert relays.rows("default").count() == 3
-        fall_silent(timedelta(hours=25))
-        Heartbeat("default").beat()
-        assert the_row().silent is False
-
 
 @pytest.mark.every_database
 @pytest.mark.only_sqlite
@@ -231,18 +219,15 @@ class TestTwoLoops:
     def test_two_loops_that_count_and_write_concurrently_lose_no_count(self, monkeypatch):
         monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.001)
         heartbeat = Heartbeat("default")
-        together = threading.Barrier(2)
 
         def a_loop():
-            together.wait(30)
             for _ in range(200):
                 heartbeat.published(1)
                 heartbeat.passed()
                 heartbeat.waits_for("")
                 heartbeat.beat()
 
-        with in_threads(a_loop, a_loop):
-            pass
+        at_once([a_loop, a_loop])
         monkeypatch.setattr(heartbeat, "_due_at", 0.0)
         heartbeat.beat()
 

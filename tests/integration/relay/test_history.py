@@ -12,8 +12,7 @@ from django.test import override_settings
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import FIRST_DAY, LIVE, date_of, day_of
 from exactly_once.sql.now import DatabaseTime
-from outbox import Draft, cancel, on_published, publish, publish_many, publish_now, restore
-from outbox.callbacks import registry
+from outbox import Draft, cancel, publish, publish_many, publish_now, restore
 from outbox.decisions import Outcome
 from outbox.models import OutboxMessage, PendingCallback, TrailEntry
 from outbox.operators.figures import count_states
@@ -23,6 +22,7 @@ from outbox.store import claiming, decision_rows, history, restoring, settling
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
 from outbox.store.settling import Settlement
 from outbox.store.writing import NewRow, insert
+from tests.support.deliveries import InAThread, at_once
 from tests.support.http_api import HTTP, Api
 from tests.support.lower_bounds import at_least
 from tests.support.open_transactions import OpenTransaction
@@ -40,7 +40,7 @@ from tests.support.relaying import (
     set_columns,
     state_of,
 )
-from tests.support.sql import another_session, executed
+from tests.support.sql import another_session, as_another_user, executed
 from tests.support.waiting import wait_until
 
 DAYS = history.HISTORY.days
@@ -48,20 +48,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 every_database = pytest.mark.every_database
 
 DAY = timedelta(days=1)
-
-
-@pytest.fixture
-def add_callback():
-    """Register a callback for published messages of a topic."""
-    names = []
-
-    def register(topic):
-        names.append(f"tests.of_{topic}")
-        on_published(topic, name=names[-1])(lambda message: None)
-
-    yield register
-    for name in names:
-        registry.remove(name)
 
 
 def settled(message):
@@ -289,16 +275,12 @@ class TestWhoWaits:
     def test_cancel_waits_for_a_concurrent_settle_and_returns_the_resulting_state(self, end):
         """It waits for the lock of the row that is moved, and then finds the message in its new partition."""
         message = published()
-        answers = []
-        with a_settle_of(message) as settles, in_threads(lambda: answers.append(cancel(message.id))):
+        with a_settle_of(message) as settles, InAThread(lambda: cancel(message.id)) as cancelling:
             wait_until(a_session_waits)
             settles[end]()
 
-        [answer] = answers
-        if end == "commit":
-            assert (answer.outcome, answer.state) == (Outcome.TOO_LATE, State.PUBLISHED)
-        else:
-            assert (answer.outcome, answer.state) == (Outcome.CANCELLED, State.CANCELLED)
+        expected = {"commit": (Outcome.TOO_LATE, State.PUBLISHED), "rollback": (Outcome.CANCELLED, State.CANCELLED)}
+        assert (cancelling.answer.outcome, cancelling.answer.state) == expected[end]
 
 
 @contextmanager
@@ -337,12 +319,11 @@ class TestUnique:
     @pytest.mark.parametrize("end", ["commit", "rollback"])
     def test_publish_waits_for_a_concurrent_settle_and_finds_its_message(self, end):
         first = published(biz_id="order-1", unique=True)
-        found = []
-        with a_settle_of(first) as settles, in_threads(lambda: found.append(published(biz_id="order-1", unique=True))):
+        with a_settle_of(first) as settles, InAThread(lambda: published(biz_id="order-1", unique=True)) as publishing:
             wait_until(a_session_waits)
             settles[end]()
 
-        [again] = found
+        again = publishing.answer
         state = State.PUBLISHED if end == "commit" else State.READY
         assert (again.id, again.created, again.state) == (first.id, False, state)
         assert OutboxMessage.objects.count() == 1
@@ -352,8 +333,7 @@ class TestUnique:
     def test_unique_message_that_was_settled_since_the_snapshot_is_found_and_a_cancelled_one_replaced_once(self, level, since):
         first = published(biz_id="order-1", unique=True)
         with a_snapshot(level):
-            with in_threads(lambda: settled(first) if since == "settled" else cancel(first.id)):
-                pass
+            at_once([lambda: settled(first) if since == "settled" else cancel(first.id)])
             assert state_of(first) == State.READY
             second, found = (publish(TOPIC, {}, biz_id="order-1", unique=True) for _ in range(2))
 
@@ -365,12 +345,8 @@ class TestUnique:
 
     @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
     def test_unique_message_written_and_settled_since_the_snapshot_is_a_serialization_failure(self, level):
-        def in_the_meantime():
-            settled(published(biz_id="order-1", unique=True))
-
         with a_snapshot(level):
-            with in_threads(in_the_meantime):
-                pass
+            at_once([lambda: settled(published(biz_id="order-1", unique=True))])
             with pytest.raises(OperationalError, match="could not serialize"), transaction.atomic():
                 publish(TOPIC, {}, biz_id="order-1", unique=True)
 
@@ -381,8 +357,7 @@ class TestUnique:
     def test_restore_leaves_the_message_that_was_replaced_since_the_snapshot(self, level):
         messages = [in_state(State.CANCELLED, biz_id=f"order-{n}", unique=True) for n in range(8)]
         with a_snapshot(level):
-            with in_threads(lambda: published(biz_id="order-3", unique=True)):
-                pass
+            at_once([lambda: published(biz_id="order-3", unique=True)])
             decided = decision_rows.decide("default", RESTORE, [message.position for message in messages])
 
         assert (len(decided.became), len(decided.left)) == (7, 1)
@@ -402,8 +377,7 @@ class TestUnique:
 
         def moved_late(*args, **kwargs):
             monkeypatch.setattr(restoring, "move", move)
-            with in_threads(lambda: settled(published(biz_id="order-1", unique=True))):
-                pass
+            at_once([lambda: settled(published(biz_id="order-1", unique=True))])
             return move(*args, **kwargs)
 
         monkeypatch.setattr(restoring, "move", moved_late)
@@ -432,17 +406,17 @@ def a_snapshot(level):
 
 class TestHousekeeping:
     def test_cancel_that_waits_while_the_partition_of_its_day_is_made_moves_the_message_into_it(self, today):
-        message, answers = published(), []
+        message = published()
         with ExitStack() as beside, transaction.atomic():
             executed(f"LOCK TABLE ONLY {DAYS.history} IN SHARE UPDATE EXCLUSIVE MODE")
             executed(f"CREATE TABLE {DAYS.name(today)} (LIKE {DAYS.history} INCLUDING DEFAULTS INCLUDING CONSTRAINTS)")
             executed(f"LOCK TABLE {DAYS.default} IN ACCESS EXCLUSIVE MODE")
-            beside.enter_context(in_threads(lambda: answers.append(cancel(message.id))))
-            wait_until(lambda: executed("SELECT 1 FROM pg_locks WHERE NOT granted AND relation = %s::regclass", [DAYS.default]))
+            cancelling = beside.enter_context(InAThread(lambda: cancel(message.id)))
+            wait_until(lambda: a_session_waits_for(DAYS.default))
             bounds = f"FROM ({today}) TO ({today + 1})"
             executed(f"ALTER TABLE {DAYS.history} ATTACH PARTITION {DAYS.name(today)} FOR VALUES {bounds}")
 
-        assert (answers[0].outcome, part_of(message)) == (Outcome.CANCELLED, DAYS.name(today))
+        assert (cancelling.answer.outcome, part_of(message)) == (Outcome.CANCELLED, DAYS.name(today))
 
     @pytest.mark.long
     def test_days_are_made_and_dropped_while_the_passes_of_relays_always_take_long(self, today, peer):
@@ -534,30 +508,19 @@ class TestHousekeeping:
         keeping.drain(StopRequest())
         keeping.drain(StopRequest())
         assert row_of(message)
+        assert history.HISTORY.purgeable("default", 7 * DAY) == 0
         assert sum("callbacks of its messages are pending" in record.getMessage() for record in caplog.records) == 1
 
         PendingCallback.objects.all().delete()
         keeping.drain(StopRequest())
         assert not OutboxMessage.objects.exists()
 
-    def test_one_process_at_a_time_does_the_housekeeping(self, today):
-        first, second = housekeeper(), housekeeper()
-        assert first.take_lease()
-
-        second._round(StopRequest())
-        assert DAYS.existing("default") == []
-
-        first.release_lease()
-        second._round(StopRequest())
-        assert DAYS.existing("default")
-
     def test_concurrent_housekeepers_do_not_disturb_each_other(self, today, monkeypatch, caplog):
         monkeypatch.setattr(Housekeeper, "take_lease", lambda self: True)
         for day in range(today - 20, today - 10):
             DAYS.make("default", day)
 
-        with in_threads(*(a_round for _ in range(4))):
-            pass
+        at_once([a_round] * 4)
         a_round()
 
         assert DAYS.existing("default") == [today, today + 1, today + 2, today + 3]
@@ -579,7 +542,7 @@ class TestHousekeeping:
         old = settled_before(9)
         a_history(3000)
         executed(f"ANALYZE {TABLE}")
-        with as_a_user_who_owns_nothing():
+        with as_another_user():
             keeping = housekeeper(KEEP_HISTORY=7 * DAY)
             keeping.drain(StopRequest())
             wait_until(other_sessions_have_ended)
@@ -617,20 +580,6 @@ def test_no_housekeeper_runs_in_the_transaction_of_a_test():
     assert housekeepers("default", quick()) == ()
 
 
-@contextmanager
-def as_a_user_who_owns_nothing():
-    executed("CREATE ROLE only_a_user")
-    executed("GRANT ALL ON ALL TABLES IN SCHEMA public TO only_a_user")
-    executed("GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO only_a_user")
-    executed("SET ROLE only_a_user")
-    try:
-        yield
-    finally:
-        executed("RESET ROLE")
-        executed("DROP OWNED BY only_a_user")
-        executed("DROP ROLE only_a_user")
-
-
 class TestKeepNothing:
     @pytest.fixture(autouse=True)
     def _without_keep_history(self, settings):
@@ -661,7 +610,7 @@ class TestKeepNothing:
 
     @every_database
     def test_without_keep_history_a_message_stays_until_its_callback_was_called(self, add_callback):
-        add_callback(TOPIC)
+        add_callback()
         settled(published())
         settled(published(topic="shop.other"))
 
@@ -688,7 +637,7 @@ class TestFigures:
 class TestMidnight:
     def test_callback_of_a_message_settled_before_midnight_is_recorded_after_midnight(self, monkeypatch, today, add_callback):
         """The day changes between two statements of one transaction."""
-        add_callback(TOPIC)
+        add_callback()
         message = published()
         monkeypatch.setattr(
             "outbox.store.pending_callbacks.DAY_OF_NOW", dict.fromkeys(["postgresql", "sqlite"], str(today + 1))

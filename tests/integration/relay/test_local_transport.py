@@ -14,7 +14,7 @@ from outbox.models import OutboxMessage
 from outbox.states import State as OutboxState
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
-from tests.support.deliveries import TOPIC, effects, run_to_the_end, the_effect
+from tests.support.deliveries import TOPIC, effects, the_effect
 from tests.support.relaying import connected, one_pass
 from tests.support.waiting import wait_until
 
@@ -118,28 +118,6 @@ class TestHandingOver:
 
 
 class TestFailing:
-    def test_message_published_by_a_handler_commits_with_its_effect_or_not_at_all(self, handles):
-        tries, got = [], []
-
-        def first(message):
-            tries.append(message)
-            publish("second", {})
-            if len(tries) == 1:
-                raise ValueError("not yet")
-
-        handles(first)
-        handles(got.append, topic="second")
-        published = publish_committed()
-
-        relay_all()
-        assert not OutboxMessage.objects.filter(topic="second").exists()
-        run_to_the_end()
-        relay_all()
-
-        (message,) = got
-        assert len(tries) == 2
-        assert (message.correlation_id, message.causation_id) == (str(published.id), str(published.id))
-
     @pytest.mark.long
     def test_drain_relays_what_handlers_publish_during_the_drain(self, handles):
         def countdown(message):

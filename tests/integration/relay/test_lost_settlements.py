@@ -11,13 +11,11 @@ from django.test import override_settings
 
 from exactly_once.transport.interface import CONFIRMED, Capabilities, Sent, Transport
 from inbox.models import InboxMessage
-from outbox import on_published
-from outbox.callbacks import registry
 from outbox.models import OutboxMessage, PendingCallback
 from outbox.states import State
 from tests.support import mortal
 from tests.support.deliveries import deliver, effects, the_effect
-from tests.support.relaying import TOPIC, connected, one_pass, published, states
+from tests.support.relaying import connected, one_pass, published, states
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -72,14 +70,8 @@ def broker():
     return Broker()
 
 
-@pytest.fixture
-def callback():
-    on_published(TOPIC, name="tests.callback")(lambda message: None)
-    yield
-    registry.remove("tests.callback")
-
-
-def test_lost_settlements_are_repeated_with_their_callbacks_and_every_effect_happens_once(lost, broker, handles, callback):
+def test_lost_settlements_are_repeated_with_their_callbacks_and_every_effect_happens_once(lost, broker, handles, add_callback):
+    add_callback()
     handler = handles(the_effect)
     messages = [published(key="k", biz_id=f"order-{n}") for n in range(SOME)]
 

@@ -29,6 +29,7 @@ from tests.support.relaying import (
     state_of,
     states,
 )
+from tests.support.signals import listening, recorded_signals
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -36,18 +37,11 @@ pytestmark = pytest.mark.django_db(transaction=True)
 @pytest.fixture
 def signals_sent():
     """The signals that were sent: name, message id, error."""
-    heard, receivers = [], []
-    for name in ("published", "retrying", "dead", "expired"):
-        signal = getattr(signals, f"message_{name}")
-
-        def hear(sender, message_id, name=name, error="", **extra):
-            heard.append((name, UUID(message_id), error))
-
-        signal.connect(hear)
-        receivers.append((signal, hear))
-    yield heard
-    for signal, hear in receivers:
-        signal.disconnect(hear)
+    names = (f"message_{name}" for name in ("published", "retrying", "dead", "expired"))
+    with recorded_signals(*names, of=signals) as sent:
+        yield lambda: [
+            (name.removeprefix("message_"), UUID(given["message_id"]), given.get("error", "")) for name, given in sent
+        ]
 
 
 def answering(peer, **by_biz_id):
@@ -92,7 +86,7 @@ class TestConfirmedMessage:
         assert (row.state, row.attempts, row.last_error) == (State.PUBLISHED, 1, "")
         assert row.settled_at is not None
         assert (report.claimed, report.settled, report.published, report.broken) == (1, 1, 1, None)
-        assert signals_sent == [("published", message.id, "")]
+        assert signals_sent() == [("published", message.id, "")]
 
 
 @pytest.mark.every_database
@@ -109,7 +103,7 @@ class TestFailedAttempt:
         assert timedelta(minutes=29) < row.available_at - row.created_at < timedelta(minutes=62)
         assert state_of(good) == State.PUBLISHED
         assert (report.settled, report.published) == (2, 1)
-        assert ("retrying", bad.id, row.last_error) in signals_sent
+        assert ("retrying", bad.id, row.last_error) in signals_sent()
         assert "was not published at attempt 1" in caplog.text
 
     def test_look_returns_the_seconds_until_the_next_retry(self, peer, transport):
@@ -148,7 +142,7 @@ class TestFailedAttempt:
         row = row_of(message)
         assert (row.state, row.attempts) == (State.DEAD, 16)
         assert row.settled_at is not None
-        assert signals_sent == [("dead", message.id, row.last_error)]
+        assert signals_sent() == [("dead", message.id, row.last_error)]
         assert "is dead at attempt 16" in caplog.text
 
     def test_unroutable_message_is_retried_past_max_attempts_with_the_reason(self, peer, transport, signals_sent):
@@ -161,7 +155,7 @@ class TestFailedAttempt:
         row = row_of(message)
         assert (row.state, row.attempts) == (State.RETRYING, 501)
         assert "no queue is bound to exchange 'outbox' for topic 'shop.order.placed'" in row.last_error
-        assert signals_sent == [("retrying", message.id, row.last_error)]
+        assert signals_sent() == [("retrying", message.id, row.last_error)]
         assert row.available_at - row.created_at < timedelta(minutes=2)
 
     def test_signal_of_a_failed_attempt_is_sent_after_the_commit_and_its_receiver_may_raise(self, peer, transport):
@@ -173,11 +167,8 @@ class TestFailedAttempt:
 
         [message] = some("bad")
         answering(peer, bad="nack")
-        signals.message_retrying.connect(receiver)
-        try:
+        with listening(signals.message_retrying, receiver):
             one_pass(transport)
-        finally:
-            signals.message_retrying.disconnect(receiver)
 
         assert seen == [(False, State.RETRYING)]
         assert state_of(message) == State.RETRYING
@@ -257,7 +248,7 @@ class TestUnknownOutcome:
 
         assert (report.published, state_of(late), row_of(late).attempts) == (1, State.PUBLISHED, 1)
         assert len(peer.published) == 1
-        assert [name for name, *_ in signals_sent] == ["published"]
+        assert [name for name, *_ in signals_sent()] == ["published"]
 
     @pytest.mark.parametrize("answer", ["nack", "return"])
     def test_failure_that_is_reported_after_the_deadline_counts_and_holds_back_its_key(
@@ -278,7 +269,7 @@ class TestUnknownOutcome:
         assert (state_of(late), row_of(late).attempts) == (State.RETRYING, 1)
         assert state_of(behind) == State.READY
         assert len(peer.published) == 1
-        assert [(name, position) for name, position, _ in signals_sent] == [("retrying", late.id)]
+        assert [(name, position) for name, position, _ in signals_sent()] == [("retrying", late.id)]
 
     def test_message_that_failed_after_the_deadline_and_has_expired_is_expired(self, peer, transport):
         [late] = some("late", expires_in=timedelta(hours=1))

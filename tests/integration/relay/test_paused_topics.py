@@ -18,6 +18,7 @@ from outbox.models import OutboxMessage, PausedTopic, TrailEntry
 from outbox.states import State
 from outbox.store import claiming, paused_topics, settling
 from outbox.store.dialect import LIVE_PART
+from tests.support.deliveries import at_once
 from tests.support.relaying import (
     all_published,
     connected,
@@ -374,18 +375,10 @@ class TestConcurrency:
         pause(BAD)
         position = row_of(message).pk
 
-        def in_a_pass():
-            assert in_hand()
-            resume_elsewhere()
-            assert settling.settle("default", settling.Settlement(paused={BAD: [position]})) == expected
-
-        def resume_elsewhere():
-            with in_threads(lambda: [resume(BAD), paused_topics.resume_some("default", BAD, 500)]):
-                pass
-
-        expected = 0
         with transaction.atomic():
-            in_a_pass()
+            assert in_hand()
+            at_once([lambda: [resume(BAD), paused_topics.resume_some("default", BAD, 500)]])
+            assert settling.settle("default", settling.Settlement(paused={BAD: [position]})) == 0
         assert state_of(message) == State.READY, "it was not left behind"
 
     def test_topic_that_is_paused_in_an_open_transaction_for_the_first_time_holds_up_no_relay(self, peer, room):
@@ -443,8 +436,7 @@ class TestConcurrency:
                 names.extend(ids(published_many(20, BAD, key=lambda n: f"k{n % keys}", biz_id=lambda n: f"{n % keys}")))
 
         with in_threads(*(relay.run for relay in relays), stop=stop):
-            with in_threads(switch, write):
-                pass
+            at_once([switch, write])
             wait_until(lambda: set(states()) == {State.PUBLISHED})
             wait_until(lambda: not PausedTopic.objects.exists())
 

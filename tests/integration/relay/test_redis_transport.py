@@ -4,23 +4,9 @@ import pytest
 
 from exactly_once.transport.interface import OutgoingMessage, PublishOutcome
 from exactly_once.wire.envelope import Envelope
-from outbox.states import State
 from outbox.transports.virtual import capabilities_of
-from tests.support.relaying import (
-    TOPIC,
-    Queue,
-    connected,
-    ids,
-    outcomes,
-    published,
-    relaying,
-    row_of,
-    soon,
-    state_of,
-    waiting,
-)
+from tests.support.relaying import TOPIC, Queue, connected, ids, outcomes, soon
 from tests.support.servers import FaultProxy
-from tests.support.waiting import wait_until
 
 
 def a_message(position=1, topic=TOPIC, **attributes):
@@ -68,23 +54,6 @@ class TestUnavailableServer:
             proxy.accept()
             transport.connect()
             assert outcomes(transport.send([a_message(99)], soon())) == {99: PublishOutcome.CONFIRMED}
-
-    @pytest.mark.django_db(transaction=True)
-    def test_server_restarted_after_a_kill_has_every_accepted_message(self, redis_server, redis_url, caplog):
-        with Queue(redis_url):
-            pass
-        with relaying(redis_url):
-            first = published()
-            wait_until(lambda: state_of(first) == State.PUBLISHED)
-            redis_server.kill()
-            second = published()
-            wait_until(lambda: "The broker is unavailable" in caplog.text)
-            assert (state_of(second), row_of(second).attempts) == (State.READY, 0)
-            redis_server.start()
-            wait_until(lambda: not waiting())
-
-        with Queue(redis_url) as queue:
-            assert set(ids(queue.take(2))) == set(ids([first, second]))
 
 
 class TestCapabilities:

@@ -3,6 +3,7 @@
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from django.db import transaction
@@ -32,25 +33,17 @@ def relay(command, rabbitmq_url):
 
 
 @pytest.fixture
-def permit_topics(rabbitmq_server, rabbitmq_url):
-    """From now on the relay's user may write to the topics that match this pattern only."""
+def permit(rabbitmq_server, rabbitmq_url):
+    """From now on the relay's user may write to the topics, or exchanges, that match this pattern only."""
 
-    def permit(pattern):
-        given = ", ".join(f'<<"{text}">>' for text in ("guest", vhost_of(rabbitmq_url), EXCHANGE, pattern, ".*", "guest"))
-        rabbitmq_server.evaluate(f"rabbit_auth_backend_internal:set_topic_permissions({given}).")
+    def given(function, *texts):
+        quoted = ", ".join(f'<<"{text}">>' for text in ("guest", vhost_of(rabbitmq_url), *texts, ".*", "guest"))
+        rabbitmq_server.evaluate(f"rabbit_auth_backend_internal:{function}({quoted}).")
 
-    return permit
-
-
-@pytest.fixture
-def permit_exchanges(rabbitmq_server, rabbitmq_url):
-    """From now on the relay's user may write to the exchanges that match this pattern only."""
-
-    def permit(pattern):
-        given = ", ".join(f'<<"{text}">>' for text in ("guest", vhost_of(rabbitmq_url), ".*", pattern, ".*", "guest"))
-        rabbitmq_server.evaluate(f"rabbit_auth_backend_internal:set_permissions({given}).")
-
-    return permit
+    return SimpleNamespace(
+        topics=lambda pattern: given("set_topic_permissions", EXCHANGE, pattern),
+        exchanges=lambda pattern: given("set_permissions", ".*", pattern),
+    )
 
 
 @contextmanager
@@ -98,9 +91,9 @@ def copies(messages):
 class TestForbiddenTopic:
     @pytest.mark.parametrize(("relays", "topics"), [(1, 1), (2, 1), (1, 12)])
     def test_forbidden_topics_are_paused_and_every_other_message_is_published(
-        self, relay, relays, topics, permit_topics, rabbitmq_url
+        self, relay, relays, topics, permit, rabbitmq_url
     ):
-        permit_topics("^open")
+        permit.topics("^open")
         with Queue(rabbitmq_url, "open.#") as queue, ExitStack() as stack:
             among(300, *(Draft(f"closed.{n % topics}", {}) for n in range(12)))
             processes = [stack.enter_context(relay()) for _ in range(relays)]
@@ -114,10 +107,10 @@ class TestForbiddenTopic:
             assert "ACCESS_REFUSED" in processes[0].said() + processes[-1].said()
 
     def test_messages_published_while_a_topic_is_forbidden_arrive_once_and_it_is_reported_once(
-        self, relay, permit_topics, rabbitmq_url
+        self, relay, permit, rabbitmq_url
     ):
         """The probes of the forbidden topic close the channel, and must not take other messages with it."""
-        permit_topics("^open")
+        permit.topics("^open")
         with Queue(rabbitmq_url, "open.#") as queue, relay() as process:
             publish_committed(Draft(FORBIDDEN, {}))
             process.until(lambda: PAUSED in process.said())
@@ -133,8 +126,8 @@ class TestForbiddenTopic:
             assert "Traceback" not in process.said()
             assert "The broker is unavailable" not in process.said()
 
-    def test_forbidden_head_holds_back_its_key_and_no_other_until_it_is_permitted(self, relay, permit_topics, rabbitmq_url):
-        permit_topics("^open")
+    def test_forbidden_head_holds_back_its_key_and_no_other_until_it_is_permitted(self, relay, permit, rabbitmq_url):
+        permit.topics("^open")
         with Queue(rabbitmq_url, "#") as queue, relay(MAX_ATTEMPTS=1) as process:
             head, behind = publish_committed(Draft(FORBIDDEN, {}, key="k"), Draft(PERMITTED, {}, key="k"))
             others = publish_committed(*(Draft(PERMITTED, {}, key=f"key-{n}") for n in range(20)))
@@ -142,20 +135,20 @@ class TestForbiddenTopic:
             assert set(ids(queue.take(20))) == set(ids(others))
             process.until(lambda: PAUSED in process.said())
             assert not count(FORBIDDEN, State.DEAD)
-            permit_topics(".*")
+            permit.topics(".*")
 
             assert ids(queue.take(2)) == ids([head, behind])
 
 
-def test_relay_that_may_not_write_to_the_exchange_waits_and_names_the_permission(relay, permit_exchanges, rabbitmq_url):
+def test_relay_that_may_not_write_to_the_exchange_waits_and_names_the_permission(relay, permit, rabbitmq_url):
     with Queue(rabbitmq_url, "#") as queue:
         messages = publish_committed(*(Draft(f"topic.{n}", {}) for n in range(20)))
-        permit_exchanges("^somewhere else$")
+        permit.exchanges("^somewhere else$")
         with relay() as process:
             process.until(lambda: "set_permissions" in process.said())
             assert set(OutboxMessage.objects.values_list("state", "attempts")) == {(State.READY, 0)}
             assert PAUSED not in process.said()
-            permit_exchanges(".*")
+            permit.exchanges(".*")
 
             process.until(lambda: OutboxMessage.objects.filter(state=State.PUBLISHED).count() == 20)
         assert set(ids(queue.take(20))) == set(ids(messages))

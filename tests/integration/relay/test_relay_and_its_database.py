@@ -15,6 +15,7 @@ from outbox.states import State
 from tests.support import mortal
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import Queue, ids, published, published_many
+from tests.support.sql import executed
 from tests.support.waiting import wait_until
 from tests.support.workers import migrate
 
@@ -100,8 +101,6 @@ def end_the_sessions_of_the_relay(operator):
     )
 
 
-mortal_database = mortal.mortal_database
-
 COUNTED_SECONDS = 20
 MOST_A_SECOND = 2
 
@@ -141,30 +140,24 @@ def slow_reads(seconds_per_row):
     """For its role, each ready row that is read takes long, as with a slow disk or a costly row security policy."""
     name = connection.settings_dict["NAME"]
     try:
-        execute(
-            "CREATE ROLE slow_reader LOGIN",
-            f'GRANT ALL ON DATABASE "{name}" TO slow_reader',
-            "GRANT ALL ON ALL TABLES IN SCHEMA public TO slow_reader",
-            "GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO slow_reader",
-            f"CREATE FUNCTION slowly() RETURNS boolean LANGUAGE sql AS 'SELECT pg_sleep({seconds_per_row}) IS NOT NULL'",
-            "CREATE POLICY slow ON outbox_outboxmessage_live USING (state <> 'ready' OR slowly()) WITH CHECK (true)",
+        executed(
+            "CREATE ROLE slow_reader LOGIN; "
+            f'GRANT ALL ON DATABASE "{name}" TO slow_reader; '
+            "GRANT ALL ON ALL TABLES IN SCHEMA public TO slow_reader; "
+            "GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO slow_reader; "
+            f"CREATE FUNCTION slowly() RETURNS boolean LANGUAGE sql AS 'SELECT pg_sleep({seconds_per_row}) IS NOT NULL'; "
+            "CREATE POLICY slow ON outbox_outboxmessage_live USING (state <> 'ready' OR slowly()) WITH CHECK (true); "
             "ALTER TABLE outbox_outboxmessage_live ENABLE ROW LEVEL SECURITY",
         )
         yield "slow_reader"
     finally:
-        execute(
-            "ALTER TABLE outbox_outboxmessage_live DISABLE ROW LEVEL SECURITY",
-            "DROP POLICY IF EXISTS slow ON outbox_outboxmessage_live",
-            "DROP FUNCTION IF EXISTS slowly()",
-            "DROP OWNED BY slow_reader",
+        executed(
+            "ALTER TABLE outbox_outboxmessage_live DISABLE ROW LEVEL SECURITY; "
+            "DROP POLICY IF EXISTS slow ON outbox_outboxmessage_live; "
+            "DROP FUNCTION IF EXISTS slowly(); "
+            "DROP OWNED BY slow_reader; "
             "DROP ROLE slow_reader",
         )
-
-
-def execute(*statements):
-    with connection.cursor() as cursor:
-        for statement in statements:
-            cursor.execute(statement)
 
 
 def published_so_far():
@@ -181,7 +174,7 @@ def test_relay_that_reads_too_slowly_takes_fewer_messages_and_publishes_them(pro
         with command("outbox_relay", OUTBOX={"BROKER_URL": peer.url, "BATCH_DEADLINE": DEADLINE}) as relay:
             relay.until(lambda: published_so_far() >= MESSAGES / 10)
             said = relay.said()
-            execute("ALTER TABLE outbox_outboxmessage_live DISABLE ROW LEVEL SECURITY")
+            executed("ALTER TABLE outbox_outboxmessage_live DISABLE ROW LEVEL SECURITY")
             relay.until(lambda: published_so_far() == MESSAGES)
 
     minutes = 1 + (time.monotonic() - began_at) // 60

@@ -3,7 +3,6 @@
 import re
 from contextlib import contextmanager
 from datetime import timedelta
-from io import StringIO
 from urllib.parse import urlsplit
 
 import kombu
@@ -28,9 +27,10 @@ from outbox.pausing import pause
 from outbox.states import State
 from outbox.store import claiming
 from outbox.store.selecting import Selection
-from tests.support.deliveries import drain, the_effect
+from tests.support.commands import output_of
+from tests.support.deliveries import at_once, drain, the_effect
 from tests.support.inbox_rows import delete_messages
-from tests.support.relaying import TOPIC, Queue, drained, ids, in_threads, published, published_many, set_columns
+from tests.support.relaying import TOPIC, Queue, drained, ids, published, published_many, set_columns
 from tests.support.servers import FaultProxy
 from tests.support.servers.private import free_port
 
@@ -39,10 +39,8 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 def replayed(**options):
     """What the command prints."""
-    out = StringIO()
     given = {"all": not options.keys() & {"topic", "biz_id", "since", "until"}, "yes": True, "verbosity": 0}
-    call_command("outbox_replay", stdout=out, **{**given, **options})
-    return out.getvalue()
+    return output_of("outbox_replay", **{**given, **options})
 
 
 def sent(count, topic=TOPIC, **options):
@@ -244,10 +242,8 @@ class TestLocally:
 
 def test_two_operators_who_start_the_same_replay_at_once_get_one_operation(local):
     sent(3)
-    found = []
 
-    with in_threads(*[lambda: found.append(planned())] * 8):
-        pass
+    found = at_once([planned] * 8)
 
     assert Operation.objects.count() == 1
     assert sorted(one.is_new for one in found) == [False] * 7 + [True]

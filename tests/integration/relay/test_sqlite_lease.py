@@ -14,7 +14,8 @@ from outbox.states import CANCEL, State
 from outbox.store import claiming, decision_rows, settling
 from outbox.store.lease import RELAYING, LeaseLost, RelayLease, in_hand
 from outbox.store.settling import Settlement
-from tests.support.relaying import connected, drained, ids, in_threads, published, quick, relaying, state_of, states, waiting
+from tests.support.deliveries import at_once
+from tests.support.relaying import connected, drained, ids, published, quick, relaying, state_of, states, waiting
 from tests.support.waiting import wait_until
 
 # The lease itself is plain SQL and is tested on every database. Relays use it on SQLite only.
@@ -83,15 +84,9 @@ class TestLease:
 
     def test_one_of_four_concurrent_claims_gets_the_lease(self):
         published()
-        answers = []
 
-        def ask():
-            answers.append(take(RelayLease("default", DURATION)))
+        answers = at_once([lambda: take(RelayLease("default", DURATION))] * 4)
 
-        with in_threads(*[ask] * 4):
-            pass
-
-        assert len(answers) == 4
         assert sum(answer is not None for answer in answers) == 1
 
 
@@ -140,8 +135,7 @@ class TestRelay:
         message = published()
 
         def outlast_the_lease(arrived):
-            with in_threads(expire_the_lease):
-                pass
+            at_once([expire_the_lease])
             return [lambda: peer.ack(arrived)]
 
         peer.script = outlast_the_lease
@@ -158,8 +152,7 @@ class TestRelay:
 
         def meanwhile(arrived):
             if not written:
-                with in_threads(lambda: written.append(published(biz_id="meanwhile"))):
-                    pass
+                written.extend(at_once([lambda: published(biz_id="meanwhile")]))
             return [lambda: peer.ack(arrived)]
 
         peer.script = meanwhile

@@ -223,7 +223,6 @@ class TestOnPostgreSQL:
 
 
 HOUR = timedelta(hours=1)
-MANY = 60
 NOT_READY = "NEW.biz_id LIKE 'poison%' AND NEW.state = 'ready'"
 
 

@@ -6,13 +6,14 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
-from django.db import connection, connections, transaction
+from django.db import connection, transaction
 
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.prepared_statements import KEEP_PLANS
 from outbox.models import OutboxMessage
 from outbox.states import CANCEL, State
-from outbox.store import claiming, decision_rows, settling
+from outbox.store import decision_rows, settling
+from tests.support.plans import measured, nodes, of_the_table
 from tests.support.relaying import (
     connected,
     drained,
@@ -75,20 +76,6 @@ def move(head, state):
     set_columns(head, state=state, available_at=DatabaseTime(), **settled)
 
 
-class TestWaitingMessages:
-    def test_messages_behind_a_failed_head_become_waiting_and_no_pass_reads_them_again(self, peer, transport):
-        many(50)
-        answering(peer, **{"0": "nack"})
-        one_pass(transport, **NEVER)
-
-        assert one_pass(transport, **NEVER).settled == 49
-        assert states() == [State.RETRYING, *[State.WAITING] * 49]
-        assert one_pass(transport).claimed == 0
-        assert claiming.look("default").shards == []
-        assert arrived(peer) == ["0"]
-        assert sum(OutboxMessage.objects.values_list("attempts", flat=True)) == 1, "that of the head"
-
-
 @pytest.mark.every_database
 class TestEndOfWaiting:
     @pytest.mark.parametrize("state", [State.READY, State.PUBLISHED, State.EXPIRED, State.CANCELLED])
@@ -122,17 +109,6 @@ class TestEndOfWaiting:
         assert decision_rows.decide("default", CANCEL, [dead.position])
         drained(peer.url)
         assert arrived(peer) == ["head", "a", "b"]
-
-    def test_release_of_one_key_leaves_another_key_waiting(self, peer, transport):
-        free, held = some("f0", "f1", key="free"), some("h0", "h1", key="held")
-        answering(peer, f0="nack", h0="nack")
-        one_pass(transport, **NEVER)
-        one_pass(transport, **NEVER)
-        answering(peer)
-        move(free[0], State.CANCELLED)
-
-        assert release() == 1
-        assert [state_of(message) for message in (free[1], held[1])] == [State.READY, State.WAITING]
 
 
 @pytest.mark.every_database
@@ -227,26 +203,14 @@ class TestCostOfWaiting:
 
 def rows_read(action):
     """How many rows of the outbox the server fetched, by any scan, for the statements of `action`."""
-    fetched = []
-
-    def explain(execute, sql, params, many, context):
-        if "outbox_outboxmessage" in sql and sql.lstrip().startswith(("WITH", "SELECT", "/*")):
-            with context["connection"].connection.cursor() as cursor:
-                # A relay's statements have these plans, whether the table has been analysed or not.
-                cursor.execute(f"SELECT {KEEP_PLANS}")
-                cursor.execute(f"EXPLAIN (ANALYZE, FORMAT JSON) {sql}", params)
-                fetched.extend(_rows(cursor.fetchone()[0][0]["Plan"]))
-        return execute(sql, params, many, context)
-
-    with transaction.atomic(), connection.execute_wrapper(explain):
-        action()
-    connections["default"].close()
-    assert fetched, "no statement of it read the outbox"
-    return sum(fetched)
-
-
-def _rows(plan):
-    if plan.get("Relation Name", "").startswith("outbox_outboxmessage"):
-        yield (plan["Actual Rows"] + plan.get("Rows Removed by Filter", 0)) * plan["Actual Loops"]
-    for inner in plan.get("Plans", ()):
-        yield from _rows(inner)
+    with transaction.atomic():
+        # A relay's statements have these plans, whether the table has been analysed or not.
+        executed(f"SELECT {KEEP_PLANS}")
+        plans = measured(action)
+    connection.close()
+    assert plans, "no statement of it read the outbox"
+    return sum(
+        (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
+        for node in (node for plan in plans for node in nodes(plan))
+        if of_the_table(node)
+    )

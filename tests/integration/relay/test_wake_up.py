@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import psycopg
 import pytest
 from django.db import connection, connections, transaction
-from django.test import TestCase
 
 from exactly_once.process.loop import Bell, StopRequest
 from exactly_once.wire.retry import Pause
@@ -19,6 +18,7 @@ from outbox.relay import listening
 from outbox.relay.listening import APPLICATION_NAME, Listener
 from tests.support.aliases import an_alias, the_default_at
 from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import at_once
 from tests.support.relaying import SECONDS, in_threads
 from tests.support.servers import FaultProxy
 from tests.support.sql import another_session, executed
@@ -104,8 +104,7 @@ class TestRinging:
                 with transaction.atomic():
                     ring_after_commit("default")
 
-        with in_threads(*[burst] * 5):
-            pass
+        at_once([burst] * 5)
         assert 1 <= len(heard()) <= 5, "one, unless threads came to it together"
 
         clock.now += 0.051
@@ -195,12 +194,12 @@ class TestRinging:
         assert heard() == []
 
 
-class TestInsideTestCase(TestCase):
-    def test_commit_hook_of_the_ring_is_not_captured_by_a_testcase(self):
-        with self.captureOnCommitCallbacks() as callbacks, transaction.atomic():
-            ring_after_commit("default")
+@pytest.mark.django_db
+def test_commit_hook_of_the_ring_is_not_captured_by_a_testcase(django_capture_on_commit_callbacks):
+    with django_capture_on_commit_callbacks() as callbacks, transaction.atomic():
+        ring_after_commit("default")
 
-        assert callbacks == []
+    assert callbacks == []
 
 
 @contextmanager
@@ -314,13 +313,6 @@ class TestListening:
             assert bell.wait(SECONDS, never)
 
         assert (caplog.text.count(AWAY), caplog.text.count(BACK)) == (1, 1)
-
-    @pytest.mark.django_db(transaction=True, databases=["default", "other"])
-    def test_listener_connects_through_listen_alias(self, outside, bell):
-        with a_listener(bell, LISTEN_ALIAS="other"):
-            where = outside.execute("SELECT datname FROM pg_stat_activity WHERE application_name = %s", [APPLICATION_NAME])
-
-            assert where.fetchall() == [(connections["other"].settings_dict["NAME"],)]
 
     def test_listener_with_doorbell_false_does_not_connect(self, outside, bell, never):
         with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS=None)).listening():
