@@ -90,6 +90,8 @@ def test_action_reports_each_message_and_records_the_user_and_the_reason(
     logged, audited = LogEntry.objects.get(), AuditEntry.objects.get()
     assert (logged.object_id, logged.user_id, logged.change_message) == (str(row.pk), user.pk, f"{capfirst(done)}{reason}")
     assert (audited.object_id, audited.actor, audited.action) == (str(row.message_id), user.username, action)
+    assert (audited.place, audited.address, audited.kind) == ("admin", "127.0.0.1", "message")
+    assert audited.parameters == ({"reason": "the ledger says so", "overdue": "on"} if asks else {})
     assert client.get(reverse(f"{page}_history", args=[row.pk])).context["action_list"]
 
 

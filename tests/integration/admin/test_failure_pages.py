@@ -19,7 +19,7 @@ from tests.support.inbox_rows import settle
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 
-VIEW, RETRY, SKIP, NOTE = "view_inboxmessage", "retry_inboxmessage", "skip_inboxmessage", "note_failurenote"
+VIEW, SKIP, NOTE = "view_inboxmessage", "skip_inboxmessage", "note_failurenote"
 LIST, DETAIL = "admin:inbox_inboxmessage_changelist", "admin:inbox_inboxmessage_change"
 GROUPS, GROUP = "admin:exactly_once_failurenote_changelist", "admin:exactly_once_failurenote_group"
 THIS_FILE = "tests/integration/admin/test_failure_pages.py"

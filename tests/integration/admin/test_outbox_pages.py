@@ -14,6 +14,7 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from exactly_once.console import display
+from exactly_once.models import AuditEntry
 from exactly_once.process.clock import utcnow
 from outbox.admin import OutboxMessageAdmin
 from outbox.admin.actions import RESTORE_THEM
@@ -36,8 +37,6 @@ from tests.support.admin_pages import (
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
-RELAYS, RELAY = "admin:exactly_once_process_changelist", "admin:exactly_once_process_change"
-VIEW_RELAYS = "view_process"
 LONG_AGO = timedelta(days=1)
 
 
@@ -226,7 +225,7 @@ class TestRestore:
             ("warning", "13 not restored. 12: it is published now; 1: it is waiting now."),
         ]
         assert len(report) == 2 + 10
-        assert LogEntry.objects.count() == 19
+        assert LogEntry.objects.count() == AuditEntry.objects.count() == 19
 
     def test_restore_of_more_selected_messages_than_the_limit_is_refused(self, monkeypatch):
         monkeypatch.setattr(OutboxMessageAdmin, "ACTION_LIMIT", 2)

@@ -1,15 +1,11 @@
 """The depths of queues, as RabbitMQ's management API reports them to a page."""
 
 import socket
-import threading
-from contextlib import suppress
-from http.client import HTTPException
 
-import kombu
 import pytest
 
 from exactly_once.transport import management_api
-from exactly_once.transport.management_api import QueueDepths, read_list
+from exactly_once.transport.management_api import QueueDepths
 from tests.support.servers import RabbitServer
 from tests.support.servers.private import LOOPBACK, free_port
 from tests.support.waiting import wait_until
@@ -31,30 +27,6 @@ def test_depths_of_an_api_that_never_answers_are_unknown_and_it_is_asked_in_one_
         assert depths._reading is reading
         assert reading.is_alive()
     wait_until(lambda: not reading.is_alive())
-
-
-def test_request_to_an_api_that_sends_a_byte_now_and_then_ends_after_its_limit(monkeypatch):
-    monkeypatch.setattr(management_api, "_LONGEST_SECONDS", 0.5)
-
-    def drip(server, over):
-        client, _address = server.accept()
-        with client, suppress(OSError):
-            client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
-            while not over.wait(0.05):
-                client.sendall(b" ")
-
-    over = threading.Event()
-    with socket.create_server((LOOPBACK, 0)) as server:
-        dripping = threading.Thread(target=drip, args=(server, over), daemon=True)
-        dripping.start()
-        broker = kombu.Connection("amqp://guest:guest@127.0.0.1:1//")
-        try:
-            # It is JSON without a value, cut off by the limit.
-            with pytest.raises((OSError, ValueError, HTTPException)):
-                read_list(f"http://{LOOPBACK}:{server.getsockname()[1]}", broker, "policies")
-        finally:
-            over.set()
-            dripping.join()
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "memory://", "local://", "amqp://guest:guest@127.0.0.1:7//"])

@@ -138,7 +138,8 @@ def test_pause_asks_for_a_reason_and_is_audited_and_resume_is_offered_then(handl
         form = client.get(found["pause"])
         assert form.context["form"].initial[kind] == name
         client.post(found["pause"], {kind: name, "reason": "the provider is down"})
-        assert model.objects.get(**{kind: name}).reason == "the provider is down"
+        row = model.objects.get(**{kind: name})
+        assert (row.reason, row.paused_by) == ("the provider is down", "staff0 in the admin")
         entry = AuditEntry.objects.get(kind=kind)
         assert (entry.action, entry.object_id) == ("pause", name)
         assert entry.parameters == {kind: name, "reason": "the provider is down"}

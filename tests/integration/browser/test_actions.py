@@ -6,10 +6,9 @@ import pytest
 
 from exactly_once.models import AuditEntry, FailureNote, Operation
 from exactly_once.models import Process as ProcessRow
-from exactly_once.sql.now import DatabaseTime
 from inbox.contrib.joins.models import Run
-from inbox.models import InboxMessage, PausedHandler
-from outbox.models import OutboxMessage, PausedTopic
+from inbox.models import InboxMessage
+from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.admin_actions import ACTIONS, TEXTS, rows_to_act_on
 from tests.support.admin_pages import NASTY
@@ -18,7 +17,7 @@ from tests.support.browser import DESKTOP, PHONE
 from tests.support.joins import report
 from tests.support.layout import faults
 from tests.support.relaying import published
-from tests.support.shop_day import AMOUNT, CHARGE, PLACED, TEXT, failing
+from tests.support.shop_day import AMOUNT, CHARGE, PLACED, failing
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
@@ -80,37 +79,6 @@ def test_every_action_is_confirmed_posted_with_csrf_and_logged(operator, handles
             row.delete()  # the next one has the same name
 
     assert all("csrfmiddlewaretoken=" in body for _path, body in operator.posted)
-
-
-def test_topic_and_handler_are_paused_by_a_form(operator, handles):
-    handles(print, name=TEXT, topic=PLACED)
-    for name, field, value, model in (
-        ("outbox_pausedtopic", "topic", "shop.order.placed", PausedTopic),
-        ("inbox_pausedhandler", "handler", TEXT, PausedHandler),
-    ):
-        page = operator.visit(f"admin:{name}_changelist")
-        page.locator(".object-tools .addlink").click()
-        page.locator(f"[name={field}]").fill(value)
-        page.locator("[name=reason]").fill(NASTY)
-        require_good_layout(page)
-        page.locator("form input[type=submit]").click()
-        page.locator(".messagelist .success").wait_for()
-        require_good_layout(page)
-        assert model.objects.get(**{field: value}).paused_by == "operator in the admin"
-
-
-def test_audit_log_is_filtered_and_exported(operator):
-    texts = {"place": "admin", "address": "203.0.113.7", "action": "retry", "kind": "message", "name": NASTY}
-    for actor in ("ada", NASTY):
-        AuditEntry.objects.create(app="inbox", at=DatabaseTime(), actor=actor, **texts)
-    page = operator.visit("admin:exactly_once_auditentry_changelist")
-    page.locator(".message-filters summary", has_text="Who").first.click()
-    page.locator(".message-filters a", has_text="ada").click()
-    page.wait_for_url("**actor=ada**")
-    assert page.locator("#result_list tbody tr").count() == 1
-    with page.expect_download() as download:
-        page.get_by_role("link", name="Export CSV").click()
-    assert len(download.value.path().read_text().splitlines()) == 2
 
 
 def test_failure_group_takes_a_note_and_its_operation_is_cancelled(operator):
