@@ -18,6 +18,7 @@ from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
 from tests.support import decisions
 from tests.support.admin_pages import a_message
+from tests.support.commands import output_of
 from tests.support.deliveries import TOPIC, an_envelope, deliver, drain, effects, make_due, options, the_effect, the_row
 from tests.support.inbox_rows import delete_messages
 
@@ -26,14 +27,8 @@ pytestmark = pytest.mark.django_db
 BINARY = b"\xff\x00binary"
 
 
-def run(command, *arguments, **given):
-    out = StringIO()
-    call_command(command, *map(str, arguments), stdout=out, stderr=StringIO(), **given)
-    return out.getvalue()
-
-
 def exported(*arguments):
-    return [json.loads(line) for line in run("exactly_once_export", *arguments).splitlines()]
+    return [json.loads(line) for line in output_of("exactly_once_export", *arguments).splitlines()]
 
 
 def columns(row):
@@ -79,16 +74,16 @@ class TestOutbox:
         other = a_dead_letter(body=BINARY, wire='{"content_type": "application/x-binary"}')
         before = [columns(each) for each in (row, other)]
         file = tmp_path / "letters.jsonl"
-        run("exactly_once_export", output=str(file))
+        output_of("exactly_once_export", output=str(file))
         OutboxMessage.objects.all().delete()
 
-        said = run("exactly_once_import", file)
+        said = output_of("exactly_once_import", file)
 
         # The shard follows from the key.
         after = [columns(each) for each in OutboxMessage.objects.order_by("pk")]
         assert [{**each, "shard": 0} for each in after] == [{**each, "shard": 0} for each in before]
         assert "line 1: imported" in said
-        assert said.endswith("2 imported, 0 here already, 0 refused.\n")
+        assert said.endswith("2 imported, 0 here already, 0 refused.")
 
     def test_body_that_is_not_text_is_base64(self):
         a_dead_letter(body=BINARY)
@@ -108,9 +103,9 @@ class TestOutbox:
         a_dead_letter()
         file = written(tmp_path / "letters.jsonl", *exported())
         before, audit = columns(OutboxMessage.objects.get()), AuditEntry.objects.count()
-        said = run("exactly_once_import", file)
+        said = output_of("exactly_once_import", file)
         assert "line 1: here already" in said
-        assert said.endswith("0 imported, 1 here already, 0 refused.\n")
+        assert said.endswith("0 imported, 1 here already, 0 refused.")
         assert columns(OutboxMessage.objects.get()) == before
         assert AuditEntry.objects.count() == audit
         assert not TrailEntry.objects.exists()
@@ -120,7 +115,7 @@ class TestOutbox:
         file = written(tmp_path / "letters.jsonl", *exported())
         OutboxMessage.objects.all().delete()
         a_message(State.PUBLISHED, message_id=row.message_id, settled_at=utcnow())
-        assert "line 1: here already" in run("exactly_once_import", file)
+        assert "line 1: here already" in output_of("exactly_once_import", file)
         assert OutboxMessage.objects.get().state == State.PUBLISHED
 
     def test_line_that_cannot_be_imported_is_reported_with_its_number_and_does_not_stop_the_others(self, tmp_path):
@@ -167,7 +162,7 @@ class TestOutbox:
         file = written(tmp_path / "letters.jsonl", *exported())
         OutboxMessage.objects.all().delete()
         audit = AuditEntry.objects.count()
-        assert run("exactly_once_import", file, "--dry-run").endswith("1 would be imported, 0 here already, 0 refused.\n")
+        assert output_of("exactly_once_import", file, "--dry-run").endswith("1 would be imported, 0 here already, 0 refused.")
         assert not OutboxMessage.objects.exists()
         assert not TrailEntry.objects.exists()
         assert AuditEntry.objects.count() == audit
@@ -175,9 +170,9 @@ class TestOutbox:
     def test_export_and_import_are_in_the_audit_log_and_the_import_in_the_trail(self, tmp_path):
         row = a_dead_letter()
         file = tmp_path / "letters.jsonl"
-        run("exactly_once_export", "--topic", row.topic, output=str(file))
+        output_of("exactly_once_export", "--topic", row.topic, output=str(file))
         OutboxMessage.objects.all().delete()
-        run("exactly_once_import", file)
+        output_of("exactly_once_import", file)
         export, imported = AuditEntry.objects.order_by("pk")
         assert (export.app, export.action, export.name) == ("outbox", "export", "1 messages")
         assert export.place == "exactly_once_export"
@@ -196,14 +191,14 @@ class TestOutbox:
         file = tmp_path / "letters.jsonl"
         file.touch()
         file.chmod(0o644)
-        run("exactly_once_export", output=str(file))
+        output_of("exactly_once_export", output=str(file))
         assert file.stat().st_mode & 0o777 == 0o600
 
     @pytest.mark.parametrize("command", ["exactly_once_export", "exactly_once_import"])
     def test_file_that_cannot_be_opened_is_an_error(self, command, tmp_path):
         arguments = [tmp_path / "no" / "file"]
         with pytest.raises(CommandError, match="No such file"):
-            run(command, *(arguments if command == "exactly_once_import" else ["--output", *arguments]))
+            output_of(command, *(arguments if command == "exactly_once_import" else ["--output", *arguments]))
 
 
 class TestInbox:
@@ -228,12 +223,12 @@ class TestInbox:
         Step.objects.create(message=row, name="charge", result={"id": 7}, taken_at=utcnow())
         before, step = columns(row), columns(row.steps.get())
         file = tmp_path / "letters.jsonl"
-        run("exactly_once_export", output=str(file))
+        output_of("exactly_once_export", output=str(file))
         delete_messages()
 
-        said = run("exactly_once_import", file)
+        said = output_of("exactly_once_import", file)
 
-        assert said.endswith("1 imported, 0 here already, 0 refused.\n")
+        assert said.endswith("1 imported, 0 here already, 0 refused.")
         after = the_row()
         assert columns(after) == before
         assert {**columns(after.steps.get()), "message_id": 0} == {**step, "message_id": 0}
@@ -245,15 +240,15 @@ class TestInbox:
         row = self.a_dead_letter(handler)
         file = written(tmp_path / "letters.jsonl", *exported())
         delete_messages()
-        run("exactly_once_import", file)
+        output_of("exactly_once_import", file)
         make_due()
         drain()
         assert effects() == 0
         FAILING.clear()
-        run("inbox_retry", row.message_id)
+        output_of("inbox_retry", row.message_id)
         drain()
         assert effects(row.biz_id) == 1
-        assert "here already" in run("exactly_once_import", file)
+        assert "here already" in output_of("exactly_once_import", file)
         drain()
         assert effects(row.biz_id) == 1
 
@@ -262,7 +257,7 @@ class TestInbox:
         [line] = exported()
         delete_messages()
         line["created_at"] = (utcnow() - timedelta(days=400)).isoformat()
-        run("exactly_once_import", written(tmp_path / "letters.jsonl", line))
+        output_of("exactly_once_import", written(tmp_path / "letters.jsonl", line))
         assert the_row().quarantined
         assert "Its error was: ValueError" in the_row().last_error
         assert not decisions.retry("default", the_row().pk)

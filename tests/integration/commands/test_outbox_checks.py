@@ -163,18 +163,6 @@ IMMEDIATE = {"transaction_mode": "IMMEDIATE"}
 
 @pytest.mark.long
 class TestOneAppAlone:
-    @pytest.mark.parametrize("apps", [["outbox"], ["inbox"], ["outbox", "inbox"]], ids="+".join)
-    def test_each_app_migrates_and_passes_every_check_alone(self, project, apps):
-        project(apps, OPTIONS=IMMEDIATE, broker="amqp://guest:guest@localhost//")
-
-        for command in (
-            ["migrate", "--verbosity", "0"],
-            ["check", "--fail-level", "WARNING", "--database", "default"],
-            ["makemigrations", "--check", "--dry-run"],
-        ):
-            status, out = project.run(*command)
-            assert status == 0, out
-
     @pytest.mark.parametrize(("app", "other"), [("outbox", "inbox"), ("inbox", "outbox")])
     def test_commands_for_both_apps_work_with_one_and_name_the_one_that_is_missing(self, project, app, other):
         project([app], OPTIONS=IMMEDIATE, broker="amqp://guest:guest@localhost//")

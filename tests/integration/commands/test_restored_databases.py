@@ -1,7 +1,7 @@
 """What a restore, a switch to a replica, or an upgrade of the operating system leaves wrong in a database of PostgreSQL."""
 
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import pytest
 from django.core.checks import run_checks
@@ -26,7 +26,7 @@ from tests.support.lower_bounds import at_least
 from tests.support.projects import run_in
 from tests.support.relaying import published, published_many, set_columns, state_of
 from tests.support.shop_day import a_busy_day
-from tests.support.sql import executed, fetched
+from tests.support.sql import as_another_user, executed, fetched
 
 pytestmark = pytest.mark.django_db(transaction=True)
 HISTORIES = {"outbox": history.HISTORY, "inbox": housekeeping.HISTORY}
@@ -37,18 +37,9 @@ def problems():
     return {problem.id: problem for problem in run_checks(databases=["default"])}
 
 
-@contextmanager
-def without_the_right_to_read(name):
-    """As a user with all other rights on tables and sequences."""
-    executed(
-        "CREATE ROLE reads_less; GRANT ALL ON ALL TABLES IN SCHEMA public TO reads_less; "
-        "GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO reads_less; "
-        f"REVOKE SELECT ON {name} FROM reads_less; SET ROLE reads_less"
-    )
-    try:
-        yield
-    finally:
-        executed("RESET ROLE; DROP OWNED BY reads_less; DROP ROLE reads_less")
+def mended():
+    for _, statement in behind_their_tables("default"):
+        executed(statement)
 
 
 class TestCollation:
@@ -126,8 +117,7 @@ class TestSequence:
             executed("SELECT setval(pg_get_serial_sequence(%s, 'id'), %s, false)", [model._meta.db_table, at])
 
         yield restarted
-        for _, statement in behind_their_tables("default"):
-            executed(statement)
+        mended()
 
     @pytest.mark.parametrize(
         ("name", "model"),
@@ -166,10 +156,6 @@ class TestSequence:
             runs.until(lambda: runs is relay or "receiving from" in runs.said())
             yield runs
 
-    def mended(self):
-        for _, statement in behind_their_tables("default"):
-            executed(statement)
-
     def test_running_process_waits_until_the_statement_is_run_and_blames_no_message(self, running, restart):
         """As a switch to a replica in the middle of its life does."""
         for n in range(30):
@@ -180,7 +166,7 @@ class TestSequence:
             published(topic="worker.job", payload={}, biz_id=f"after-{n}")
         running.until(lambda: "Run `SELECT setval('public.inbox_receipt_id_seq'" in running.said())
         assert effects() == 30
-        self.mended()
+        mended()
         running.until(lambda: effects() == 33)
 
         assert set(InboxMessage.objects.values_list("state", "attempts")) == {("done", 1)}
@@ -194,7 +180,7 @@ class TestSequence:
         Unique.objects.create(name="go order-1")
         running.until(lambda: "Run `SELECT setval('public.outbox_outboxmessage_id_seq'" in running.said())
         assert not InboxMessage.objects.filter(state__in=["retrying", "dead"]).exists()
-        self.mended()
+        mended()
         running.until(lambda: effects() == 2)
 
         assert set(InboxMessage.objects.values_list("state", "attempts")) == {("done", 1)}
@@ -240,7 +226,7 @@ class TestSequence:
         restart(OutboxMessage)
         found = {}
         for name in ("inbox_receipt_id_seq", "outbox_outboxmessage_id_seq", "outbox_outboxmessage_live"):
-            with without_the_right_to_read(name):
+            with as_another_user(without=name):
                 found[name] = problems()
             assert f"may not read {'' if name.endswith('live') else 'public.'}{name}." in found[name]["exactly_once.W003"].msg
 

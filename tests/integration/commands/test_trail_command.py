@@ -4,6 +4,7 @@ import io
 import json
 import uuid
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from django.core.management import CommandError, call_command
@@ -16,6 +17,7 @@ from outbox import cancel
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.store import settling
 from outbox.store.settling import Failure, Settlement
+from tests.support.commands import output_of
 from tests.support.deliveries import an_envelope, deliver, the_effect
 from tests.support.relaying import TOPIC, published, set_columns
 
@@ -40,10 +42,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def printed_by_trail(*arguments, out=None, **options):
-    out = out or io.StringIO()
-    call_command("exactly_once_trail", *map(str, arguments), stdout=out, **options)
-    return out.getvalue()
+printed_by_trail = partial(output_of, "exactly_once_trail")
 
 
 def transitions(message):
@@ -133,8 +132,9 @@ class TestTrailCommand:
         call_command("outbox_restore", str(message.id), verbosity=0)
         relay()
 
-        printed = printed_by_trail(message.id, out=Terminal())
+        call_command("exactly_once_trail", message.id, stdout=(terminal := Terminal()))
 
+        printed = terminal.getvalue()
         lines = printed.splitlines()
         assert max(map(len, lines)) <= columns
         assert "\x1b" not in printed

@@ -155,6 +155,11 @@ class Project:
         assert done.returncode == 0, done.stdout
         return done.stdout
 
+    def prepare(self):
+        self.manage("migrate", "--run-syncdb", "--verbosity", "0")
+        self.manage("check", "--fail-level", "WARNING", "--database", "default")
+        self.manage("makemigrations", "--check", "--dry-run")
+
     def with_admin(self):
         with (self._directory / "project_settings.py").open("a") as settings:
             settings.write(WITH_ADMIN)
@@ -184,8 +189,7 @@ def inbox_project(tmp_path, rabbitmq_url):
 
 def test_the_outbox_alone_publishes_in_a_transaction_and_relays_to_rabbitmq(outbox_project, rabbitmq_url):
     project = outbox_project
-    project.manage("migrate", "--run-syncdb", "--verbosity", "0")
-    project.manage("check", "--fail-level", "WARNING", "--database", "default")
+    project.prepare()
 
     with Queue(rabbitmq_url, TOPIC) as queue, project.process("outbox_relay") as relay:
         project.manage("shell", "--verbosity", "0", "--command", BUY)
@@ -209,8 +213,7 @@ def test_the_inbox_alone_handles_a_foreign_producers_message_once_although_it_is
     project = inbox_project
     of_the_shop = Handler(name=SHIP, topics=(TOPIC,), function=print, biz_id=None, using="default")
     options = broker_options(rabbitmq_url)
-    project.manage("migrate", "--run-syncdb", "--verbosity", "0")
-    project.manage("check", "--fail-level", "WARNING", "--database", "default")
+    project.prepare()
 
     with project.process("inbox_consume") as consumer:
         consumer.until(lambda: "consumer: receiving from" in consumer.said())

@@ -3,11 +3,13 @@
 The whole cycle under other labels is a project of `tests/projects`.
 """
 
+import dj_database_url
 import pytest
+from django.db import connection
 
 from tests.support import ROOT
 from tests.support.pages import titled_files
-from tests.support.projects import ADMIN_SETTINGS, ADMIN_URLS, run_in, settings_of
+from tests.support.projects import ADMIN_SETTINGS, ADMIN_URLS, SQLITE, run_in, settings_of
 
 PAGE = ROOT / "docs" / "how-to" / "app-named-outbox.md"
 THEIR_MODELS = """\
@@ -64,10 +66,13 @@ assert AuditEntry.objects.filter(action="cancel", actor="staff").exists()
 
 
 @pytest.fixture
-def project(tmp_path, empty_database):
+def project(tmp_path, request):
     """The files of the page, and two apps of the project with our labels and the names of our models."""
     apps = ["shop.outbox", "shop.inbox", "shop.orders"]
-    given = {"database": empty_database("shop.sqlite3"), "ALLOWED_HOSTS": ["testserver"], "ROOT_URLCONF": "shop.urls"}
+    database = SQLITE
+    if connection.vendor == "postgresql":
+        database = dj_database_url.parse(request.getfixturevalue("postgres_server").create_database())
+    given = {"database": database, "ALLOWED_HOSTS": ["testserver"], "ROOT_URLCONF": "shop.urls"}
     files = {
         "shop/__init__.py": "",
         "shop/urls.py": ADMIN_URLS,
