@@ -516,12 +516,8 @@ class TestDeclaring:
         with pytest.raises(NotCallable):
             joins(generates)
 
-    def test_join_without_the_app_is_refused(self, joins, settings):
+    @pytest.mark.parametrize("name", ["joined_handler", "correlated"])
+    def test_use_without_the_app_is_refused(self, settings, name):
         settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.contrib.joins"]
         with pytest.raises(ImproperlyConfigured, match=r"add 'inbox.contrib.joins' to INSTALLED_APPS"):
-            joins(report)
-
-    def test_correlated_without_the_app_is_refused(self, settings):
-        settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.contrib.joins"]
-        with pytest.raises(ImproperlyConfigured, match=r"add 'inbox.contrib.joins' to INSTALLED_APPS"):
-            import_string("inbox.contrib.joins.correlated")
+            import_string(f"inbox.contrib.joins.{name}")

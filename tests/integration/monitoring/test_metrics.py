@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import inbox.metrics
 import outbox.metrics
-from exactly_once.metrics import MOST_SERIES, OTHER, Instrument
+from exactly_once.metrics import MOST_SERIES, OTHER, Instrument, instruments
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.telemetry import prometheus
 from inbox import Reject, RetryLater
@@ -58,13 +58,10 @@ class Recorder:
 
 @pytest.fixture
 def recorded():
-    """Record what the instruments of these modules are given, by name and label values."""
-    attached = {}
-    for module in (outbox.metrics, inbox.metrics):
-        for instrument in vars(module).values():
-            if isinstance(instrument, Instrument):
-                attached[instrument] = instrument._metric
-                instrument.attach(Recorder())
+    """Record what the instruments are given, by name and label values."""
+    attached = {instrument: instrument._metric for instrument in instruments.values()}
+    for instrument in attached:
+        instrument.attach(Recorder())
     yield lambda instrument: instrument._metric.recorded
     for instrument, metric in attached.items():
         instrument.attach(metric)

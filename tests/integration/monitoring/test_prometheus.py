@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-import inbox.metrics
 import inbox.monitoring
-import outbox.metrics
 import outbox.monitoring
 from exactly_once import metrics
-from exactly_once.metrics import Instrument
 from outbox.states import State
 from tests.support import ROOT
 from tests.support.commands import ran
@@ -27,14 +24,8 @@ APPS = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.pare
 
 def exported():
     """The names of all series that the code exports."""
-    found = [
-        instrument
-        for module in (outbox.metrics, inbox.metrics, metrics)
-        for instrument in vars(module).values()
-        if isinstance(instrument, Instrument)
-    ]
     suffixes = {"histogram": ("_bucket", "_count", "_sum")}
-    return {instrument.name + suffix for instrument in found for suffix in suffixes.get(instrument.kind, ("",))}
+    return {name + suffix for name, found in metrics.instruments.items() for suffix in suffixes.get(found.kind, ("",))}
 
 
 def series(text):

@@ -13,7 +13,7 @@ from email.utils import format_datetime
 import pytest
 from django.core.exceptions import ImproperlyConfigured, ValidationError
 from django.core.management import call_command
-from django.db import connection, connections, transaction
+from django.db import connection, connections
 from django.test.utils import CaptureQueriesContext
 
 import inbox.contrib.outgoing_webhooks
@@ -26,7 +26,6 @@ from inbox.contrib.outgoing_webhooks.service import EndpointHandlers, serve
 from inbox.housekeeping import Housekeeper
 from inbox.models import InboxMessage, KeptHandler
 from inbox.testing import deliver, make_message, run_handler, travel
-from outbox import publish
 from outbox.contrib.incoming_webhooks import InvalidSignature, StandardWebhooks
 from outbox.testing import run_relay
 from tests.support.decisions import retry
@@ -226,13 +225,6 @@ class TestFanOut:
 
         assert [request.json["data"] for request in receiver.requests] == [{"id": "order-17"}]
         assert not rows("partner").exists()
-
-    def test_published_message_is_sent_and_its_rows_commit_with_it(self, receiver, endpoint):
-        with transaction.atomic():
-            message = publish(TOPIC, ORDER)
-        run_relay()
-        send()
-        assert receiver.ids == [str(message.id)]
 
     @pytest.mark.every_database
     def test_fan_out_that_fails_stores_no_request(self, offers, receiver):
@@ -538,18 +530,6 @@ class TestProcess:
 
 @pytest.mark.every_database
 class TestManyEndpoints:
-    def test_message_is_stored_for_many_endpoints_with_a_few_statements(self, offers, receiver):
-        offers(TOPIC)
-        names = [f"partner-{number:03}" for number in range(600)]
-        Endpoint.objects.bulk_create(Endpoint(name=name, url=receiver.url) for name in names)
-        with CaptureQueriesContext(connection) as captured:
-            offered()
-
-        assert rows(names[0]).count() == rows(names[-1]).count() == 1
-        assert InboxMessage.objects.filter(handler__startswith="webhook/").count() == len(names)
-        by_row = 0 if connection.vendor == "postgresql" else 2 * len(names)  # receipt and message
-        assert len(captured) < by_row + 40
-
     def test_endpoints_take_turns_however_many_they_are_and_however_large_the_backlog_of_one_is(self, offers, receiver):
         offers(TOPIC, "shop.many")
         names = [f"partner-{number:03}" for number in range(80)]
