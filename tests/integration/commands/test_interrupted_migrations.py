@@ -1,5 +1,6 @@
 """A migration that was stopped midway resumes, also with a backend that has no transaction around it and skips what exists."""
 
+import dj_database_url
 import psycopg
 import pytest
 
@@ -40,18 +41,15 @@ RELATIONS = "SELECT relname FROM pg_class WHERE relname ~ '^(exactly_once|inbox|
 
 
 @pytest.fixture
-def database(postgres_server):
+def database(postgres_server, request):
     """A function that returns the URL of a new, empty database."""
-    names = []
 
     def create():
         url = postgres_server.create_database()
-        names.append(url.rpartition("/")[2])
+        request.addfinalizer(lambda: postgres_server.drop_database(url.rpartition("/")[2]))
         return url
 
-    yield create
-    for name in names:
-        postgres_server.drop_database(name)
+    return create
 
 
 @pytest.fixture
@@ -61,8 +59,8 @@ def migrate(tmp_path):
     (tmp_path / "backend" / "base.py").write_text(BACKEND)
 
     def migrated(url, engine="django.db.backends.postgresql"):
-        address, _, name = url.rpartition("/")
-        database = {"ENGINE": engine, "HOST": "127.0.0.1", "PORT": address.rpartition(":")[2], "USER": "postgres", "NAME": name}
+        database = dj_database_url.parse(url, engine=engine)
+        name = database["NAME"]
         settings = settings_of("outbox", "inbox", "django.contrib.contenttypes", database=database)
         # By the name of the database: Python takes a file that is written again within a second for the compiled one.
         (tmp_path / f"settings_of_{name}.py").write_text(settings)
