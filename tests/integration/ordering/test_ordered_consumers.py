@@ -2,7 +2,6 @@
 
 import logging
 import random
-import threading
 from collections import defaultdict
 from contextlib import suppress
 
@@ -20,10 +19,9 @@ from inbox.models import InboxMessage
 from inbox.states import Outcome, State
 from inbox.store import arrivals
 from outbox import Draft, publish_many
-from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import TOPIC, effects, the_effect
+from tests.support.deliveries import TOPIC, InAThread, effects, in_the_order_of_their_effects, the_effect
 from tests.support.waiting import wait_until
-from tests.support.workers import broker_options, consuming, declare, producing, relay, send
+from tests.support.workers import broker_options, consuming, declare, producing, relay, send, send_and_handle
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -51,7 +49,7 @@ def sent(url, numbers, *, keys=4):
 def by_key(keys=4):
     """The numbers of the effects, key by key, in the order of their commits."""
     found = defaultdict(list)
-    for name in Effect.objects.order_by("pk").values_list("name", flat=True):
+    for name in in_the_order_of_their_effects():
         number = int(name.rpartition("#")[2])
         found[number % keys].append(number)
     return found
@@ -69,33 +67,17 @@ def lengths(server, handler, options):
 
 
 class TestOrder:
-    def test_messages_published_in_order_take_effect_in_order(self, handling, rabbitmq_server, rabbitmq_url):
-        handler, options = handling(the_effect, ordered=True), broker_options(rabbitmq_url, CONCURRENCY=3)
-        published(range(200))
-        relay(rabbitmq_url)
-
-        with consuming([handler], options), consuming([handler], options):
-            wait_until(lambda: effects() == 200)
-            wait_until(lambda: lengths(rabbitmq_server, handler, options) == {queue_name(handler, options): 0})
-
-        assert_each_once_and_in_order(200)
-        assert set(InboxMessage.objects.values_list("state", "ordered", "duplicates")) == {(State.DONE, True, 0)}
-
     def test_restarting_consumers_keeps_the_order(self, handling, rabbitmq_url):
         handler, options = handling(the_effect, ordered=True), broker_options(rabbitmq_url, CONCURRENCY=2)
         total = 800
-        sending = threading.Thread(target=sent, args=[rabbitmq_url, range(total)])
-        sending.start()
         chance, restarts = random.Random(7), 0
-        try:
+        with InAThread(lambda: sent(rabbitmq_url, range(total))):
             while InboxMessage.objects.count() < total:
                 restarts += 1
                 with consuming([handler], options), consuming([handler], options):
                     seen = InboxMessage.objects.count()
                     some = min(total, seen + chance.randint(20, 120))
                     wait_until(lambda some=some: InboxMessage.objects.count() >= some)
-        finally:
-            sending.join()
 
         with consuming([handler], options):
             wait_until(lambda: effects() == total)
@@ -252,8 +234,7 @@ class TestPartitions:
         try:
             with consuming([handler, other], options) as consumer:
                 wait_until(lambda: "rabbitmq-plugins enable rabbitmq_consistent_hash_exchange" in caplog.text)
-                send(rabbitmq_url, "other", {}, message_id="other#1")
-                wait_until(lambda: effects("other#1") == 1)
+                send_and_handle(rabbitmq_url, "other", "other#1")
                 assert not consumer._broker.ongoing
                 mortal_rabbitmq.evaluate(f"rabbit_registry:register(exchange, {kind}, rabbit_exchange_type_consistent_hash).")
                 wait_until(lambda: not consumer._unusable)

@@ -26,7 +26,6 @@ from inbox.transactions.running import DatabaseUnavailable
 from outbox import Draft, publish, publish_many
 from tests.support import decisions
 from tests.support.aliases import the_default_at
-from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
     A_WHILE,
     OPTIONS,
@@ -37,6 +36,7 @@ from tests.support.deliveries import (
     at_once,
     deliver,
     drain,
+    in_the_order_of_their_effects,
     make_due,
     options,
     run_to_the_end,
@@ -45,6 +45,7 @@ from tests.support.deliveries import (
 )
 from tests.support.inbox_rows import NEXT_ID, RECEIPTS
 from tests.support.open_transactions import lock_waits
+from tests.support.sql import executed
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -72,10 +73,6 @@ def states(*names):
 
 def states_of_all():
     return list(InboxMessage.objects.order_by("pk").values_list("state", flat=True))
-
-
-def in_the_order_of_their_effects():
-    return list(Effect.objects.order_by("pk").values_list("name", flat=True))
 
 
 class Failing:
@@ -606,52 +603,6 @@ class TestConcurrency:
         }
         assert states_of_all().count("received") == 5
 
-    @pytest.mark.long
-    def test_several_runners_keep_the_order_of_every_key_while_messages_arrive(self, handles):
-        behaviour = OneAtATime()
-        handler = handles(behaviour, ordered=True, name="ordered")
-        long_timeout = options(DUPLICATE_TIMEOUT=timedelta(minutes=1), BACKOFF=(timedelta(milliseconds=1), timedelta(hours=2)))
-        arriving = threading.Event()
-
-        def arrives():
-            for start in range(0, 240, 8):
-                arrive(handler, *(a_message(f"{n}", key=f"key-{n % 6}") for n in range(start, start + 8)), given=long_timeout)
-            arriving.set()
-
-        def runs():
-            while not arriving.is_set() or InboxMessage.objects.exclude(state=State.DONE).exists():
-                drain(long_timeout)
-
-        at_once([arrives, runs, runs, runs])
-
-        assert behaviour.wrong == []
-        found = [int(name) for name in in_the_order_of_their_effects()]
-        assert {key: [n for n in found if n % 6 == key] for key in range(6)} == {
-            key: list(range(key, 240, 6)) for key in range(6)
-        }
-
-
-class OneAtATime:
-    """A handler that fails every fourth first attempt and records two concurrent messages of a key."""
-
-    def __init__(self):
-        self.wrong = []
-        self._running = set()
-        self._lock = threading.Lock()
-
-    def __call__(self, message):
-        with self._lock:
-            if message.key in self._running:
-                self.wrong.append(message)
-            self._running.add(message.key)
-        try:
-            the_effect(message)
-            if message.attempt == 1 and int(message.biz_id) % 4 == 0:
-                raise ValueError("not yet")
-        finally:
-            with self._lock:
-                self._running.discard(message.key)
-
 
 @pytest.mark.parametrize("level", ["REPEATABLE_READ", "SERIALIZABLE"])
 class TestStricterIsolation:
@@ -725,18 +676,17 @@ class TestRowsRead:
         """A thousand keys with a hundred messages each, one of each due."""
         handler = handles(the_effect, ordered=True)
         (row,) = [read(handler, a_message("a"), OPTIONS).row]
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"INSERT INTO {dialect.TABLE} (id, handler, topic, biz_id, message_id, key, ordered, state, next_attempt_at, "
-                "content_type, body, digest, headers, source, correlation_id, causation_id, traceparent, received_at) "
-                f"SELECT {NEXT_ID}, %s, %s, n::text, n::text, 'key-' || n %% 1000, true, CASE WHEN n < 1000 THEN 'received' "
-                "ELSE 'waiting' END, CASE WHEN n < 1000 THEN now() + (n - 1000) * interval '1 ms' END, "
-                "'application/json', '{}', '', '{}', '', '', '', '', now() "
-                "FROM generate_series(0, 99999) n",
-                [row.handler, row.topic],
-            )
-            cursor.execute(RECEIPTS)
-            cursor.execute(f"VACUUM ANALYZE {dialect.TABLE}, {dialect.RECEIPTS}")
+        executed(
+            f"INSERT INTO {dialect.TABLE} (id, handler, topic, biz_id, message_id, key, ordered, state, next_attempt_at, "
+            "content_type, body, digest, headers, source, correlation_id, causation_id, traceparent, received_at) "
+            f"SELECT {NEXT_ID}, %s, %s, n::text, n::text, 'key-' || n %% 1000, true, CASE WHEN n < 1000 THEN 'received' "
+            "ELSE 'waiting' END, CASE WHEN n < 1000 THEN now() + (n - 1000) * interval '1 ms' END, "
+            "'application/json', '{}', '', '{}', '', '', '', '', now() "
+            "FROM generate_series(0, 99999) n",
+            [row.handler, row.topic],
+        )
+        executed(RECEIPTS)
+        executed(f"VACUUM ANALYZE {dialect.TABLE}, {dialect.RECEIPTS}")
         return handler
 
     @pytest.mark.long
