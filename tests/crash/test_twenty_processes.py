@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import kombu
 import pytest
-from django.db import connections, transaction
+from django.db import transaction
 
 from inbox.leases.stores import lease_store
 from inbox.models import InboxMessage
@@ -18,6 +18,7 @@ from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.leased import LEASED_JOB
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import OPTIONS, an_envelope, the_row
+from tests.support.sql import executed
 from tests.support.waiting import wait_until
 from tests.support.workers import (
     CONFIRMED,
@@ -76,12 +77,8 @@ def send_copies(url, topic, payload):
 
 
 def processes_that_wait_for_a_lock():
-    with connections["other"].cursor() as cursor:
-        cursor.execute(
-            "SELECT application_name FROM pg_stat_activity WHERE application_name LIKE 'consumer-%%' "
-            "AND wait_event_type = 'Lock'"
-        )
-        return {name for (name,) in cursor.fetchall()}
+    waiting = "application_name LIKE 'consumer-%%' AND wait_event_type = 'Lock'"
+    return {*executed(f"SELECT application_name FROM pg_stat_activity WHERE {waiting}", [], using="other")}
 
 
 def all_end(processes):

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from django.db import connection
 
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
+from tests.support.sql import executed
 
 POISON = "poison"
 """The beginning of the biz-id of such a row."""
@@ -54,6 +55,5 @@ def _function(body):
 
 
 def _execute(*statements):
-    with connection.cursor() as cursor:
-        for statement in statements:
-            cursor.execute(statement)
+    for statement in statements:
+        executed(statement)

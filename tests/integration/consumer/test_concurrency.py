@@ -17,7 +17,7 @@ import psycopg
 import pytest
 from amqp.exceptions import PreconditionFailed
 from django.core.management import CommandError, call_command
-from django.db import connection, connections, transaction
+from django.db import connections, transaction
 
 from exactly_once.process.clock import monotonic
 from inbox.consumer.lanes import Unanswered
@@ -55,6 +55,8 @@ from tests.support.deliveries import (
     deliver,
     drain,
     effects,
+    effects_by_name,
+    in_the_order_of_their_effects,
     make_due,
     options,
     the_effect,
@@ -62,6 +64,7 @@ from tests.support.deliveries import (
 )
 from tests.support.loads import a_delivery
 from tests.support.servers.private import free_port
+from tests.support.sql import executed, fetched
 from tests.support.waiting import wait_until
 from tests.support.workers import (
     broker_options,
@@ -86,10 +89,6 @@ def undelivered(url, handler):
 
 def names(count, prefix="m"):
     return [f"{prefix}{number}" for number in range(count)]
-
-
-def effects_by_name():
-    return Counter(Effect.objects.values_list("name", flat=True))
 
 
 class Gate:
@@ -159,9 +158,7 @@ class TestConcurrency:
         servers = set()
 
         def handle(message):
-            with connection.cursor() as cursor:
-                cursor.execute("SELECT pg_backend_pid()")
-                servers.add(cursor.fetchone()[0])
+            servers.add(fetched("SELECT pg_backend_pid()"))
             gate(message)
 
         handler, options = handling(handle), broker_options(rabbitmq_url, CONCURRENCY=5)
@@ -488,8 +485,7 @@ class TestUnavailableDatabase:
             ran.append(message.attempt)
             if len(ran) == 1:
                 connections["other"].settings_dict["PORT"] = port
-                with connections["other"].cursor() as cursor:
-                    cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+                executed("SELECT pg_terminate_backend(pg_backend_pid())", using="other")
 
         handler = handles(handle, using="other")
         reception = Reception(OPTIONS, Runner(OPTIONS), lambda *_: None)
@@ -556,7 +552,7 @@ def test_ordered_queue_that_cannot_be_stored_takes_no_thread_from_other_handlers
     with consumer:
         wait_until(lambda: effects() == 23)
 
-    assert list(Effect.objects.order_by("pk").values_list("name", flat=True))[-3:] == ["/tests#1", "/tests#2", "/tests#3"]
+    assert in_the_order_of_their_effects()[-3:] == ["/tests#1", "/tests#2", "/tests#3"]
 
 
 class TestConsumerTimeout:

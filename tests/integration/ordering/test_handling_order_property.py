@@ -38,7 +38,7 @@ from tests.support import decisions as by_operators
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, options
 from tests.support.inbox_rows import delete_messages
-from tests.support.sql import fetched
+from tests.support.sql import executed, fetched
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long]
@@ -132,9 +132,8 @@ class LockingActor(Actor):
     def _forget(self, pid):
         """Wait until the server has rolled back what a killed actor was doing."""
         self.machine.forget(self)
-        with connection.cursor() as cursor:
-            gone = "SELECT NOT EXISTS (SELECT 1 FROM pg_stat_activity WHERE pid = %s AND pid <> pg_backend_pid())"
-            wait_until(lambda: cursor.execute(gone, [pid]) and cursor.fetchone()[0])
+        gone = "SELECT NOT EXISTS (SELECT 1 FROM pg_stat_activity WHERE pid = %s AND pid <> pg_backend_pid())"
+        wait_until(lambda: fetched(gone, [pid]))
 
 
 @dataclass
@@ -301,13 +300,12 @@ class Machine:
     def _make_due(self):
         waiting = InboxMessage.objects.filter(state__in=[State.RECEIVED, State.RETRYING], next_attempt_at__isnull=False)
         some = [pk for pk in waiting.values_list("pk", flat=True) if self.chance.random() < 0.8]
-        with connection.cursor() as cursor:
-            # Rows that an actor is running are skipped: the update would wait for their locks.
-            cursor.execute(
-                f"UPDATE {dialect.TABLE} SET next_attempt_at = statement_timestamp() WHERE next_attempt_at IS NOT NULL "
-                f"AND id IN (SELECT id FROM {dialect.TABLE} WHERE id = ANY(%s) FOR UPDATE SKIP LOCKED)",
-                [some],
-            )
+        # Rows that an actor is running are skipped: the update would wait for their locks.
+        executed(
+            f"UPDATE {dialect.TABLE} SET next_attempt_at = statement_timestamp() WHERE next_attempt_at IS NOT NULL "
+            f"AND id IN (SELECT id FROM {dialect.TABLE} WHERE id = ANY(%s) FOR UPDATE SKIP LOCKED)",
+            [some],
+        )
 
     # ------------------------------------------------------------------------------------------------------------------ the end
 

@@ -18,6 +18,7 @@ from outbox.store.dialect import LOCK_SPACE
 from tests.support.apps.effects.models import Effect
 from tests.support.open_transactions import KEY, OpenTransaction, lock_waits
 from tests.support.relaying import SECONDS, TOPIC, in_threads, published, row_of
+from tests.support.sql import executed
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -210,15 +211,12 @@ class TestSeveralKeys:
 def test_order_locks_are_outside_the_lock_space_of_shards(begun):
     done(begun().publishes())
 
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT DISTINCT classid::bigint FROM pg_locks WHERE locktype = 'advisory' AND granted "
-            "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
-        )
-        spaces = [space for (space,) in cursor.fetchall()]
-
-    assert spaces == [writing.ORDER_SPACE % 2**32]
-    assert LOCK_SPACE % 2**32 not in spaces
+    spaces = executed(
+        "SELECT DISTINCT classid::bigint FROM pg_locks WHERE locktype = 'advisory' AND granted "
+        "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    )
+    assert spaces == [(writing.ORDER_SPACE % 2**32,)]
+    assert writing.ORDER_SPACE % 2**32 != LOCK_SPACE % 2**32
 
 
 @pytest.mark.every_database

@@ -45,8 +45,7 @@ ONCE = options(MAX_ATTEMPTS=1)
 
 
 def asks_other(message, sql="SELECT 1"):
-    with connections["other"].cursor() as cursor:
-        cursor.execute(sql)
+    executed(sql, using="other")
     the_effect(message)
 
 
