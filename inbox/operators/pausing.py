@@ -13,7 +13,7 @@ from django.db.models.functions import Coalesce
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.identity import process_name
-from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, printable
+from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, fit, printable
 from inbox.errors import UnknownHandler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler
@@ -47,7 +47,7 @@ def pause(handler: str, *, reason: str = "", by: str = "", using: str | None = N
         using: the database; default: the handler's own.
 
     Raises:
-        UnknownHandler: neither this project nor the table of messages knows it.
+        UnknownHandler: neither this project nor the table of messages knows it, or it works on another database.
     """
     alias = alias_of(handler, using)
     by = by or process_name()
@@ -67,7 +67,7 @@ def resume(handler: str, *, by: str = "", using: str | None = None) -> HandlerSt
         using: the database; default: the handler's own.
 
     Raises:
-        UnknownHandler: neither this project nor the table of messages knows it.
+        UnknownHandler: neither this project nor the table of messages knows it, or it works on another database.
     """
     alias = alias_of(handler, using)
     with transaction.atomic(using=alias):
@@ -82,16 +82,21 @@ def _after_commit(alias: str, report: partial[None]) -> None:
 
 
 def alias_of(name: str, using: str | None = None) -> str:
-    """The database in which a handler is paused.
+    """The database in which a handler is paused. Consumers read the pauses of its own database only.
 
     Raises:
-        UnknownHandler: neither this project nor the table of messages knows it.
+        UnknownHandler: neither this project nor the table of messages knows it, or it works on another database.
     """
     registered = registry.get(name)
     alias = using or (registered.using if registered else router.db_for_write(InboxMessage))
     if registered is None and not _is_known(alias, name):
         known = ", ".join(sorted(handler.name for handler in registry.all())) or "none"
         raise UnknownHandler(f"No handler is called {name!r}. Known handlers: {known}.")
+    if registered and alias != registered.using and not PausedHandler.objects.using(alias).filter(handler=name).exists():
+        raise UnknownHandler(
+            f"The handler {name} works on the database {registered.using!r}, not on {alias!r}. Pause and resume it there: "
+            f"--database {registered.using}."
+        )
     return alias
 
 
@@ -114,5 +119,6 @@ def store_pause(alias: str, handler: str, by: str, reason: str) -> HandlerState:
 
 def _is_known(alias: str, handler: str) -> bool:
     """Has it stored messages, or is it paused?"""
+    handler = fit(str(handler))
     stored: Any = InboxMessage.objects.using(alias).filter(handler=handler)
     return bool(stored.exists() or PausedHandler.objects.using(alias).filter(handler=handler).exists())

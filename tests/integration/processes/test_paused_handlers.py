@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 from django.core.management import CommandError
 from django.db import transaction
+from django.urls import reverse
 
 from exactly_once.models import AuditEntry, Process
 from exactly_once.wire.envelope import ORDERING_KEY_HEADER
@@ -15,6 +16,7 @@ from inbox.errors import UnknownHandler
 from inbox.models import InboxMessage, PausedHandler
 from inbox.operators import pausing
 from inbox.states import State
+from tests.support.admin_pages import Page, superuser_client
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB, NAMED
 from tests.support.commands import output_of
@@ -82,8 +84,25 @@ class TestFunctions:
         deliver(handles(fails_once, name="tests.h"))
         rename_messages(handler="tests.removed")
         assert pause("tests.removed") is HandlerState.ACTIVE
-        with pytest.raises(UnknownHandler, match=r"No handler is called 'tests\.missing'"):
-            pause("tests.missing")
+        for missing in ("tests.missing", "tests\0", "\ud800", None):
+            with pytest.raises(UnknownHandler, match="No handler is called "):
+                pause(missing)
+
+    def test_handler_is_not_paused_in_a_database_where_no_consumer_would_read_it(self, handles):
+        """The command works on the default database, unless another one is named."""
+        handles(the_effect, name="tests.there", using="other")
+        words = "tests.there works on the database 'other', not on 'default'.*--database other"
+
+        for command in ("inbox_pause", "inbox_resume"):
+            with pytest.raises(CommandError, match=words):
+                output_of(command, "tests.there")
+        page = reverse("admin:inbox_pausedhandler_add")
+        refused = Page(superuser_client().post(page, {"handler": "tests.there"})).text
+        assert "works on the database 'other'" in refused
+        assert not PausedHandler.objects.exists()
+
+        assert output_of("inbox_pause", "tests.there", database="other") == "Handler tests.there is paused."
+        assert output_of("inbox_resume", "tests.there", database="other") == "Handler tests.there is resumed."
 
 
 class TestConsuming:
