@@ -129,12 +129,13 @@ def why_unmigrated(alias: str, app: str, *, begun: bool = False) -> str:
 
     Args:
         app: its package or its label.
-        begun: also accept a database that has none of the tables, or for which the routers do not allow them.
+        begun: also accept a database that has none of the tables, or for which the routers do not allow them, and
+            `DATABASES["default"] = {}`.
     """
     label = label_of(app)
     tables = (model for model in apps.get_app_config(label).get_models() if not model._meta.proxy)
     models = [model for model in tables if router.allow_migrate_model(alias, model)]
-    if not models and begun:
+    if begun and (not models or connections[alias].vendor == "unknown"):
         return ""
     if not models:
         return f"The database routers keep the app {label!r} out of the database {alias!r}."

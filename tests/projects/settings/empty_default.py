@@ -13,8 +13,5 @@ class Router:
 
     db_for_write = db_for_read
 
-    def allow_migrate(self, db, app_label, **hints):
-        return db == using
-
     def allow_relation(self, first, second, **hints):
         return True
