@@ -76,6 +76,48 @@ class HasFileno(Protocol):
     def fileno(self) -> int: ...
 
 
+class Bell:
+    """Wakes one loop when there may be work. Any thread or signal handler may ring it.
+
+    A ring before the wait is not lost: its byte stays in a pipe until the next wait, which reads all bytes as one ring.
+
+    Attributes:
+        is_connected: other processes' work rings it, too, so its loop need not poll often.
+    """
+
+    def __init__(self) -> None:
+        self.is_connected = False
+        self._wake, self._ring = os.pipe()
+        for end in (self._wake, self._ring):
+            os.set_blocking(end, False)
+
+    def __del__(self) -> None:
+        os.close(self._wake)
+        os.close(self._ring)
+
+    def ring(self) -> None:
+        # A full pipe already holds a ring.
+        with suppress(BlockingIOError):
+            os.write(self._ring, b"!")
+
+    def fileno(self) -> int:
+        """Readable after a ring, until the next wait."""
+        return self._wake
+
+    def wait(self, seconds: float, stop: StopRequest | None, *, also: HasFileno | None = None) -> bool:
+        """Sleep up to `seconds`, or until a stop is requested, `also` is readable or the bell rings; True if the bell rang."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        for other in (stop, also):
+            if other is not None:
+                poll.register(other, select.POLLIN)
+        poll.poll(seconds * 1000)
+        try:
+            return bool(os.read(self._wake, _PIPE_BYTES))
+        except BlockingIOError:
+            return False
+
+
 class StopRequest:
     """A request to end this process. Loops wait on it instead of sleeping.
 
@@ -90,20 +132,14 @@ class StopRequest:
         self._leader = leader
         self._followers: tuple[StopRequest, ...] = ()
         self._asked = self._paused = self._draining = False
-        self._wake, self._ring = os.pipe()
-        os.set_blocking(self._ring, False)
+        self._bell = Bell()
 
     def __bool__(self) -> bool:
         return self._asked
 
-    def __del__(self) -> None:
-        os.close(self._wake)
-        os.close(self._ring)
-
     def set(self) -> None:
         self._asked = True
-        with suppress(BlockingIOError):
-            os.write(self._ring, b"!")
+        self._bell.ring()
         for follower in self._followers:
             follower.set()
 
@@ -153,53 +189,15 @@ class StopRequest:
     def wait(self, seconds: float) -> bool:
         """Sleep up to `seconds`; return True as soon as a stop is requested."""
         if not self._asked:
-            # The byte is never read, so it wakes every waiting thread.
+            # The ring is never read, so it wakes every waiting thread.
             poll = select.poll()
-            poll.register(self._wake, select.POLLIN)
+            poll.register(self, select.POLLIN)
             poll.poll(seconds * 1000)
         return self._asked
 
     def fileno(self) -> int:
         """Readable as soon as a stop is requested, for a loop that also waits on something else."""
-        return self._wake
-
-
-class Bell:
-    """Wakes one loop when there may be work. Any thread or signal handler may ring it.
-
-    A ring before the wait is not lost: its byte stays in a pipe until the next wait, which reads all bytes as one ring.
-
-    Attributes:
-        is_connected: other processes' work rings it, too, so its loop need not poll often.
-    """
-
-    def __init__(self) -> None:
-        self.is_connected = False
-        self._wake, self._ring = os.pipe()
-        for end in (self._wake, self._ring):
-            os.set_blocking(end, False)
-
-    def __del__(self) -> None:
-        os.close(self._wake)
-        os.close(self._ring)
-
-    def ring(self) -> None:
-        # A full pipe already holds a ring.
-        with suppress(BlockingIOError):
-            os.write(self._ring, b"!")
-
-    def wait(self, seconds: float, stop: StopRequest | None, *, also: HasFileno | None = None) -> bool:
-        """Sleep up to `seconds`, or until a stop is requested, `also` is readable or the bell rings; True if the bell rang."""
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        for other in (stop, also):
-            if other is not None:
-                poll.register(other, select.POLLIN)
-        poll.poll(seconds * 1000)
-        try:
-            return bool(os.read(self._wake, _PIPE_BYTES))
-        except BlockingIOError:
-            return False
+        return self._bell.fileno()
 
 
 class Watchdog:
