@@ -115,9 +115,14 @@ class Evaluator:
                     left.append([event, channel])
                     error = f"{channel}: {describe(failure)}"
                     logger.warning("alerts: %s of %s was not sent by %s: %s", event, alert, channel, describe(failure))
-            attempts = alert.send_attempts + 1
+            attempts = alert.send_attempts + 1 if left else 0
             delay = min(_FIRST_DELAY * 2 ** (attempts - 1), _LONGEST_DELAY)
-            self._sent(alert.pk, left, error, delay if attempts < _MOST_TRIES else None)
+            self._alerts().filter(pk=alert.pk).update(
+                unsent=left,
+                send_attempts=attempts,
+                send_at=DatabaseTime(delay) if 0 < attempts < _MOST_TRIES else None,
+                send_error=printable(error, ERROR_LENGTH),
+            )
 
     def _content(self, event: str, alert: Any) -> dict[str, Any]:
         return {
@@ -181,17 +186,6 @@ class Evaluator:
     def _save(self, row: Any) -> None:
         row.save(using=self._alias)
         row.refresh_from_db(using=self._alias)
-
-    def _sent(self, pk: int, left: Sequence[Sequence[str]], error: str, again_after: timedelta | None) -> None:
-        """Store the result of a delivery: what is left, why, and when it is tried again; None: never."""
-        values: dict[str, Any] = {"unsent": list(left), "send_error": printable(error, ERROR_LENGTH)}
-        values["send_at"] = DatabaseTime(again_after) if left and again_after is not None else None
-        rows: Any = self._alerts().select_for_update().filter(pk=pk)
-        with transaction.atomic(using=self._alias):
-            row = rows.first()
-            if row is not None:
-                values["send_attempts"] = row.send_attempts + 1 if left else 0
-                rows.update(**values)
 
     def _alerts(self) -> QuerySet[Any]:
         return QuerySet(Alert, using=self._alias).filter(app=self._app)
