@@ -20,6 +20,10 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 SIZES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
 
 
+instruments: dict[str, "Instrument"] = {}
+"""Every declared instrument, by name."""
+
+
 @dataclass(eq=False, kw_only=True)
 class Instrument:
     """One metric.
@@ -41,6 +45,9 @@ class Instrument:
     is_attached: bool = False
     _metric: Any = None
     _series: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        instruments[self.name] = self
 
     def attach(self, metric: Any) -> None:
         """Let this prometheus_client metric count."""
@@ -69,25 +76,16 @@ class Instrument:
         return series
 
 
-instruments: dict[str, Instrument] = {}
-"""Every declared instrument, by name."""
-
-
-def _declared(instrument: Instrument) -> Instrument:
-    instruments[instrument.name] = instrument
-    return instrument
-
-
 def counter(name: str, help: str, *labels: str) -> Instrument:  # noqa: A002 - the word of prometheus_client
-    return _declared(Instrument(name=name, kind="counter", help=help, labels=labels))
+    return Instrument(name=name, kind="counter", help=help, labels=labels)
 
 
 def gauge(name: str, help: str, *labels: str) -> Instrument:  # noqa: A002 - as above
-    return _declared(Instrument(name=name, kind="gauge", help=help, labels=labels))
+    return Instrument(name=name, kind="gauge", help=help, labels=labels)
 
 
 def histogram(name: str, help: str, *labels: str, buckets: Sequence[float] = SECONDS) -> Instrument:  # noqa: A002 - as above
-    return _declared(Instrument(name=name, kind="histogram", help=help, labels=labels, buckets=buckets))
+    return Instrument(name=name, kind="histogram", help=help, labels=labels, buckets=buckets)
 
 
 OUTAGES = counter("exactly_once_outages_total", "Outages that began, by what was unavailable.", "dependency")
