@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ _MISSING = {"42P01", "42703"}
 _UNIQUE_VIOLATION = "23505"
 _MISSING_IN_SQLITE = ("no such table", "no such column")
 _MOST_NAMES = 3
+_COLUMNS = "SELECT attname FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped"
 _NUMBERED = (
     "SELECT sequence, name, leaf::text, CASE WHEN NOT has_sequence_privilege(sequence, 'SELECT') THEN sequence "
     "WHEN NOT has_table_privilege(leaf, 'SELECT') THEN leaf::text END "
@@ -140,12 +141,11 @@ def why_unmigrated(alias: str, app: str, *, begun: bool = False) -> str:
     if not models:
         return f"The database routers keep the app {label!r} out of the database {alias!r}."
     try:
-        if begun and not any(_has(connections[alias], model._meta.db_table, []) for model in models):
-            return ""
-        missing = [name for model in models for name in _missing(connections[alias], model)]
+        found = {model: _columns(connections[alias], model) for model in models}
     except (DatabaseError, InterfaceError):
         return ""
-    if not missing:
+    missing = [name for model, columns in found.items() for name in _missing(model, columns)]
+    if not missing or (begun and not any(found.values())):
         return ""
     option = "" if alias == DEFAULT_DB_ALIAS else f" --database {alias}"
     return (
@@ -154,31 +154,22 @@ def why_unmigrated(alias: str, app: str, *, begun: bool = False) -> str:
     )
 
 
-def _missing(connection: BaseDatabaseWrapper, model: type[Model]) -> Iterator[str]:
+def _columns(connection: BaseDatabaseWrapper, model: type[Model]) -> set[str]:
+    """The columns of its table in the database; none: there is no such table."""
     table = model._meta.db_table
-    columns = [str(field.column) for field in model._meta.local_concrete_fields]
-    if _has(connection, table, columns):
-        return
-    if not _has(connection, table, []):
+    if is_postgresql(connection):
+        found = fetch(connection, _COLUMNS, [connection.ops.quote_name(table)])
+    else:
+        found = fetch(connection, "SELECT name FROM pragma_table_info(%s)", [table])
+    return {column for (column,) in found}
+
+
+def _missing(model: type[Model], columns: set[str]) -> Iterator[str]:
+    table = model._meta.db_table
+    if not columns:
         yield f"table {table}"
         return
-    yield from (f"column {table}.{column}" for column in columns if not _has(connection, table, [column]))
-
-
-def _has(connection: BaseDatabaseWrapper, table: str, columns: Iterable[str]) -> bool:
-    quote = connection.ops.quote_name
-    # Qualified, because SQLite takes an unknown quoted name for a string.
-    asked = ", ".join(f"{quote(table)}.{quote(column)}" for column in columns) or "1"
-    # Inside a transaction a failed statement would end it.
-    savepoint = transaction.atomic(using=connection.alias) if connection.in_atomic_block else nullcontext()
-    try:
-        with savepoint, connection.cursor() as cursor:
-            cursor.execute(f"SELECT {asked} FROM {quote(table)} WHERE 1 = 0")  # noqa: S608 - names of models, quoted
-    except DatabaseError as error:
-        if not is_missing(error):
-            raise
-        return False
-    return True
+    yield from (f"column {table}.{field.column}" for field in model._meta.local_concrete_fields if field.column not in columns)
 
 
 def is_missing(error: BaseException) -> bool:
