@@ -5,16 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
 
 from django.db import connections, transaction
 
 from exactly_once.sql.connections import fetch, is_postgresql
 
 LIMIT = 10_000
-_SETTINGS = ("enable_seqscan", "enable_bitmapscan", "jit")
-_CURRENT = ", ".join(f"current_setting('{name}')" for name in _SETTINGS)
-_CHANGED = ", ".join(f"set_config('{name}', %s, true)" for name in _SETTINGS)
+_PREFER_INDEXES = ", ".join(f"set_config('{name}', 'off', true)" for name in ("enable_seqscan", "enable_bitmapscan", "jit"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +101,7 @@ def instant(text: str | None) -> datetime | None:
 
 @contextmanager
 def preferring_indexes(alias: str) -> Iterator[None]:
-    """Without this, PostgreSQL may read a whole table in search of rows of a state that has few.
+    """For a block that only reads. Without this, PostgreSQL may read a whole table in search of rows of a state that has few.
 
     A plan that uses a disabled scan after all has a cost at which PostgreSQL would compile it, which takes a second.
     """
@@ -112,13 +109,8 @@ def preferring_indexes(alias: str) -> Iterator[None]:
     if not is_postgresql(connection):
         yield
         return
-    with transaction.atomic(using=alias), connection.cursor() as cursor:
-        cursor.execute(f"SELECT {_CURRENT}")
-        before = cursor.fetchone()
-        _set(cursor, ["off"] * len(_SETTINGS))
+    with transaction.atomic(using=alias):
+        fetch(connection, f"SELECT {_PREFER_INDEXES}")
         yield
-        _set(cursor, before)
-
-
-def _set(cursor: Any, values: Sequence[str]) -> None:
-    cursor.execute(f"SELECT {_CHANGED}", values)
+        # An open transaction does not keep the settings.
+        transaction.set_rollback(True, using=alias)
