@@ -177,13 +177,6 @@ def is_canceled(error: BaseException) -> bool:
     return any(_sqlstate(link) == _CANCELED for link in _chain(error))
 
 
-def why_unavailable(error: BaseException, alias: str) -> str:
-    """The reason to log for an outage: the database's message, or the cause and the remedy if they are known."""
-    if any(_sqlstate(link) == _READ_ONLY for link in _chain(error)):
-        return f"it is a standby or read-only; point DATABASES[{alias!r}] at the primary, or make it writable"
-    return str(error)
-
-
 def _is_sqlite_busy(error: BaseException) -> bool:
     return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) or (
         isinstance(error, OperationalError) and str(error).startswith(("database is locked", "database table is locked"))

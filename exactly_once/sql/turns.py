@@ -16,7 +16,7 @@ from exactly_once.process.logs import Reminder, escaping_logger
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.outage import Outage
 from exactly_once.sql.connections import drop_unusable_connections
-from exactly_once.sql.faults import is_canceled, is_collision, is_outage, why_unavailable
+from exactly_once.sql.faults import is_canceled, is_collision, is_outage, remedy
 from exactly_once.sql.schema import describe_missing, is_missing
 from exactly_once.wire.retry import Pause
 from exactly_once.wire.text import describe
@@ -117,7 +117,7 @@ class Turns:
                 )
             return _AFTER_A_COLLISION_SECONDS
         if self._database is not None and fault is Fault.OUTAGE:
-            return self._database.record(why_unavailable(error, alias))
+            return self._database.record(error, remedy(error, alias))
         if self._database is not None and fault is Fault.MISSING:
             return self._database.record(error, describe_error=partial(describe_missing, error, alias))
         if self._errors.is_due():
