@@ -13,7 +13,7 @@ from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, connections, router
 
-from exactly_once.conf.redactors import why_not_loaded
+from exactly_once.conf.settings import why_not_loaded
 from exactly_once.packages import registered
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.schema import (

@@ -14,8 +14,7 @@ from django.db.models import Model
 
 from exactly_once.checks import check_half, check_with
 from exactly_once.conf.masking import masked
-from exactly_once.conf.redactors import why_not_called
-from exactly_once.conf.settings import InvalidOptions
+from exactly_once.conf.settings import InvalidOptions, why_not_called
 from exactly_once.sql.connections import with_table
 from exactly_once.transport.broker import LOCAL_BROKER, SEVERAL_HINT, is_local, speaks_amqp, why_unusable
 from inbox.conf import IN_THE_DATABASE, InboxOptions, has_outbox, inbox_options, outbox_keeps_history

@@ -15,7 +15,7 @@ from django.db import router
 from exactly_once.conf import settings as options
 from exactly_once.conf.app_options import AppOptions
 from exactly_once.conf.masking import kind, masked, quoted, why_unreadable
-from exactly_once.conf.redactors import load
+from exactly_once.conf.settings import load
 from exactly_once.packages import label_of
 from exactly_once.transport.broker import LOCAL_BROKER, why_no_exchange
 from exactly_once.wire.body import BODY_LIMIT_BYTES

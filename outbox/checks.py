@@ -13,8 +13,7 @@ from django.utils.module_loading import module_has_submodule
 
 from exactly_once.checks import check_half, check_with
 from exactly_once.conf.masking import masked
-from exactly_once.conf.redactors import why_not_called
-from exactly_once.conf.settings import InvalidOptions
+from exactly_once.conf.settings import InvalidOptions, why_not_called
 from exactly_once.transport.broker import SEVERAL_HINT, BrokerConnection, is_local, scheme_of, speaks_amqp, why_unusable
 from exactly_once.wire.text import describe
 from outbox.commit_hooks import hooked_calls

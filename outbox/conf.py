@@ -13,7 +13,7 @@ from django.db import connections
 from exactly_once.conf import settings as options
 from exactly_once.conf.app_options import AppOptions
 from exactly_once.conf.masking import quoted
-from exactly_once.conf.redactors import load
+from exactly_once.conf.settings import load
 from exactly_once.transport.broker import LOCAL_BROKER, why_no_exchange
 from exactly_once.wire.retry import RetryPolicy
 from outbox.topic_options import TopicOptions, matching, merged, require_patterns
@@ -24,13 +24,8 @@ _LEVEL = re.compile(r"[1-9][0-9]{0,4}[smhd]")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
-class _Positive:
-    def __post_init__(self) -> None:
-        options.require_positive(self)
-
-
 @dataclass(frozen=True, kw_only=True)
-class WheelOptions(_Positive):
+class WheelOptions:
     """The options of `WHEEL`, with their defaults.
 
     Attributes:
@@ -43,7 +38,7 @@ class WheelOptions(_Positive):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOptions(_Positive):
+class CheckOptions:
     """The options of `CHECKS`, with their defaults.
 
     Attributes:

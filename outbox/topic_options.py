@@ -9,7 +9,7 @@ from typing import Any
 
 from exactly_once.conf import settings as options
 from exactly_once.conf.masking import kind, quoted
-from exactly_once.conf.redactors import load
+from exactly_once.conf.settings import load
 from exactly_once.transport.broker import why_no_exchange
 from exactly_once.wire.retry import RetryPolicy
 from exactly_once.wire.text import matches, why_no_topic
@@ -33,7 +33,6 @@ class TopicOptions:
     ENCODER: str = ""
 
     def __post_init__(self) -> None:
-        options.require_positive(self)
         options.require_backoff(self.BACKOFF)
         if self.EXCHANGE and (reason := why_no_exchange(self.EXCHANGE)):
             raise ValueError(f"EXCHANGE is {quoted(self.EXCHANGE)}: {reason}.")

@@ -1,4 +1,4 @@
-"""The options that `OUTBOX` and `INBOX` both have, and those of `ALERTS` and `HTTP`, as dataclasses.
+"""The options that `OUTBOX` and `INBOX` both have, and those of `ALERTS`, `HTTP` and `BROKER_SSL`, as dataclasses.
 
 `HTTP` says who may call the HTTP API. A token is stored as the SHA-256 of its text. That is sufficient for a random token of 32
 bytes, and it is not for a password.
@@ -7,6 +7,7 @@ bytes, and it is not for a password.
 import hashlib
 import hmac
 import re
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,8 +17,7 @@ from urllib.parse import urlsplit
 
 from exactly_once.conf import settings as options
 from exactly_once.conf.masking import masked, quoted
-from exactly_once.conf.tls import DEFAULT_TLS, TlsOptions
-from exactly_once.wire.text import matches, why_unfit
+from exactly_once.wire.text import describe, matches, why_unfit
 
 _SCOPE = re.compile(r"(publish|manage|read):(\*|[^*]+(?:\.\*)?)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -25,6 +25,7 @@ _OF_NOTHING = hashlib.sha256(b"").hexdigest()
 _KEPT_OTHERS = timedelta(days=7)
 """A person may want to know of a message that has not succeeded, or decide about it."""
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+_TLS_FILES = ("ca_certs", "certfile", "keyfile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,6 @@ class AlertOptions:
     WEBHOOK_URL: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        options.require_positive(self)
         if self.WEBHOOK_URL and (reason := _why_no_webhook(self.WEBHOOK_URL)):
             raise ValueError(f"WEBHOOK_URL is {masked(self.WEBHOOK_URL)}: {reason}.")
 
@@ -128,7 +128,6 @@ class HttpOptions:
     MAX_WAITING: int | None = None
 
     def __post_init__(self) -> None:
-        options.require_positive(self)
         digests = [digest for client in self.clients for digest in client.digests]
         if len({*digests}) < len(digests):
             raise ValueError("TOKENS has the same digest twice: a token must identify one client.")
@@ -154,6 +153,80 @@ class HttpOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TlsOptions:
+    """The options of `BROKER_SSL`, with their defaults, under the names of Python's `ssl`.
+
+    The certificate and the host name of the server are verified unless they say otherwise. By default py-amqp does not compare
+    the host name, and kombu verifies nothing of a Redis.
+
+    Attributes:
+        ca_certs: a file with the certificates of the authorities that are trusted; "": those of the system.
+        certfile: a file with the client's certificate, and those that lead to its authority; "": none.
+        keyfile: a file with the private key of `certfile`, not encrypted; "": `certfile` contains it.
+        cert_reqs: `ssl.CERT_NONE` accepts any certificate.
+        check_hostname: whether the certificate must be for the host of the URL.
+        server_hostname: the name that the certificate must be for, instead of the host of the URL; for RabbitMQ only.
+    """
+
+    ca_certs: str = ""
+    certfile: str = ""
+    keyfile: str = ""
+    cert_reqs: ssl.VerifyMode = ssl.CERT_REQUIRED
+    check_hostname: bool = True
+    server_hostname: str = ""
+
+    def __post_init__(self) -> None:
+        if self.keyfile and not self.certfile:
+            raise ValueError("keyfile is the key of certfile, which is not set.")
+        if self.server_hostname and not self.compares_names:
+            raise ValueError("server_hostname is set, but the host name is not compared.")
+
+    @property
+    def compares_names(self) -> bool:
+        return self.check_hostname and self.cert_reqs is not ssl.CERT_NONE
+
+    def for_amqp(self, host: str) -> dict[str, Any]:
+        """The argument `ssl` of py-amqp, which compares the host name if it is given one."""
+        names = {"server_hostname": self.server_hostname or host} if self.compares_names else {}
+        return {**self._given(), "cert_reqs": self.cert_reqs, **names}
+
+    def for_redis(self) -> dict[str, Any]:
+        """Arguments of redis-py's connection."""
+        names = {"ssl_cert_reqs": self.cert_reqs, "ssl_check_hostname": self.compares_names}
+        return {**{f"ssl_{name}": value for name, value in self._given().items()}, **names}
+
+    def context(self) -> ssl.SSLContext:
+        """As py-amqp makes one. Raises OSError or ValueError if a file or an option cannot be used."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = self.compares_names
+        context.verify_mode = self.cert_reqs
+        if self.certfile:
+            # An encrypted key would ask for its password on the terminal.
+            context.load_cert_chain(self.certfile, self.keyfile or None, password="")
+        if self.ca_certs:
+            context.load_verify_locations(self.ca_certs)
+        else:
+            context.load_default_certs()
+        return context
+
+    def why_unloadable(self) -> str:
+        """Why this process cannot use the files, or ""."""
+        if given := self._given():
+            try:
+                self.context()
+            except (OSError, ValueError) as error:
+                named = ", ".join(f"{name} {value!r}" for name, value in given.items())
+                return f"BROKER_SSL cannot be used ({named}): {describe(error)}"
+        return ""
+
+    def _given(self) -> dict[str, str]:
+        return {name: value for name in _TLS_FILES if (value := getattr(self, name))}
+
+
+DEFAULT_TLS = TlsOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
 class AppOptions:
     """The options that both apps have.
 
@@ -172,7 +245,7 @@ class AppOptions:
         HTTP: the options of the HTTP API, see `HttpOptions`.
         REDACT: the dotted path of a function that redacts payloads for the admin, see `console.operators.redaction`; "": none.
         REDACT_ERRORS: the dotted path of a function that redacts the text of errors and tracebacks before they are stored, see
-            `exactly_once.conf.redactors`; "": none.
+            `exactly_once.conf.settings.redacted_error`; "": none.
         POLL_INTERVAL: longest poll interval of a loop that nothing wakes up.
         STUCK_AFTER: a message that is overdue by more than this is shown as stuck, and raises an alert.
         WATCHDOG: a process ends if one of its loops is silent for this long.
@@ -197,7 +270,6 @@ class AppOptions:
     SHUTDOWN_GRACE: timedelta = timedelta(seconds=25)
 
     def __post_init__(self) -> None:
-        options.require_positive(self)
         options.require_backoff(self.BACKOFF)
         if self.TRAIL not in {"decisions", "all"}:
             raise ValueError(f"TRAIL is {quoted(self.TRAIL)}: it must be 'decisions' or 'all'.")

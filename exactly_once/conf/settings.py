@@ -1,15 +1,18 @@
-"""Parse settings dictionaries into frozen dataclasses.
+"""Parse settings dictionaries into frozen dataclasses, and load the functions of the project that they name.
 
 Each field of the dataclass is one option with its type and its default; a field that is a dataclass itself takes a dictionary.
-For a misspelt name the error suggests the nearest one. One error reports every problem of the dictionary. A value of the wrong
-type is not quoted, because it may contain a password.
+Numbers and durations must be greater than zero. For a misspelt name the error suggests the nearest one. One error reports every
+problem of the dictionary. A value of the wrong type is not quoted, because it may contain a password.
 """
 
 import dataclasses
 import difflib
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from importlib import import_module
+from inspect import iscoroutinefunction
 from types import GenericAlias, NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -17,6 +20,9 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
 from exactly_once.conf.masking import kind, quoted
+from exactly_once.wire.text import describe, did_you_mean
+
+logger = logging.getLogger(__name__)  # noqa: TID251 - it logs names in the settings only
 
 Options = TypeVar("Options")
 
@@ -28,6 +34,7 @@ _LONGEST = timedelta(days=36_500)
 """Databases calculate with the instant so long ago, which they cannot for `timedelta.max`."""
 
 
+_AMOUNTS = {timedelta, int, float}
 _EXAMPLES = {bool: True, int: 10, float: 0.5, str: "…", timedelta: timedelta(seconds=30), dict: {}}
 
 
@@ -62,6 +69,11 @@ def parse(options: type[Options], setting: str, given: object) -> Options:
         elif not _fits(given[name], expected):
             allowed = f"{_describe(expected)}, such as {_example(expected, defaults[name])}"
             problems.append(f"{setting}[{name!r}] is {_kind(given[name])}: it must be {allowed}.")
+        elif type(given[name]) in _AMOUNTS and given[name] <= type(given[name])():
+            problems.append(f"{setting}[{name!r}] is {given[name]!r}: it must be greater than zero.")
+        elif type(given[name]) is timedelta and given[name] > _LONGEST:
+            most = f"at most a century, timedelta(days={_LONGEST.days})"
+            problems.append(f"{setting}[{name!r}] is {given[name]!r}: it must be {most}.")
     if problems:
         raise InvalidOptions(problems)
     try:
@@ -87,16 +99,6 @@ def reader(options: type[Options], setting: str) -> Callable[[], Options]:
     return read
 
 
-def require_positive(options: Any) -> None:
-    """For `__post_init__`: refuse zero and negative numbers and durations, and those of more than a century."""
-    for field in dataclasses.fields(options):
-        value: Any = getattr(options, field.name)
-        if type(value) in {timedelta, int, float} and value <= type(value)():
-            raise ValueError(f"{field.name} is {value!r}: it must be greater than zero.")
-        if type(value) is timedelta and value > _LONGEST:
-            raise ValueError(f"{field.name} is {value!r}: it must be at most a century, timedelta(days={_LONGEST.days}).")
-
-
 def require_backoff(backoff: Sequence[timedelta]) -> None:
     """For `__post_init__`: refuse anything but the first and the longest delay."""
     if len(backoff) != len(("first", "longest")) or not timedelta() < backoff[0] <= backoff[1]:
@@ -119,10 +121,61 @@ def per_second(option: str, rate: object) -> float:
     return float(parts[1]) / _SECONDS[parts[2]]
 
 
+def load(path: str) -> Callable[..., Any]:
+    """The function with this dotted path.
+
+    Raises:
+        ImportError: there is none; the text names a similar one.
+        Exception: whatever its module raises when it is imported.
+    """
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise ImportError("it is not a dotted path like 'myproject.module.function'")
+    module = import_module(module_name)
+    function: Any = getattr(module, name, None)
+    if callable(function):
+        redactor: Callable[..., Any] = function
+        return redactor
+    close = difflib.get_close_matches(name, [known for known, value in vars(module).items() if callable(value)], n=1)
+    remedy = f"; did you mean '{module_name}.{close[0]}'?" if close else ""
+    raise ImportError(f"the module {module_name} has no function {name!r}{remedy}")
+
+
+def why_not_loaded(path: str) -> str | None:
+    """Why no function can be loaded by this dotted path, or None if one can."""
+    try:
+        load(path)
+    except Exception as error:  # noqa: BLE001 - an import runs code of the project
+        return describe(error)
+    return None
+
+
+def why_not_called(path: str) -> str | None:
+    """Why there is no synchronous function with this dotted path, or None if there is one."""
+    return why_not_loaded(path) or ("it is async, and must be synchronous" if iscoroutinefunction(load(path)) else None)
+
+
+def redacted_error(path: str, text: str) -> str:
+    """An error or a traceback as it may be stored.
+
+    Args:
+        path: of a function that takes and returns text; "" changes nothing. If it fails, nothing of the text is stored.
+    """
+    if not path or not text:
+        return text
+    try:
+        redacted = load(path)(text)
+        if not isinstance(redacted, str):
+            raise TypeError(f"it returned {type(redacted).__name__}, not str")  # noqa: TRY301 - logged as any other failure
+    except Exception as error:  # noqa: BLE001 - code of the project
+        # Without a traceback and without the function's own message: both may contain the text.
+        logger.error("The function %s failed to redact an error (%s); the error is not stored.", path, type(error).__name__)  # noqa: TRY400
+        return f"The function {path} failed to redact this error ({type(error).__name__}). It is not stored."
+    return redacted
+
+
 def _unknown(setting: str, name: object, types: Mapping[str, Any]) -> str:
-    known = {option.upper(): option for option in types}
-    close = difflib.get_close_matches(str(name).upper(), known, n=1)
-    remedy = f"Did you mean {known[close[0]]!r}?" if close else f"Known options: {', '.join(sorted(types))}."
+    remedy = did_you_mean(str(name), types) or f"Known options: {', '.join(sorted(types))}."
     return f"{setting} has no option {quoted(name)}. {remedy}"
 
 

@@ -20,8 +20,8 @@ from kombu.exceptions import KombuError
 from kombu.transport import TRANSPORT_ALIASES, get_transport_cls
 from kombu.utils.url import url_to_parts
 
+from exactly_once.conf.app_options import DEFAULT_TLS, TlsOptions
 from exactly_once.conf.masking import is_url, quoted, why_unreadable
-from exactly_once.conf.tls import DEFAULT_TLS, TlsOptions
 from exactly_once.wire.text import fit, why_unfit
 
 EXCHANGE_TYPE = "topic"

@@ -16,7 +16,7 @@ from urllib.parse import quote, urlsplit
 
 import kombu
 
-from exactly_once.conf.tls import DEFAULT_TLS, TlsOptions
+from exactly_once.conf.app_options import DEFAULT_TLS, TlsOptions
 from exactly_once.process.clock import monotonic
 from exactly_once.transport.broker import scheme_of, speaks_amqp
 

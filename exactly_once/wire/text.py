@@ -86,6 +86,7 @@ def one_line(text: str, limit: int = NAME_LENGTH) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence that suggests the known name that is closest to a wrong one; "" if none is close."""
-    close = get_close_matches(name, list(known), n=1)
-    return f"Did you mean {close[0]!r}?" if close else ""
+    """A sentence that suggests the known name that is closest to a wrong one, in any case; "" if none is close."""
+    in_capitals = {each.upper(): each for each in known}
+    close = get_close_matches(name.upper(), in_capitals, n=1)
+    return f"Did you mean {in_capitals[close[0]]!r}?" if close else ""

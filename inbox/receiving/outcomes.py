@@ -9,7 +9,7 @@ from typing import Any
 from django.db import DatabaseError, InterfaceError
 from django.dispatch import Signal
 
-from exactly_once.conf.redactors import redacted_error
+from exactly_once.conf.settings import redacted_error
 from exactly_once.failures import COMMITTED_BY_ITSELF, DEFERRED, NEVER_ENDED, class_of, own_frames, place_of
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.faults import SERIALIZATION_FAILURE, is_collision, sqlstate_of

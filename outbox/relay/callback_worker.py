@@ -20,7 +20,7 @@ from datetime import datetime, timedelta
 
 from django.db import transaction
 
-from exactly_once.conf.redactors import redacted_error
+from exactly_once.conf.settings import redacted_error
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.outage import OutageLog

@@ -10,7 +10,7 @@ from typing import Any
 import kombu
 from kombu.transport.virtual import Channel as VirtualChannel
 
-from exactly_once.conf.tls import DEFAULT_TLS, TlsOptions
+from exactly_once.conf.app_options import DEFAULT_TLS, TlsOptions
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
 from exactly_once.transport.broker import (

@@ -43,7 +43,7 @@ import outbox.metrics
 import outbox.signals
 import outbox.testing
 from exactly_once import metrics
-from exactly_once.conf.tls import TlsOptions
+from exactly_once.conf.app_options import TlsOptions
 from inbox import states
 from inbox.conf import InboxOptions
 from inbox.models import InboxMessage, Receipt

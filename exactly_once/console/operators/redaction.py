@@ -14,7 +14,7 @@ from typing import Any
 
 from django.utils.translation import gettext
 
-from exactly_once.conf.redactors import load
+from exactly_once.conf.settings import load
 from exactly_once.console.display import Shown, as_json, as_payload
 from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.body import Undecodable, decode_payload

@@ -16,7 +16,7 @@ from typing import Any
 from django.db import transaction
 from django.db.models import F, Q
 
-from exactly_once.conf.redactors import redacted_error
+from exactly_once.conf.settings import redacted_error
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.formats import WEBHOOK_HANDLERS

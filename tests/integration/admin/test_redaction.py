@@ -160,7 +160,7 @@ class TestErrors:
     def test_function_that_fails_lets_nothing_be_stored_but_class_and_place(self, redacting, handles, name, caplog):
         redacting(name, "REDACT_ERRORS")
 
-        with caplog.at_level(logging.CRITICAL, logger="exactly_once.conf.redactors"):
+        with caplog.at_level(logging.CRITICAL, logger="exactly_once.conf.settings"):
             deliver(handles(refuse), an_envelope(PAYLOAD), given=options(MAX_ATTEMPTS=1))
 
         row = the_row()

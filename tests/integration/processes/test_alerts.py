@@ -442,7 +442,7 @@ class TestCommands:
         ({"MAIL_TOO": []}, "OUTBOX['ALERTS'] has no option 'MAIL_TOO'. Did you mean 'MAIL_TO'?"),
         ({"EVERY": 5}, "OUTBOX['ALERTS']['EVERY'] is an int: it must be a timedelta, such as timedelta(seconds=60)."),
         ({"WEBHOOK_URL": "http://a.org/"}, "WEBHOOK_URL is 'http://a.org/': it must be a URL like https://"),
-        ({"BACKLOG": 0}, "BACKLOG is 0: it must be greater than zero."),
+        ({"BACKLOG": 0}, "OUTBOX['ALERTS']['BACKLOG'] is 0: it must be greater than zero."),
         ([], "OUTBOX['ALERTS'] must be a dict, not a list."),
     ],
     ids=["misspelt", "type", "not https", "zero", "not a dict"],

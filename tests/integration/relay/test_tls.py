@@ -13,7 +13,7 @@ from django.core.checks import run_checks
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError, call_command
 
-from exactly_once.conf.tls import TlsOptions
+from exactly_once.conf.app_options import TlsOptions
 from exactly_once.transport import broker
 from exactly_once.transport.management_api import QueueDepths
 from inbox.consumer.service import serve
