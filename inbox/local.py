@@ -25,7 +25,7 @@ from exactly_once.transport.interface import (
     Transport,
     Verdict,
 )
-from exactly_once.upkeep.operations import Operations
+from exactly_once.upkeep.executing import Operations
 from exactly_once.wire.text import describe
 from inbox.conf import inbox_options, outbox_keeps_history
 from inbox.consumer.heartbeat import RunnerHeartbeats

@@ -14,7 +14,7 @@ from exactly_once.sql.connections import leave_pools
 from exactly_once.transport.broker import is_local, why_unusable
 from exactly_once.transport.interface import Companion
 from exactly_once.upkeep.alerting import alerting
-from exactly_once.upkeep.operations import Operations
+from exactly_once.upkeep.executing import Operations
 from inbox.conf import inbox_options
 from inbox.consumer.consumer import Consumer
 from inbox.consumer.heartbeat import Heartbeats, activity_of

@@ -15,7 +15,7 @@ from exactly_once.process.outage import OutageLog
 from exactly_once.sql.connections import leave_pools
 from exactly_once.transport.interface import Companion, Transport
 from exactly_once.upkeep.alerting import alerting
-from exactly_once.upkeep.operations import Operations
+from exactly_once.upkeep.executing import Operations
 from outbox.conf import outbox_options
 from outbox.models import SHARDS
 from outbox.relay.callback_worker import askers, callers

@@ -11,7 +11,7 @@ from exactly_once.console.display import ngettext
 from exactly_once.console.operators.audit import Actor, Subject, record
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import decision_transaction
-from exactly_once.upkeep.operations import BATCH
+from exactly_once.upkeep.executing import BATCH
 from inbox.handlers.registry import may_exist, registry
 from inbox.models import InboxMessage
 from inbox.operators import decisions

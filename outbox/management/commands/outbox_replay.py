@@ -17,7 +17,7 @@ from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
 from exactly_once.process.main_thread import run_until_signalled
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.upkeep.operations import Operations
+from exactly_once.upkeep.executing import Operations
 from outbox.conf import outbox_options
 from outbox.operators.operations import operations
 from outbox.operators.replaying import Replay, plan

@@ -8,7 +8,7 @@ from django.urls import reverse
 from exactly_once.failures import DEFERRED, REFUSED
 from exactly_once.models import FailureNote, Operation
 from exactly_once.process.loop import StopRequest
-from exactly_once.upkeep.operations import Operations
+from exactly_once.upkeep.executing import Operations
 from inbox import RetryLater
 from inbox.models import InboxMessage
 from inbox.states import State

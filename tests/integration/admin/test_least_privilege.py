@@ -8,7 +8,7 @@ from django.urls import reverse
 from exactly_once.models import AuditEntry, Operation
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
-from exactly_once.upkeep.operations import Operations
+from exactly_once.upkeep.executing import Operations
 from inbox import Lease
 from inbox.contrib.outgoing_webhooks import Endpoint
 from inbox.models import InboxMessage

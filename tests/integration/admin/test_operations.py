@@ -13,9 +13,9 @@ from django.utils import translation
 from exactly_once.models import AuditEntry, Operation, OperationPart
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.upkeep import operations as executing
+from exactly_once.upkeep import executing
+from exactly_once.upkeep.executing import Operations
 from exactly_once.upkeep.operation_rows import Plan
-from exactly_once.upkeep.operations import Operations
 from inbox import Ordered
 from inbox.models import InboxMessage
 from inbox.models import TrailEntry as InboxTrail

@@ -10,8 +10,8 @@ from django.test import override_settings
 
 from exactly_once.models import AuditEntry
 from exactly_once.process.loop import StopRequest
+from exactly_once.upkeep.executing import Operations
 from exactly_once.upkeep.operation_rows import Plan
-from exactly_once.upkeep.operations import Operations
 from outbox import Draft, publish_many
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.operators.operations import operations

@@ -10,8 +10,8 @@ from exactly_once.models import AuditEntry
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep.executing import Operations
 from exactly_once.upkeep.operation_rows import Plan
-from exactly_once.upkeep.operations import Operations
 from outbox import cancel, publish, restore
 from outbox.models import OutboxMessage
 from outbox.operators.operations import RESTORE_THEM, operations

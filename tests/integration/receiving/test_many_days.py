@@ -9,8 +9,8 @@ from django.test.utils import CaptureQueriesContext
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.upkeep.executing import Operations
 from exactly_once.upkeep.operation_rows import Plan
-from exactly_once.upkeep.operations import Operations
 from inbox.housekeeping import HISTORY
 from inbox.models import InboxMessage, Receipt
 from inbox.operators.accounting import oldest_waiting

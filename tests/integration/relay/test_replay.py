@@ -15,8 +15,8 @@ from exactly_once.models import AuditEntry, Operation
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.upkeep import operations as executing
-from exactly_once.upkeep.operations import Operations
+from exactly_once.upkeep import executing
+from exactly_once.upkeep.executing import Operations
 from inbox import Ordered
 from inbox.conf import inbox_options
 from inbox.consumer.topology import declare, queue_name
