@@ -30,11 +30,9 @@ _RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*/\s*(s|m|h)\s*")
 _NUMBER_FIRST = re.compile(r"\d[\w ./]{,20}")
 """What looks like a rate, which may be shown."""
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
+_AMOUNTS = {timedelta, int, float}
 _LONGEST = timedelta(days=36_500)
 """Databases calculate with the instant so long ago, which they cannot for `timedelta.max`."""
-
-
-_AMOUNTS = {timedelta, int, float}
 _EXAMPLES = {bool: True, int: 10, float: 0.5, str: "…", timedelta: timedelta(seconds=30), dict: {}}
 
 
@@ -66,14 +64,8 @@ def parse(options: type[Options], setting: str, given: object) -> Options:
                 values[name] = parse(expected, f"{setting}[{name!r}]", given[name]) if given[name] != {} else defaults[name]
             except InvalidOptions as error:
                 problems += error.problems
-        elif not _fits(given[name], expected):
-            allowed = f"{_describe(expected)}, such as {_example(expected, defaults[name])}"
-            problems.append(f"{setting}[{name!r}] is {_kind(given[name])}: it must be {allowed}.")
-        elif type(given[name]) in _AMOUNTS and given[name] <= type(given[name])():
-            problems.append(f"{setting}[{name!r}] is {given[name]!r}: it must be greater than zero.")
-        elif type(given[name]) is timedelta and given[name] > _LONGEST:
-            most = f"at most a century, timedelta(days={_LONGEST.days})"
-            problems.append(f"{setting}[{name!r}] is {given[name]!r}: it must be {most}.")
+        elif reason := _why_refused(given[name], expected, defaults[name]):
+            problems.append(f"{setting}[{name!r}] is {reason}.")
     if problems:
         raise InvalidOptions(problems)
     try:
@@ -177,6 +169,17 @@ def redacted_error(path: str, text: str) -> str:
 def _unknown(setting: str, name: object, types: Mapping[str, Any]) -> str:
     remedy = did_you_mean(str(name), types) or f"Known options: {', '.join(sorted(types))}."
     return f"{setting} has no option {quoted(name)}. {remedy}"
+
+
+def _why_refused(value: Any, expected: Any, default: object) -> str:
+    """What a value is, and what it must be; "" if it is that."""
+    if not _fits(value, expected):
+        return f"{_kind(value)}: it must be {_describe(expected)}, such as {_example(expected, default)}"
+    if type(value) in _AMOUNTS and value <= type(value)():
+        return f"{value!r}: it must be greater than zero"
+    if type(value) is timedelta and value > _LONGEST:
+        return f"{value!r}: it must be at most a century, timedelta(days={_LONGEST.days})"
+    return ""
 
 
 def _fits(value: object, expected: Any) -> bool:

@@ -81,22 +81,6 @@ class Given:
         return f"{self.by}: {self.reason}" if self.reason else self.by
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """An operation to be planned; see the model for its fields. For a preview, the user's answers are not known."""
-
-    action: str
-    selection: str
-    sources: Sequence[str] = ()
-    requested_by: str
-    client: str = ""
-    permission: str = ""
-    reason: str = ""
-    given: Mapping[str, Any] = field(default_factory=dict)
-    rate: int | None = None
-    is_canary: bool = False
-
-
 class OperationTable:
     """The operations of one app.
 
@@ -107,18 +91,13 @@ class OperationTable:
     def __init__(self, app: str) -> None:
         self.app = app
 
-    def plan(self, alias: str, plan: Plan, rows: Iterable[int], **columns: Any) -> Any:
-        """Store an operation on these rows; returns it."""
+    def plan(self, alias: str, planned: Operation, rows: Iterable[int]) -> Any:
+        """Store a new operation on these rows; returns it."""
+        planned.app, planned.planned_at = self.app, DatabaseTime()
+        planned.selection = printable(planned.selection, 900)
+        planned.requested_by = planned.requested_by[:NAME_LENGTH]
         with transaction.atomic(using=alias):
-            written = {
-                **vars(plan),
-                "selection": printable(plan.selection, 900),
-                "sources": [str(source) for source in plan.sources],
-                "given": dict(plan.given),
-                "requested_by": plan.requested_by[:NAME_LENGTH],
-                **columns,
-            }
-            planned = self.rows(alias).create(app=self.app, planned_at=DatabaseTime(), **written)
+            planned.save(using=alias, force_insert=True)
             total, remaining = 0, iter(rows)
             while some := list(islice(remaining, _PART)):
                 self._parts(alias).create(operation_id=planned.pk, rows=some)
@@ -126,7 +105,9 @@ class OperationTable:
             self._of(alias, planned).update(total=total)
         return self._of(alias, planned).get()
 
-    def preview(self, alias: str, plan: Plan, rows: Iterable[tuple[int, str]], *, instead_of: int) -> tuple[Any, Counter[str]]:
+    def preview(
+        self, alias: str, planned: Operation, rows: Iterable[tuple[int, str]], *, instead_of: int
+    ) -> tuple[Any, Counter[str]]:
         """Store an operation on these rows, which is not executed until `confirm`; returns it, and the number of rows by state.
 
         What matches later does not belong to it. It is kept for an hour, and not without a row.
@@ -143,27 +124,28 @@ class OperationTable:
                 yield row
 
         with transaction.atomic(using=alias):
-            earlier = Q(planned_at__lt=DatabaseTime(-_PREVIEW_KEPT)) | Q(pk=instead_of, requested_by=plan.requested_by)
+            earlier = Q(planned_at__lt=DatabaseTime(-_PREVIEW_KEPT)) | Q(pk=instead_of, requested_by=planned.requested_by)
             self.rows(alias).filter(earlier, state=OperationState.PREVIEWED).delete()
             # Retention deletes a preview like an operation that has ended.
-            operation = self.plan(alias, plan, counted(), state=OperationState.PREVIEWED, ended_at=DatabaseTime())
+            planned.state, planned.ended_at = OperationState.PREVIEWED, DatabaseTime()
+            operation = self.plan(alias, planned, counted())
             if states:
                 self._of(alias, operation).update(sources=sorted(states))
             else:
                 self._of(alias, operation).delete()
         return operation, states
 
-    def confirm(self, alias: str, pk: int, plan: Plan) -> Any | None:
+    def confirm(self, alias: str, pk: int, previewed: Operation, **answered: Any) -> Any | None:
         """previewed → planned, with what the user has answered; returns it. None: it is not this user's, or no longer kept.
 
         Args:
-            plan: its selection and sources are those of the preview.
+            previewed: has the action and the user, and what the user needs.
         """
-        mine = {"action": plan.action, "requested_by": plan.requested_by[:NAME_LENGTH], "state": OperationState.PREVIEWED}
-        answered = {name: getattr(plan, name) for name in ("permission", "reason", "given", "rate", "is_canary")}
+        mine = {"action": previewed.action, "requested_by": previewed.requested_by[:NAME_LENGTH]}
+        kept = {"state": OperationState.PREVIEWED, "planned_at__gte": DatabaseTime(-_PREVIEW_KEPT)}
         now = {"state": OperationState.PLANNED, "planned_at": DatabaseTime(), "ended_at": None}
-        found = self.rows(alias).filter(pk=pk, planned_at__gte=DatabaseTime(-_PREVIEW_KEPT), **mine)
-        return self.rows(alias).get(pk=pk) if found.update(**answered, **now) else None
+        found = self.rows(alias).filter(pk=pk, **mine, **kept)
+        return self.rows(alias).get(pk=pk) if found.update(permission=previewed.permission, **answered, **now) else None
 
     def rows(self, alias: str) -> QuerySet[Any]:
         return QuerySet(Operation, using=alias).filter(app=self.app)

@@ -26,7 +26,7 @@ from exactly_once.process.clock import monotonic
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.transport.broker import queue_name
 from exactly_once.transport.interface import BrokerUnavailable, OutgoingMessage, PublishOutcome, Transport, Verdict
-from exactly_once.upkeep.operation_rows import Given, Plan, RowOutcome
+from exactly_once.upkeep.operation_rows import Given, RowOutcome
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import NAME_LENGTH
 from outbox.conf import OutboxOptions, outbox_options
@@ -86,10 +86,10 @@ def plan(alias: str, replay: Replay, *, rate: int, reason: str, actor: Actor) ->
         plan_alone(alias)
         if found := _open_replay(alias, REPLAY.name, given):
             return Planned(found, is_new=False)
-        planned = Plan(
+        planned = Operation(
             action=REPLAY.name,
             selection=", ".join(f"{name} {value}" for name, value in given.items()) or "all published messages",
-            sources=REPLAY.sources,
+            sources=[*REPLAY.sources],
             requested_by=actor.name,
             reason=reason,
             given=given,

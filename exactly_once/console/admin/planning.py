@@ -1,7 +1,6 @@
 """The page that previews a bulk operation, and plans it once the operator has confirmed it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from django import forms
@@ -16,9 +15,10 @@ from exactly_once.console.admin.actions import Action, ReasonForm
 from exactly_once.console.admin.pages import ReadOnlyAdmin
 from exactly_once.console.display import number
 from exactly_once.console.operators.audit import Subject, actor_of, record
+from exactly_once.models import Operation
 from exactly_once.packages import package_of
 from exactly_once.sql.connections import decision_transaction
-from exactly_once.upkeep.operation_rows import OperationTable, Plan
+from exactly_once.upkeep.operation_rows import OperationTable
 
 MOST_ROWS = 1_000_000
 _CONFIRMED = "plan_confirmed"
@@ -67,7 +67,7 @@ def plan(
     pk = int(given) if given.isdecimal() and len(given) <= _LONGEST_NUMBER else 0
     form = _form(action, request.POST if pk else None)
     user, permission = actor_of(request).name, action.codename(chosen.model)
-    planned = Plan(action=action.name, selection=selection, requested_by=user, permission=permission)
+    planned = Operation(action=action.name, selection=selection, requested_by=user, permission=permission)
     if form.is_valid():
         if operation := _confirmed(request, table, alias, pk, planned, form.cleaned_data):
             messages.success(request, _("The operation is planned. A running process executes it."))
@@ -103,13 +103,13 @@ def plan(
 
 
 def _confirmed(
-    request: HttpRequest, table: OperationTable, alias: str, pk: int, previewed: Plan, given: Mapping[str, Any]
+    request: HttpRequest, table: OperationTable, alias: str, pk: int, previewed: Operation, given: Mapping[str, Any]
 ) -> Any | None:
     """The operation that was previewed, which is planned now. None: see `OperationTable.confirm`."""
     values = {name: value for name, value in given.items() if name not in {"reason", *_Limits.base_fields}}
     answers = {"reason": given["reason"], "rate": given["rate"], "is_canary": given.get("canary", False)}
     with decision_transaction(alias):
-        operation = table.confirm(alias, pk, replace(previewed, given=values, **answers))
+        operation = table.confirm(alias, pk, previewed, given=values, **answers)
         if operation is not None:
             subject = Subject(kind="operation", id=str(operation.pk), name=operation.selection)
             parameters = {**given, "messages": operation.total}

@@ -15,11 +15,10 @@ from exactly_once.conf.app_options import Client
 from exactly_once.console.http.frame import MAX_MESSAGES, Api, Name, answers, client_of, require
 from exactly_once.console.http.problems import Problem, with_status
 from exactly_once.console.operators.audit import Actor, Subject, record
-from exactly_once.models import OPEN
+from exactly_once.models import OPEN, Operation
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import decision_transaction
 from exactly_once.sql.partitions import lately, newest
-from exactly_once.upkeep.operation_rows import Plan
 from outbox import decisions
 from outbox.conf import outbox_options
 from outbox.contrib.http import schemas
@@ -171,7 +170,7 @@ def _planned(request: HttpRequest, topic: str, which: schemas.Restoring) -> sche
     client = _manager(request, which)
     decisions.refuse_unfit(topic=topic)
     states = [str(state) for state in which.states or restored_by_default(by_id=False)]
-    plan = Plan(
+    plan = Operation(
         action=RESTORE_THEM.name,
         selection=f"topic {topic}",
         sources=states,

@@ -15,7 +15,6 @@ from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep import executing
 from exactly_once.upkeep.executing import Operations
-from exactly_once.upkeep.operation_rows import Plan
 from inbox import Ordered
 from inbox.models import InboxMessage
 from inbox.models import TrailEntry as InboxTrail
@@ -184,7 +183,7 @@ class TestExecution:
         retry = planned(staff_client(VIEW, RETRY), "retry")
         with translation.override("de"):
             settle(InboxMessage.objects.all(), State.SKIPPED)
-            plan = Plan(action="cancel", selection="all", sources=["dead"], requested_by="ada")
+            plan = Operation(action="cancel", selection="all", sources=["dead"], requested_by="ada")
             cancel = operations.plan("default", plan, [row.pk])
             OutboxMessage.objects.filter(pk=row.pk).delete()
             operate()
@@ -402,7 +401,7 @@ class TestOutbox:
         message, user = a_message(OutboxState.DEAD), staff_client("view_outboxmessage", "restore_outboxmessage")
         client = {"requested_by": "the HTTP client removed", "client": "removed", "permission": MANAGE}
         given = {"topic": message.topic, "overdue": True}
-        plan = Plan(action="restore", selection=f"topic {message.topic}", sources=["dead"], given=given, **client)
+        plan = Operation(action="restore", selection=f"topic {message.topic}", sources=["dead"], given=given, **client)
         operation = operations.plan("default", plan, [message.pk])
         with override_settings(OUTBOX={"HTTP": {"TOKENS": {"partner": TOKENS["partner"]}}}):
             Operations("outbox", ["default"]).drain(StopRequest())

@@ -8,10 +8,9 @@ from django.core.handlers.wsgi import WSGIRequest
 from django.db import DEFAULT_DB_ALIAS, OperationalError, connection, transaction
 from django.test import override_settings
 
-from exactly_once.models import AuditEntry
+from exactly_once.models import AuditEntry, Operation
 from exactly_once.process.loop import StopRequest
 from exactly_once.upkeep.executing import Operations
-from exactly_once.upkeep.operation_rows import Plan
 from outbox import Draft, publish_many
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.operators.operations import operations
@@ -380,7 +379,7 @@ def test_each_decision_is_in_the_audit_log_with_its_client():
 
 def test_operation_of_a_user_who_is_named_like_a_client_is_not_that_clients():
     by_user = {"requested_by": "the HTTP client shop", "permission": "outbox.restore_outboxmessage"}
-    plan = Plan(action="restore", selection=f"topic {TOPIC}", sources=["dead"], given={"overdue": True}, **by_user)
+    plan = Operation(action="restore", selection=f"topic {TOPIC}", sources=["dead"], given={"overdue": True}, **by_user)
     operation = operations.plan("default", plan, [1])
 
     assert Api().get(f"outbox/operations/{operation.pk}").status_code == 404

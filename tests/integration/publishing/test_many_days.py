@@ -6,12 +6,11 @@ import pytest
 from django.db import transaction
 from django.test import override_settings
 
-from exactly_once.models import AuditEntry
+from exactly_once.models import AuditEntry, Operation
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.executing import Operations
-from exactly_once.upkeep.operation_rows import Plan
 from outbox import cancel, publish, restore
 from outbox.models import OutboxMessage
 from outbox.operators.operations import RESTORE_THEM, operations
@@ -55,7 +54,7 @@ def test_restoring_a_message_by_its_id_or_by_a_canary_locks_a_few_partitions(can
     cancel(cancelled.id)
     set_columns(cancelled, day=day_of("default", timedelta(days=40)))
     row = OutboxMessage.objects.get()
-    plan = Plan(action="restore", selection="one", sources=["cancelled"], requested_by="ann", permission="", is_canary=True)
+    plan = Operation(action="restore", selection="one", sources=["cancelled"], requested_by="ann", is_canary=True)
     operation = operations.plan("default", plan, [row.pk])
 
     locked, _ = locked_by(lambda: Operations("outbox", ["default"]).drain(StopRequest()))

@@ -6,11 +6,11 @@ import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
+from exactly_once.models import Operation
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.executing import Operations
-from exactly_once.upkeep.operation_rows import Plan
 from inbox.housekeeping import HISTORY
 from inbox.models import InboxMessage, Receipt
 from inbox.operators.accounting import oldest_waiting
@@ -91,7 +91,7 @@ def test_duplicate_of_a_recent_message_is_counted_by_one_statement(handler):
 def test_canary_locks_a_few_partitions(handles, is_handled):
     deliver(handles(fails), an_envelope(), given=options(MAX_ATTEMPTS=1))
     row = InboxMessage.objects.get()
-    plan = Plan(action="retry", selection="one", sources=["dead"], requested_by="ann", permission="", is_canary=True)
+    plan = Operation(action="retry", selection="one", sources=["dead"], requested_by="ann", is_canary=True)
     operation = operations.plan("default", plan, [row.pk])
 
     locked_by_wave, _ = locked_by_each(lambda: Operations("inbox", ["default"]).drain(StopRequest()))
