@@ -43,7 +43,7 @@ def positions(rows):
 
 
 def take(lease):
-    return lease.claim(claiming.look("default").shards, 10, {}, 1_000_000)
+    return lease.claim(claiming.look("default").shards, 10, {})
 
 
 def settle(lease, settlement):
