@@ -48,6 +48,12 @@ def test_invalid_inbox_setting_is_an_error_and_does_not_break_the_other_checks(h
         assert set(found(deploy=True)) == ({"inbox.E001"} if given is not None else set())
 
 
+@pytest.mark.parametrize("name", ["HTTP", "ALERTS", "BROKER_SSL"])
+def test_invalid_option_that_the_inbox_takes_from_the_outbox_is_an_error_and_does_not_break_the_other_checks(name):
+    with override_settings(OUTBOX={name: {"TOKEN": 1}}):
+        assert set(found(deploy=True)) == {"inbox.E001"}
+
+
 class NoInboxOnOther:
     """A router that keeps the tables of the inbox out of the database `other`."""
 
