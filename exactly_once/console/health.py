@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from django.contrib.auth.decorators import login_not_required
-from django.db import Error, connections, router
-from django.db.transaction import non_atomic_requests
+from django.db import Error, router
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from django.urls import path
 from django.utils.translation import gettext as _
@@ -25,6 +24,7 @@ from exactly_once.console.cli.halves import UNAVAILABLE
 from exactly_once.console.cli.halves import readiness as checked
 from exactly_once.half import OK, Check, Half, halves
 from exactly_once.models import Process
+from exactly_once.sql.connections import without_atomic_requests
 from exactly_once.sql.probing import Reading
 from exactly_once.wire.text import describe
 
@@ -69,9 +69,7 @@ def live(request: HttpRequest, **kwargs: object) -> HttpResponse:
 
 def _probed(view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
     # With ATOMIC_REQUESTS an unavailable database would fail the request before the view can say so.
-    for alias in connections:
-        view = non_atomic_requests(alias)(view)
-    return never_cache(require_safe(login_not_required(view)))
+    return never_cache(require_safe(login_not_required(without_atomic_requests(view))))
 
 
 app_name = "exactly_once_health"

@@ -12,8 +12,6 @@ from typing import Annotated, Any
 
 from django.contrib.auth.decorators import login_not_required
 from django.core.handlers.wsgi import WSGIRequest
-from django.db import connections
-from django.db.transaction import non_atomic_requests
 from django.http import HttpRequest, UnreadablePostError
 from django.http.response import HttpResponseBase
 from django.urls import URLPattern, re_path
@@ -27,6 +25,7 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 from exactly_once.conf.app_options import Client, HttpOptions
 from exactly_once.console.http import problems
 from exactly_once.console.http.problems import Problem, ProblemDetails
+from exactly_once.sql.connections import without_atomic_requests
 from exactly_once.wire.text import NAME_LENGTH
 
 MAX_MESSAGES = 100
@@ -162,9 +161,7 @@ def _guarded(view: _View) -> _View:
     def sync_view(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
         return problems.as_problem(view(request, *args, **kwargs))
 
-    guarded: _View = async_view if iscoroutinefunction(view) else sync_view
-    for alias in connections:
-        guarded = non_atomic_requests(alias)(guarded)
+    guarded: _View = without_atomic_requests(async_view if iscoroutinefunction(view) else sync_view)
     return never_cache(csrf_exempt(login_not_required(guarded)))
 
 
