@@ -22,6 +22,7 @@ from django.core.management.base import CommandError
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections, router, transaction
 from django.db.migrations.loader import MigrationLoader
 from django.db.models import AutoField, Model
+from django.utils.translation import gettext as _
 
 from exactly_once.packages import label_of, registered
 from exactly_once.sql.connections import fetch, is_postgresql
@@ -67,8 +68,7 @@ def require_schema(alias: str, *packages: str) -> None:
     Raises:
         CommandError: the alias does not exist, or its database is not migrated. An unavailable database is not an error here.
     """
-    if alias not in connections:
-        raise CommandError(f"There is no database {alias!r}. DATABASES has: {', '.join(connections)}.")
+    require_alias(alias)
     problems = []
     for package in dict.fromkeys(("exactly_once", *packages)):
         for part in parts_of(package):
@@ -78,6 +78,13 @@ def require_schema(alias: str, *packages: str) -> None:
                 problems.append(problem)
     if problems:
         raise CommandError(" ".join(problems))
+
+
+def require_alias(alias: str) -> None:
+    """Raises CommandError: DATABASES has no such alias."""
+    if alias not in connections:
+        words = _("There is no database %(alias)s. DATABASES has: %(known)s.")
+        raise CommandError(words % {"alias": repr(alias), "known": ", ".join(connections)})
 
 
 def require_usable(alias: str, *packages: str) -> None:

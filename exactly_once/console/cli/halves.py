@@ -19,7 +19,7 @@ from exactly_once.models import Process
 from exactly_once.packages import label_of
 from exactly_once.process.life_sign import LifeSign, life_signs
 from exactly_once.sql.connections import execute
-from exactly_once.sql.schema import require_schema, why_unmigrated
+from exactly_once.sql.schema import require_alias, require_schema, why_unmigrated
 from exactly_once.upkeep.heartbeat_table import HeartbeatTable
 
 UNKNOWN, UNAVAILABLE, NOT_MIGRATED, NONE_RUNNING = "unknown", "unavailable", "not migrated", "none running"
@@ -97,8 +97,7 @@ def chosen_halves(options: dict[str, Any], **owners: str) -> list[Half]:
         CommandError: that app is not installed or not chosen, or the alias does not exist.
     """
     alias, app, known = options["database"], options["app"], {half.app: half for half in halves()}
-    if alias not in connections:
-        raise CommandError(f"There is no database {alias!r}. DATABASES has: {', '.join(connections)}.")
+    require_alias(alias)
     for option, owner in owners.items():
         if options[option]:
             if owner != (app or owner):

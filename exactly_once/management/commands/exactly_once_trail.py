@@ -19,7 +19,7 @@ from exactly_once.console.operators.message_history import MessageHistory, histo
 from exactly_once.console.operators.trail import HistoryEvent, PresentState
 from exactly_once.packages import registered
 from exactly_once.process.clock import utcnow
-from exactly_once.sql.schema import why_unmigrated
+from exactly_once.sql.schema import require_alias, why_unmigrated
 
 _MOST_OF_A_REASON = 300
 """Characters; `--json` and the admin show all of it."""
@@ -40,9 +40,7 @@ class Command(TranslatedCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         aliases = None if options["database"] is None else [options["database"]]
         for alias in aliases or ():
-            if alias not in connections:
-                words = _("There is no database %(alias)s. DATABASES has: %(known)s.")
-                raise CommandError(words % {"alias": repr(alias), "known": ", ".join(connections)})
+            require_alias(alias)
         places = product(connections if aliases is None else aliases, registered())
         if problems := [problem for place in places if (problem := why_unmigrated(*place, begun=aliases is None))]:
             raise CommandError(" ".join(problems))
