@@ -11,13 +11,13 @@ class ExactlyOnceConfig(AppConfig):
         from exactly_once import checks  # noqa: F401 - registers itself
 
 
-def require_installed(app: AppConfig) -> None:
-    """Check that this app is in INSTALLED_APPS, before the models of `app`, which need it, are imported.
+def require_installed(app: AppConfig, *others: str) -> None:
+    """Check that this app and the others are in INSTALLED_APPS, before the models of `app`, which need them, are imported.
 
     Raises:
-        ImproperlyConfigured: it is not.
+        ImproperlyConfigured: one is not.
     """
-    if not any(config.name == ExactlyOnceConfig.name for config in apps.get_app_configs()):
-        raise ImproperlyConfigured(
-            f"{app.name!r} needs the app 'exactly_once': write INSTALLED_APPS += ['exactly_once', {app.name!r}]."
-        )
+    needed, installed = [ExactlyOnceConfig.name, *others], [config.name for config in apps.get_app_configs()]
+    for name in needed:
+        if name not in installed:
+            raise ImproperlyConfigured(f"{app.name!r} needs the app {name!r}: write INSTALLED_APPS += {[*needed, app.name]!r}.")

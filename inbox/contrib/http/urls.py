@@ -5,6 +5,9 @@ path("api/inbox/", include("inbox.contrib.http.urls"))
 
 from __future__ import annotations
 
+import exactly_once.console.http  # noqa: F401 - it says what to install, before the imports that need it
+
+# isort: split
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial

@@ -12,7 +12,10 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.sql.fields import NameField
 from exactly_once.wire.text import NAME_LENGTH
+from inbox.contrib import require_app
 from inbox.models import InboxMessage
+
+require_app("inbox.contrib.joins")
 
 
 class Run(models.Model):

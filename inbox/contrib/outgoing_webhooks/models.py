@@ -14,7 +14,10 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.sql.fields import NameField
 from exactly_once.wire.text import NAME_LENGTH, why_no_topic
+from inbox.contrib import require_app
 from inbox.contrib.outgoing_webhooks.addresses import LONGEST_URL, why_no_url
+
+require_app("inbox.contrib.outgoing_webhooks")
 
 MAX_CONCURRENCY = 64
 PREFIX = "whsec_"

@@ -1,5 +1,8 @@
 """The operations of the HTTP API, as URLs: `path("api/outbox/", include("outbox.contrib.http.urls"))`."""
 
+import exactly_once.console.http  # noqa: F401 - it says what to install, before the imports that need it
+
+# isort: split
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from itertools import islice
