@@ -26,15 +26,6 @@ def refused(*positions, at_once=2, keys=unwritable_rows.NO_KEYS):
     return rows
 
 
-def test_row_is_skipped_until_its_backoff_ends(pass_by):
-    rows = refused(1)
-    assert rows.skipped() == {1: ""}
-    pass_by(2.0)
-    assert rows.skipped() == {}
-    rows.skip({1: REFUSED})
-    assert rows.skipped() == {1: ""}
-
-
 def test_due_rows_are_tried_in_turn_although_some_of_them_are_never_found(pass_by):
     rows = refused(*range(6))
     pass_by(2.0)
