@@ -38,7 +38,7 @@ class Outbox:
     def queries(self):
         """Session, user, permissions (2), what is stuck, count, rows; classes of errors, topics and hosts to filter by; and the
         counts by state, on PostgreSQL in a savepoint with settings of its own."""
-        return 10 + (6 if connection.vendor == "postgresql" else 1)
+        return 10 + (5 if connection.vendor == "postgresql" else 1)
 
     def due_in(self, duration):
         return a_message(State.SCHEDULED, due_ago=-duration)

@@ -320,8 +320,8 @@ def test_relay_without_callbacks_does_not_touch_the_table_of_pending_callbacks()
     assert OutboxMessage.objects.get().state == State.PUBLISHED
     assert [query for query in asked if OutboxMessage._meta.db_table in query["sql"]]
     touched = [query["sql"] for query in asked if PendingCallback._meta.db_table in query["sql"]]
-    # But for two looks at its start: at the tables, and at their sequences.
-    assert all(sql.endswith("WHERE 1 = 0") or "_seq" in sql for sql in touched)
+    # But for two looks at its start: at the columns of the tables, and at their sequences.
+    assert all("to_regclass" in sql or "pragma_table_info" in sql or "_seq" in sql for sql in touched)
 
 
 @every_database
