@@ -45,7 +45,8 @@ class Picture:
 
 
 def pictures() -> Iterator[Picture]:
-    from django.urls import reverse  # noqa: PLC0415 - Django is set up by `main`
+    from django.contrib import admin  # noqa: PLC0415 - Django is set up by `main`
+    from django.urls import reverse  # noqa: PLC0415
 
     from exactly_once.console.admin.failure_groups import group_url  # noqa: PLC0415
     from exactly_once.models import Operation  # noqa: PLC0415
@@ -63,7 +64,7 @@ def pictures() -> Iterator[Picture]:
         return reverse("admin:exactly_once_operation_change", args=[Operation.objects.get(state="running").pk])
 
     def group() -> str:
-        return group_url("admin", "inbox", *TIMEOUT[:2])
+        return group_url(admin.site, "inbox", *TIMEOUT[:2])
 
     def correct(page: Any) -> None:
         page.get_by_role("button", name="Edit").click()

@@ -180,7 +180,9 @@ class ActingAdmin(ReadOnlyAdmin):
             self.log_addition(request, row, [{"added": {}}])
             self.audit(request, self.using, action.name, row)
         self._report(request, str(action.done), [RowOutcome(row.pk, self.subject(row))])
-        return HttpResponseRedirect(self.changelist_url if self.has_view_permission(request) else reverse("admin:index"))
+        return HttpResponseRedirect(
+            self.changelist_url if self.has_view_permission(request) else reverse(f"{self.admin_site.name}:index")
+        )
 
     def response_action(self, request: HttpRequest, queryset: QuerySet[Any], *args: Any, **kwargs: Any) -> HttpResponse | None:
         """On all matching rows, plan an operation, if the action can be one."""

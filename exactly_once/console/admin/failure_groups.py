@@ -16,7 +16,7 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.actions import Action, ActionForm
 from exactly_once.console.admin.html import NOTHING, identifier, moment, stacked
-from exactly_once.console.admin.pages import ReadOnlyAdmin, message_url
+from exactly_once.console.admin.pages import ReadOnlyAdmin, message_url, page_url
 from exactly_once.console.admin.planning import plan
 from exactly_once.console.admin.sections import listed, named
 from exactly_once.console.display import number
@@ -115,7 +115,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
             "groups": [
                 {
                     **self._shown(failing, group),
-                    "url": group_url(self.admin_site.name, failing.app, group.error_class, group.place),
+                    "url": group_url(self.admin_site, failing.app, group.error_class, group.place),
                     "app": failing.app,
                     "note": noted.get((failing.app, group.error_class, group.place)),
                 }
@@ -132,7 +132,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         note: Any = self.get_object(request, object_id)
         if note is None or not self.has_view_permission(request):
             raise PermissionDenied
-        return HttpResponseRedirect(group_url(self.admin_site.name, note.app, note.error_class, note.place))
+        return HttpResponseRedirect(group_url(self.admin_site, note.app, note.error_class, note.place))
 
     @without_atomic_requests
     def group_view(self, request: HttpRequest) -> HttpResponse:
@@ -188,7 +188,7 @@ class FailureGroupAdmin(ReadOnlyAdmin):
 
     def _act(self, request: HttpRequest, failing: Half, error_class: str, place: str) -> HttpResponse | NoteForm:
         """The response; the form of an invalid note, so that it comes back with what was typed."""
-        url = group_url(self.admin_site.name, failing.app, error_class, place)
+        url = group_url(self.admin_site, failing.app, error_class, place)
         chosen = request.POST.get("action", "")
         if chosen == NOTE.name:
             if not self.may_note(request):
@@ -223,10 +223,9 @@ class FailureGroupAdmin(ReadOnlyAdmin):
         return {"of": group, "who_label": failing.groups_label, "who": named(group.who), "trend": _trend(group)}
 
 
-def group_url(site: str, app: str, error_class: str, place: str) -> str:
-    """The page of a failure group."""
-    query = {"app": app, "class": error_class, "place": place}
-    return reverse(f"{site}:exactly_once_failurenote_group", query=query)
+def group_url(site: admin.AdminSite, app: str, error_class: str, place: str) -> str:
+    """The page of a failure group; "" if the site does not have it."""
+    return page_url(site, "exactly_once_failurenote_group", **{"app": app, "class": error_class, "place": place})
 
 
 def _trend(group: FailureGroup) -> str:
@@ -245,8 +244,8 @@ def failure_text(model_admin: Any, row: Any, error_class: str, place: str) -> Sa
     name = identifier(f"{error_class} {place}".strip())
     if not error_class or row.failing_since is None or row.state not in {"retrying", "dead"}:
         return name if error_class else NOTHING
-    url = group_url(model_admin.admin_site.name, model_admin.package, error_class, place)
+    url = group_url(model_admin.admin_site, model_admin.package, error_class, place)
     return stacked(
-        format_html('<a href="{}">{}</a>', url, name),
+        format_html('<a href="{}">{}</a>', url, name) if url else name,
         format_html("{} {}", _("since"), moment(row.failing_since, row.database_now)),
     )

@@ -8,7 +8,7 @@ created = instant(_("created"), "created_at")
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import islice
 from operator import attrgetter
@@ -191,9 +191,9 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg] # no generic at
         return row
 
     def flow_url(self, request: HttpRequest) -> str:
-        """The page of flows; "" if the user may not view it."""
+        """The page of flows; "" if the site does not have it, or the user may not view it."""
         may_view = request.user.has_perm("exactly_once.view_flow")
-        return reverse(f"{self.admin_site.name}:exactly_once_flow_changelist") if may_view else ""
+        return page_url(self.admin_site, "exactly_once_flow_changelist") if may_view else ""
 
     def require_permission(self, request: HttpRequest) -> None:
         if not self.has_view_permission(request):
@@ -242,8 +242,13 @@ def message_link(site: AdminSite, app: str, row: int, name: object) -> SafeStrin
 
 def message_url(site: AdminSite, app: str, row: int) -> str:
     """The page of a row of messages of the default database; "" if the site does not have it."""
+    return page_url(site, f"{label_of(app)}_{app}message_change", [row])
+
+
+def page_url(site: AdminSite, page: str, arguments: Sequence[Any] = (), **query: str) -> str:
+    """A page by the name of its URL, without the site's namespace; "" if a site of the project does not have it."""
     try:
-        return reverse(f"{site.name}:{label_of(app)}_{app}message_change", args=[row])
+        return reverse(f"{site.name}:{page}", args=arguments, query=query)
     except NoReverseMatch:
         return ""
 

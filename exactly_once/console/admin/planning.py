@@ -8,11 +8,10 @@ from django.contrib import messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.db.models import Count, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.urls import reverse
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.actions import Action, ReasonForm
-from exactly_once.console.admin.pages import ReadOnlyAdmin
+from exactly_once.console.admin.pages import ReadOnlyAdmin, page_url
 from exactly_once.console.display import number
 from exactly_once.console.operators.audit import Subject, actor_of, record
 from exactly_once.models import Operation
@@ -71,8 +70,8 @@ def plan(
     if form.is_valid():
         if operation := _confirmed(request, table, alias, pk, planned, form.cleaned_data):
             messages.success(request, _("The operation is planned. A running process executes it."))
-            site = model_admin.admin_site.name
-            return HttpResponseRedirect(reverse(f"{site}:exactly_once_operation_change", args=[operation.pk]))
+            url = page_url(model_admin.admin_site, "exactly_once_operation_change", [operation.pk])
+            return HttpResponseRedirect(url or back_url)
         words = _("Nothing was planned: the preview is out of date, or was confirmed before. This is a new one.")
         messages.warning(request, words)
     rows = chosen.filter(action.condition, state__in=action.sources).order_by("pk").values_list("pk", "state")[:MOST_ROWS]
