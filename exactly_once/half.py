@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from exactly_once.console.admin.actions import Action
     from exactly_once.console.admin.sections import Section
     from exactly_once.console.cli.terminal import Table
-    from exactly_once.console.operators.actions import Change
+    from exactly_once.console.operators.changes import Change
     from exactly_once.console.operators.clock_ahead import Dated
     from exactly_once.console.operators.dead_letters import Letters
     from exactly_once.console.operators.failure_groups import FailureGroups

@@ -2,16 +2,16 @@
 
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.console.operators.actions import why_not_permitted
+from exactly_once.console.operators.changes import why_not_permitted
 from exactly_once.half import Half
 from inbox.conf import inbox_options
 from inbox.housekeeping import HISTORY, record_periods, remains
 from inbox.models import InboxMessage, TrailEntry
 from inbox.operators import processes, trail
 from inbox.operators.accounting import DATED
-from inbox.operators.alerting import conditions
+from inbox.operators.changes import CHANGES, groups
+from inbox.operators.conditions import conditions
 from inbox.operators.dead_letters import letters
-from inbox.operators.operations import CHANGES, groups
 
 INBOX = Half(
     app="inbox",

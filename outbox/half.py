@@ -2,15 +2,15 @@
 
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.console.operators.actions import by_name
+from exactly_once.console.operators.changes import by_name
 from exactly_once.half import Half
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.operators import relays, trail
-from outbox.operators.alerting import conditions
+from outbox.operators.changes import CHANGES, groups, why_not
+from outbox.operators.conditions import conditions
 from outbox.operators.dead_letters import letters
 from outbox.operators.figures import DATED
-from outbox.operators.operations import CHANGES, groups, why_not
 from outbox.operators.replaying import REPLAY
 from outbox.operators.trail import published_from_now
 from outbox.store.history import HISTORY

@@ -9,12 +9,12 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.actions import Action, ActionForm, reason_field
 from exactly_once.console.admin.html import difference_as_html
-from exactly_once.console.operators.actions import by_name
+from exactly_once.console.operators.changes import by_name
 from exactly_once.sql.partitions import lately
 from inbox import states
 from inbox.errors import NotEditable
 from inbox.models import InboxMessage
-from inbox.operators import operations
+from inbox.operators import changes
 from inbox.operators.editing import conflict_token, correct, editable
 
 _LARGEST_EDITED = 256 * 1024
@@ -99,9 +99,9 @@ class EditForm(ActionForm):
         return given
 
 
-RETRY = Action(**vars(operations.RETRY), label=_("Retry now"), done=_("due for a retry now"))
+RETRY = Action(**vars(changes.RETRY), label=_("Retry now"), done=_("due for a retry now"))
 EDIT = Action(
-    **vars(operations.EDIT),
+    **vars(changes.EDIT),
     label=_("Edit and retry"),
     done=_("replaced by a corrected message"),
     question=_("Edit the payload of this message"),
@@ -110,7 +110,7 @@ EDIT = Action(
     is_single=True,
 )
 SKIP = Action(
-    **vars(operations.SKIP),
+    **vars(changes.SKIP),
     label=_("Skip"),
     done=_("skipped"),
     question=_("Skip these messages? Their effect will not happen."),
@@ -118,7 +118,7 @@ SKIP = Action(
     form=SkipForm,
 )
 OVERRIDE = Action(
-    **vars(operations.OVERRIDE),
+    **vars(changes.OVERRIDE),
     label=_("Retry past the maximum message age"),
     done=_("due now, past the maximum message age"),
     permission=states.OVERRIDE.permission,
@@ -127,7 +127,7 @@ OVERRIDE = Action(
     form=OverrideForm,
 )
 RUN_CONFLICTING = Action(
-    **vars(operations.RUN_CONFLICTING),
+    **vars(changes.RUN_CONFLICTING),
     label=_("Run the different content as its own message"),
     done=_("different content due now, as its own message"),
     question=_("Run the different content of these messages as messages of their own?"),

@@ -36,7 +36,7 @@ from exactly_once.console.admin.pages import counted, instant, shown
 from exactly_once.console.admin.sections import named
 from exactly_once.console.admin.trail import attempts
 from exactly_once.console.display import as_json, duration, number, visible
-from exactly_once.console.operators.actions import permission
+from exactly_once.console.operators.changes import permission
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.failures import DEFERRED
 from exactly_once.sql.days import LIVE

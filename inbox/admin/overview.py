@@ -26,8 +26,8 @@ from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler
 from inbox.operators import accounting
 from inbox.operators.accounting import DATED
-from inbox.operators.alerting import MINUTES, newly_conflicting
-from inbox.operators.operations import groups
+from inbox.operators.changes import groups
+from inbox.operators.conditions import MINUTES, newly_conflicting
 from inbox.operators.processes import hanging, queued, unattended, what_to_start
 from inbox.states import State
 from inbox.store.due import paused_handlers

@@ -13,7 +13,7 @@ from exactly_once.console.admin.actions import Action
 from exactly_once.console.admin.html import identifier, stacked
 from exactly_once.console.admin.pages import counted, shown
 from exactly_once.console.admin.paused import PausedAdmin, PauseForm
-from exactly_once.console.operators.actions import DELETED, each
+from exactly_once.console.operators.changes import DELETED, each
 from exactly_once.upkeep.operation_rows import Given
 from exactly_once.wire.text import NAME_LENGTH
 from inbox.errors import UnknownHandler

@@ -26,7 +26,7 @@ from celery import shared_task
 from celery.contrib.django.task import DjangoTask
 
 from exactly_once.process.clock import utcnow
-from inbox.celery import minutes
+from inbox.celery import worker_statistics
 from inbox.conf import inbox_options
 from inbox.errors import NotCallable, Reject
 from inbox.handlers.decorator import database_of
@@ -96,7 +96,7 @@ class IdempotentTask(DjangoTask):  # type: ignore[misc] # celery is not typed
             from inbox.celery.receiving import receive_task  # noqa: PLC0415 - models are not ready before
 
             if not request.is_eager:
-                minutes.begin(database_of(kind.using))
+                worker_statistics.begin(database_of(kind.using))
             with _marked_as_running(delivery):
                 return receive_task(self, function, signature, args, kwargs, sent_at=_sent_at(request))
 

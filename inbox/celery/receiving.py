@@ -40,7 +40,7 @@ from inbox.receiving.outages import make_refunds
 from inbox.receiving.outcomes import fail_exhausted, fail_stored, failure_of
 from inbox.receiving.receive import Policy, run
 from inbox.states import DUE, Outcome, State
-from inbox.store import claims, handler_rows, minutes, receipts
+from inbox.store import claims, counting, handler_rows, receipts
 from inbox.store.message_rows import ConcurrentDuplicate, Failure
 from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
 
@@ -206,14 +206,14 @@ class TaskPolicy(Policy):
         """Count an attempt of which only Celery knows what comes next. `Ignore` and `Reject` are decisions of the task."""
         if isinstance(error, Exception) and not isinstance(error, Ignore | Reject):
             failure = Failure(error="", retry_after=timedelta(), attempts=1, deferred=isinstance(error, Retry))
-            minutes.count_failure(self.handler.using, self.handler.name, failure)
+            counting.count_failure(self.handler.using, self.handler.name, failure)
 
     def _time(self) -> None:
         """Count the latencies of a task that was run."""
         request, seconds = self.call.task.request, monotonic() - self._began_at
         is_first = self.attempt == 1 and not request.retries
         due = maybe_iso8601(request.eta) or self.call.message.created_at if is_first else None
-        minutes.time_received(self.handler.using, self.handler.name, [(due, seconds, True)])
+        counting.time_received(self.handler.using, self.handler.name, [(due, seconds, True)])
 
 
 def _celery_retries(task: Any, error: Exception) -> bool:

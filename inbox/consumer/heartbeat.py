@@ -22,7 +22,7 @@ from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.leases import renewal as lease_heartbeat
-from inbox.store import minutes
+from inbox.store import counting
 from inbox.store.handler_rows import consumers
 
 _SHUTDOWN_WAIT_SECONDS = 1.0
@@ -76,7 +76,7 @@ class Heartbeats:
         outside_transactions = sorted(alias for alias in aliases if not connections[alias].in_atomic_block)
         loops = []
         for alias in outside_transactions:
-            tally = minutes.tallies[alias]
+            tally = counting.tallies[alias]
             tally.take()  # what was counted before
             writer = HeartbeatWriter(consumers, alias, self._identity, tally, self._stop, self._started_at)
             loops.append((f"heartbeat-{alias}", partial(self._send_to, alias, writer)))
@@ -125,7 +125,7 @@ class RunnerHeartbeats:
 
     def drain(self, stop: StopRequest) -> int:
         """Write the statistics of the runs so far; return 0, because it makes no message ready."""
-        for alias, tally in minutes.tallies.items():
+        for alias, tally in counting.tallies.items():
             if not tally.is_empty:
-                minutes.writer(alias).write()
+                counting.writer(alias).write()
         return 0

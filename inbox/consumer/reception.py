@@ -28,7 +28,7 @@ from inbox.receiving.parking import park
 from inbox.receiving.reading import Unidentifiable, message_of, read, read_unread
 from inbox.receiving.receive import receive
 from inbox.states import Outcome
-from inbox.store import minutes
+from inbox.store import counting
 from inbox.store.dialect import TABLE
 from inbox.store.message_rows import ConcurrentDuplicate
 from inbox.transactions.running import Arrival, DatabaseUnavailable
@@ -331,7 +331,7 @@ def _time(part: Sequence[Delivery], outcomes: Sequence[Outcome]) -> None:
             envelope = one.arrival.envelope
             received.append((envelope.deliver_at or envelope.created_at, now - one.at, outcome is Outcome.HANDLED))
     if received:
-        minutes.time_received(handler.using, handler.name, received)
+        counting.time_received(handler.using, handler.name, received)
 
 
 def envelope_of(message: kombu.Message) -> Envelope:

@@ -17,7 +17,7 @@ from django.db import OperationalError, connections, transaction
 from django.db.models import Q, QuerySet
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.console.operators.actions import DELETED, in_hand_now, state_now
+from exactly_once.console.operators.changes import DELETED, in_hand_now, state_now
 from exactly_once.sql.connections import is_postgresql, lock_timeout
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import SERIALIZATION_FAILURE, is_collision, sqlstate_of

@@ -21,7 +21,7 @@ from inbox.errors import Reject, RetryLater, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
 from inbox.states import Outcome, State
-from inbox.store import arrivals, claims, dialect, duplicates, message_rows, minutes
+from inbox.store import arrivals, claims, counting, dialect, duplicates, message_rows
 from inbox.store.arrivals import Admitted
 from inbox.store.message_rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, order_of
 from inbox.transactions.running import TRIES_AT_ONCE, Arrival, DatabaseUnavailable, committed
@@ -234,7 +234,7 @@ def announce_abandoned(alias: str, row: NewRow | InboxMessage) -> Outcome:
 
 def announce(alias: str, row: NewRow | InboxMessage, failure: Failure) -> Outcome:
     handler, name = row.handler, row.message_id or "without id"
-    minutes.count_failure(alias, handler, failure)
+    counting.count_failure(alias, handler, failure)
     dead = failure.retry_after is None
     (metrics.DEFERRALS if failure.deferred else metrics.FAILED_ATTEMPTS).add(1, handler)
     if dead:
@@ -252,7 +252,7 @@ def announce(alias: str, row: NewRow | InboxMessage, failure: Failure) -> Outcom
 
 
 def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
-    minutes.count_duplicate(handler.using, handler.name, earlier.cause)
+    counting.count_duplicate(handler.using, handler.name, earlier.cause)
     names = _names(row)
     if earlier.conflicting:
         logger.error(

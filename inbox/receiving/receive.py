@@ -55,7 +55,7 @@ from inbox.receiving.parking import open_claimed
 from inbox.receiving.reading import Unidentifiable, is_parked, message_for, why_undecodable
 from inbox.states import Outcome
 from inbox.store import arrivals as fresh
-from inbox.store import claims, minutes
+from inbox.store import claims, counting
 from inbox.store.dialect import is_reachable
 from inbox.store.message_rows import ConcurrentDuplicate, Failure, Guard, KeyBusy, Successor
 from inbox.transactions.running import (
@@ -156,7 +156,7 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, su
     finally:
         quarantine.leave()
     if outcome is Outcome.HANDLED:
-        minutes.time_stored_effect(handler.using, handler.name, stored.received_at)
+        counting.time_stored_effect(handler.using, handler.name, stored.received_at)
     return outcome
 
 
@@ -185,7 +185,7 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
 
 
 def handled(handler: Handler, messages: Sequence[Message]) -> None:
-    minutes.tallies[handler.using].count(handler.name, "handled", len(messages))
+    counting.tallies[handler.using].count(handler.name, "handled", len(messages))
     if metrics.HANDLED.is_attached:
         metrics.HANDLED.add(len(messages), handler.name)
     for message in messages:

@@ -10,12 +10,12 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.actions import Action, ReasonForm
 from exactly_once.console.display import exact
-from exactly_once.console.operators.actions import by_name
+from exactly_once.console.operators.changes import by_name
 from exactly_once.process.clock import utcnow
 from outbox.api import due
 from outbox.conf import outbox_options, span_of
 from outbox.errors import InvalidMessage
-from outbox.operators import operations, replaying
+from outbox.operators import changes, replaying
 
 
 class RestoreForm(ReasonForm):
@@ -99,7 +99,7 @@ def _in_words(at: timedelta | datetime) -> str:
 
 
 RESTORE_THEM = Action(
-    **vars(operations.RESTORE_THEM),
+    **vars(changes.RESTORE_THEM),
     label=_("Restore"),
     done=_("restored"),
     form=RestoreForm,
@@ -107,7 +107,7 @@ RESTORE_THEM = Action(
     button=_("Restore the messages"),
 )
 CANCEL_THEM = Action(
-    **vars(operations.CANCEL_THEM),
+    **vars(changes.CANCEL_THEM),
     label=_("Cancel"),
     done=_("cancelled"),
     form=ReasonForm,
@@ -118,7 +118,7 @@ CANCEL_THEM = Action(
     button=_("Cancel the messages"),
 )
 PUBLISH_THEM_NOW = Action(
-    **vars(operations.PUBLISH_THEM_NOW),
+    **vars(changes.PUBLISH_THEM_NOW),
     label=_("Publish now"),
     done=_("to be published now"),
     permission="reschedule",
@@ -127,7 +127,7 @@ PUBLISH_THEM_NOW = Action(
     button=_("Publish the messages now"),
 )
 RESCHEDULE_THEM = Action(
-    **vars(operations.RESCHEDULE_THEM),
+    **vars(changes.RESCHEDULE_THEM),
     label=_("Reschedule"),
     form=RescheduleForm,
     question=_(
@@ -136,7 +136,7 @@ RESCHEDULE_THEM = Action(
     button=_("Reschedule the messages"),
 )
 COMMIT_THEM = Action(
-    **vars(operations.COMMIT_THEM),
+    **vars(changes.COMMIT_THEM),
     label=_("Commit, so that it is sent"),
     done=_("committed"),
     permission="decide",
@@ -148,7 +148,7 @@ COMMIT_THEM = Action(
     button=_("Commit the messages"),
 )
 ROLL_THEM_BACK = Action(
-    **vars(operations.ROLL_THEM_BACK),
+    **vars(changes.ROLL_THEM_BACK),
     label=_("Roll back"),
     done=_("rolled back"),
     permission="decide",
@@ -159,7 +159,7 @@ ROLL_THEM_BACK = Action(
     button=_("Roll back the messages"),
 )
 ASK_AGAIN = Action(
-    **vars(operations.ASK_AGAIN),
+    **vars(changes.ASK_AGAIN),
     label=_("Ask the checker again"),
     done=_("to be asked about at once"),
     permission="decide",

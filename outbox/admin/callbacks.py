@@ -15,7 +15,7 @@ from exactly_once.console.admin.filters import ConditionFilter, Conditions
 from exactly_once.console.admin.html import Tone, age, badge, headline, identifier, labelled, stacked, text
 from exactly_once.console.admin.pages import computed, instant, message_link, shown
 from exactly_once.console.display import number, visible
-from exactly_once.console.operators.actions import each
+from exactly_once.console.operators.changes import each
 from exactly_once.wire.identity import uuid_in
 from outbox.callbacks import registry
 from outbox.models import PendingCallback

@@ -17,8 +17,8 @@ from exactly_once.sql.counts import Count
 from exactly_once.upkeep.minutes import database_time
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic, PendingCallback
-from outbox.operators import alerting, figures
-from outbox.operators.operations import groups
+from outbox.operators import conditions, figures
+from outbox.operators.changes import groups
 from outbox.operators.relays import hanging
 from outbox.relay.heartbeat import relays
 from outbox.states import State
@@ -68,12 +68,12 @@ def _attention(
         )
         yield sections.Attention(condition="hanging", objects=[name], text=line)
     paused = PausedTopic.objects.using(alias).filter(is_resuming=False).order_by("paused_at")[:_MOST_NAMED]
-    unroutable = alerting.unroutable(alias)
+    unroutable = conditions.unroutable(alias)
     for name, why in unroutable.items():
         line = format_html(gettext("Messages of {} cannot be delivered, and wait: {}"), identifier(name), headline(why))
         yield sections.Attention(condition="unroutable", objects=[name], text=line)
     known = {*unroutable, *(topic.topic for topic in paused)}
-    yield from sections.failing(alerting.MINUTES, alias, known, "published", "retried", "dead")
+    yield from sections.failing(conditions.MINUTES, alias, known, "published", "retried", "dead")
     if overdue is not None and overdue > outbox_options().STUCK_AFTER:
         words = gettext("A message has been due for %(duration)s and is not published.")
         yield sections.Attention(condition="lag", text=words % {"duration": duration(overdue)})
@@ -117,7 +117,7 @@ SECTION = sections.Section(
         "topic_paused": sections.Condition(link=lambda name: sections.listed(PausedTopic), is_urgent=False),
     },
     read=_read,
-    minutes=alerting.MINUTES,
+    minutes=conditions.MINUTES,
     numbers=[
         (_("published"), ["published"]),
         (_("failed attempts"), ["retried", "dead"]),
@@ -134,5 +134,5 @@ SECTION = sections.Section(
     traffic=partial(figures.counts_by_topic, states=(*_BACKLOG, State.RETRYING, State.DEAD)),
     names=selecting.topics,
     paused=PausedTopic,
-    remarks=lambda alias: dict.fromkeys(alerting.unroutable(alias), gettext("no queue takes its messages")),
+    remarks=lambda alias: dict.fromkeys(conditions.unroutable(alias), gettext("no queue takes its messages")),
 )

@@ -14,7 +14,7 @@ from exactly_once.console.admin.filters import MOST_OFFERED
 from exactly_once.console.admin.html import NOTHING, age, identifier, labelled
 from exactly_once.console.admin.pages import counted, shown
 from exactly_once.console.admin.paused import PausedAdmin, PauseForm
-from exactly_once.console.operators.actions import each
+from exactly_once.console.operators.changes import each
 from exactly_once.upkeep.operation_rows import Given
 from exactly_once.wire.text import NAME_LENGTH, why_no_topic
 from outbox.models import OutboxMessage, PausedTopic

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from django.db import transaction
 
-from exactly_once.console.operators.actions import Change
 from exactly_once.console.operators.audit import Actor, Subject, record
+from exactly_once.console.operators.changes import Change
 from exactly_once.models import Lease, Operation
 from exactly_once.process.clock import monotonic
 from exactly_once.sql.now import DatabaseTime
@@ -31,7 +31,7 @@ from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import NAME_LENGTH
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.models import PausedTopic
-from outbox.operators.operations import names_of, operations
+from outbox.operators.changes import names_of, operations
 from outbox.states import State
 from outbox.store import transitions
 from outbox.store.messages import DamagedRow, RelayedMessage, outgoing, parts_of_published, read_published, waves

@@ -31,8 +31,8 @@ from exactly_once.console.admin.actions import Action, ActionForm
 from exactly_once.console.admin.pages import BoundedPaginator, LeanChangeList, ReadOnlyAdmin
 from exactly_once.console.admin.planning import plan
 from exactly_once.console.display import number, visible
-from exactly_once.console.operators.actions import DELETED
 from exactly_once.console.operators.audit import Subject, actor_of, posted, record
+from exactly_once.console.operators.changes import DELETED
 from exactly_once.sql.connections import decision_transaction
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.operation_rows import Given, RowOutcome

@@ -15,7 +15,7 @@ from django.db import DEFAULT_DB_ALIAS
 from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.console.operators.actions import Change, Perform, permission
+from exactly_once.console.operators.changes import Change, Perform, permission
 from exactly_once.upkeep.operation_rows import Given
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from exactly_once.console.admin.filters import AppFilter, ConditionFilter
 from exactly_once.console.admin.html import NOTHING, Tone, age, app_name, badge, headline, identifier, stacked, text, warning
 from exactly_once.console.admin.pages import computed, instant, shown
 from exactly_once.console.display import visible
-from exactly_once.console.operators.actions import each
 from exactly_once.console.operators.alerts import acknowledge
+from exactly_once.console.operators.changes import each
 from exactly_once.half import half_of
 from exactly_once.models import Alert, Lease
 from exactly_once.sql.now import DatabaseTime

@@ -18,7 +18,7 @@ from exactly_once.console.admin.filters import AppFilter, ConditionFilter
 from exactly_once.console.admin.html import Tone, age, app_name, badge, identifier, note, stacked, warning
 from exactly_once.console.admin.pages import computed, instant, message_url, shown
 from exactly_once.console.display import number, visible
-from exactly_once.console.operators.actions import each
+from exactly_once.console.operators.changes import each
 from exactly_once.half import half_of, halves, required, visible_halves
 from exactly_once.models import Operation, OperationState
 from exactly_once.upkeep.operation_rows import UNCHANGED_KEPT, Given, OperationTable

@@ -21,7 +21,7 @@ from exactly_once.console.admin.filters import AppFilter
 from exactly_once.console.admin.html import NOTHING, Tone, age, badge, identifier, stacked, warning
 from exactly_once.console.admin.pages import PageAdmin, computed
 from exactly_once.console.display import bytes_text, duration, number, visible
-from exactly_once.console.operators.actions import each
+from exactly_once.console.operators.changes import each
 from exactly_once.half import Half, halves, visible_halves
 from exactly_once.models import Busy, Process
 from exactly_once.process.loop import ALLOWED_IN, Mode, Request

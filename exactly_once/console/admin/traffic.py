@@ -16,7 +16,7 @@ from exactly_once.console.admin.pages import PageAdmin
 from exactly_once.console.admin.paused import pause_badge, paused_by
 from exactly_once.console.admin.sections import Text, listed
 from exactly_once.console.display import number
-from exactly_once.console.operators.actions import permission
+from exactly_once.console.operators.changes import permission
 from exactly_once.half import Half, visible_halves
 from exactly_once.models import TopicsAndHandlers
 from exactly_once.sql.counts import Count

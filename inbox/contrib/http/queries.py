@@ -27,7 +27,7 @@ from inbox.receiving.parking import open_claimed
 from inbox.receiving.reading import message_for, stored_arrival
 from inbox.receiving.receive import handled
 from inbox.states import Outcome, State
-from inbox.store import claims, lease_rows, minutes, receipts
+from inbox.store import claims, counting, lease_rows, receipts
 from inbox.store.message_rows import ConcurrentDuplicate, Failure, KeyBusy
 from inbox.transactions.running import Arrival, committed
 
@@ -81,7 +81,7 @@ def acknowledge(handler: Handler, names: Sequence[str], options: InboxOptions) -
         done = committed(handler.using, lease_rows.consume, stored.pk, stored.fence, arrival.order)
         if done and stored.state == State.RUNNING:
             handled(handler, [message_for(arrival, options)])
-            minutes.time_stored_effect(handler.using, handler.name, stored.received_at)
+            counting.time_stored_effect(handler.using, handler.name, stored.received_at)
         return done
 
     return _settle_each(handler, names, settle)
@@ -192,7 +192,7 @@ def _write_statistics(alias: str) -> None:
         return
     try:
         if alias not in _writers:
-            _writers[alias] = minutes.writer(alias)
+            _writers[alias] = counting.writer(alias)
         _writers[alias].write_if_due()
     finally:
         _writing.release()

@@ -33,7 +33,7 @@ from exactly_once.console.admin.html import (
 )
 from exactly_once.console.admin.pages import computed, message_link, shown
 from exactly_once.console.display import visible
-from exactly_once.console.operators.actions import Perform, each, state_now
+from exactly_once.console.operators.changes import Perform, each, state_now
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.upkeep.operation_rows import Given
 from inbox.conf import inbox_options

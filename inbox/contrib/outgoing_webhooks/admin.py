@@ -18,7 +18,7 @@ from exactly_once.console.admin.actions import Action, ActionForm, NeededReasonF
 from exactly_once.console.admin.html import NOTHING, Tone, age, badge, folded, headline, identifier, labelled, stacked, text
 from exactly_once.console.admin.pages import computed, instant, shown
 from exactly_once.console.display import number
-from exactly_once.console.operators.actions import each
+from exactly_once.console.operators.changes import each
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from inbox.contrib.outgoing_webhooks import endpoints
 from inbox.contrib.outgoing_webhooks.addresses import shown as masked

@@ -29,7 +29,7 @@ from outbox.contrib.http.publishing import publish_all, publish_with_key
 from outbox.decisions import Decision, Outcome
 from outbox.errors import InvalidMessage, PayloadTooLarge, UnknownMessage
 from outbox.models import OutboxMessage
-from outbox.operators.operations import MANAGE, RESTORE_THEM, operations
+from outbox.operators.changes import MANAGE, RESTORE_THEM, operations
 from outbox.operators.replaying import plan_alone
 from outbox.states import State
 from outbox.store.dialect import database_of

@@ -19,7 +19,7 @@ from exactly_once.process.main_thread import run_until_signalled
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.executing import Operations
 from outbox.conf import outbox_options
-from outbox.operators.operations import operations
+from outbox.operators.changes import operations
 from outbox.operators.replaying import Replay, plan
 from outbox.states import State
 from outbox.store.selecting import Selection

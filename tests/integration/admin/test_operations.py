@@ -24,7 +24,7 @@ from inbox.receiving.reading import read
 from inbox.states import State
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
-from outbox.operators.operations import MANAGE, operations
+from outbox.operators.changes import MANAGE, operations
 from outbox.relay.housekeeping import Housekeeper
 from outbox.states import State as OutboxState
 from tests.support.admin_pages import Page, a_message, act, act_on_all, previewed, said, staff_client

@@ -13,7 +13,7 @@ from exactly_once.process.loop import StopRequest
 from exactly_once.upkeep.executing import Operations
 from outbox import Draft, publish_many
 from outbox.models import OutboxMessage, TrailEntry
-from outbox.operators.operations import operations
+from outbox.operators.changes import operations
 from outbox.testing import published, run_relay
 from tests.support.deliveries import at_once
 from tests.support.http_api import AUDITOR, HTTP, NEXT_SHOP, PARTNER, SHOP, Api

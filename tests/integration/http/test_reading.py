@@ -27,7 +27,7 @@ from inbox.models import InboxMessage, TrailEntry
 from inbox.operators.dry_run import why_not
 from inbox.operators.pausing import pause, resume
 from inbox.states import Outcome, State
-from inbox.store import lease_rows, minutes
+from inbox.store import counting, lease_rows
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import make_message, travel
 from inbox.transactions.running import DatabaseUnavailable
@@ -499,7 +499,7 @@ def test_handler_of_this_project_is_not_a_subscription_and_a_name_must_fit_into_
 @pytest.mark.django_db(transaction=True)
 def test_transitions_are_in_the_trail_and_handled_messages_in_the_statistics(orders, monkeypatch):
     monkeypatch.setattr("inbox.contrib.http.queries._writers", {})
-    minutes.writer("default").write()  # what earlier tests have counted would be written before, and this a minute later
+    counting.writer("default").write()  # what earlier tests have counted would be written before, and this a minute later
     with override_settings(INBOX={"TRAIL": "all"}):
         arrive(orders)
         settle("acknowledge", read()[0])

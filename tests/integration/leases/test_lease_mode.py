@@ -24,7 +24,7 @@ from inbox.errors import LeaseLost, StepInterrupted
 from inbox.handlers.registry import registry
 from inbox.leases.stores import LeaseStoreUnavailable, lease_store
 from inbox.models import InboxMessage, LeaseMemory, Step
-from inbox.operators.alerting import conditions
+from inbox.operators.conditions import conditions
 from inbox.operators.decisions import decide_many, retrying
 from inbox.operators.editing import conflict_token, replace_message, run_conflicting
 from inbox.receiving import receive as receiving

@@ -13,7 +13,7 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.executing import Operations
 from outbox import cancel, publish, restore
 from outbox.models import OutboxMessage
-from outbox.operators.operations import RESTORE_THEM, operations
+from outbox.operators.changes import RESTORE_THEM, operations
 from outbox.states import State
 from outbox.store.history import HISTORY
 from tests.support import many_days

@@ -10,7 +10,7 @@ from django.urls import reverse
 from exactly_once.conf.app_options import AlertOptions
 from exactly_once.models import AuditEntry
 from inbox.models import InboxMessage
-from inbox.operators.alerting import conditions
+from inbox.operators.conditions import conditions
 from inbox.states import Outcome
 from outbox.models import OutboxMessage
 from outbox.states import RESTORE

@@ -14,7 +14,7 @@ from exactly_once.upkeep.executing import Operations
 from inbox.housekeeping import HISTORY
 from inbox.models import InboxMessage, Receipt
 from inbox.operators.accounting import oldest_waiting
-from inbox.operators.operations import RETRY, operations
+from inbox.operators.changes import RETRY, operations
 from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import receipts

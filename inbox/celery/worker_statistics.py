@@ -49,7 +49,7 @@ class _Writing:
             self._thread.join(_LONGEST_GOODBYE_SECONDS)
 
     def _run(self) -> None:
-        from inbox.store import minutes  # noqa: PLC0415 - see the module's docstring
+        from inbox.store import counting  # noqa: PLC0415 - see the module's docstring
 
         writers: dict[str, Any] = {}
         ended = False
@@ -57,7 +57,7 @@ class _Writing:
             ended = self._end.wait(_LOOK_SECONDS)
             for alias in self._aliases:
                 if alias not in writers:
-                    writers[alias] = minutes.writer(alias)
+                    writers[alias] = counting.writer(alias)
                 (writers[alias].write if ended else writers[alias].write_if_due)()
             connections.close_all()
 

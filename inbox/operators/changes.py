@@ -6,7 +6,7 @@ from typing import Any
 from django.db.models import Q
 from django.utils.translation import gettext_lazy as _
 
-from exactly_once.console.operators.actions import Canary, Change, by_name, each
+from exactly_once.console.operators.changes import Canary, Change, by_name, each
 from exactly_once.console.operators.failure_groups import FailureGroups
 from exactly_once.failures import without_line
 from exactly_once.states import Transition

@@ -7,7 +7,7 @@ from typing import Any
 from django.db.models import Q
 from django.utils.translation import gettext
 
-from exactly_once.console.operators.actions import DELETED, Canary, Change, by_name, in_hand_now, state_now, why_not_permitted
+from exactly_once.console.operators.changes import DELETED, Canary, Change, by_name, in_hand_now, state_now, why_not_permitted
 from exactly_once.console.operators.failure_groups import FailureGroups
 from exactly_once.sql.days import LIVE
 from exactly_once.states import Transition

@@ -13,8 +13,8 @@ from exactly_once.transport.interface import PublishOutcome
 from exactly_once.upkeep.minutes import Minutes
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PausedTopic
+from outbox.operators.changes import groups
 from outbox.operators.figures import has_ready_for
-from outbox.operators.operations import groups
 from outbox.operators.relays import hanging
 from outbox.relay.heartbeat import relays
 from outbox.states import State
