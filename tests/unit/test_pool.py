@@ -298,6 +298,23 @@ def test_a_load_that_cannot_be_stored_leaves_the_slot_of_its_handler():
     assert slots_of(lane.handler).is_free
 
 
+def test_load_is_not_taken_for_a_run_as_long_as_all_of_its_messages(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(work, "monotonic", lambda: now)
+    before = work.begin("inbox", "default", "tests.pool", "m1", 2)
+    try:
+        run = work.begin("inbox", "default", "tests.pool", "m1")
+        now = 100.0
+        assert [one.message for one in work.lasting("inbox", 90)] == ["m1"]
+        work.end(run)
+        now = 110.0
+        assert not work.lasting("inbox", 90)
+        now = 190.0
+        assert work.lasting("inbox", 90)
+    finally:
+        work.end(before)
+
+
 def test_message_that_runs_for_long_is_reported_once_with_the_stack_of_its_thread(caplog):
     pool, before = a_pool([]), work.begin("inbox", "default", "tests.pool", "m1")
     try:
