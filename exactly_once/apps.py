@@ -17,7 +17,8 @@ def require_installed(app: AppConfig, *others: str) -> None:
     Raises:
         ImproperlyConfigured: one is not.
     """
-    needed, installed = [ExactlyOnceConfig.name, *others], [config.name for config in apps.get_app_configs()]
-    for name in needed:
-        if name not in installed:
-            raise ImproperlyConfigured(f"{app.name!r} needs the app {name!r}: write INSTALLED_APPS += {[*needed, app.name]!r}.")
+    installed = [config.name for config in apps.get_app_configs()]
+    if missing := [name for name in (ExactlyOnceConfig.name, *others) if name not in installed]:
+        # Not what is there: Django refuses an app that is in the list twice.
+        named = " and ".join(map(repr, missing))
+        raise ImproperlyConfigured(f"{app.name!r} needs {named}: write INSTALLED_APPS += {missing!r}.")
