@@ -48,6 +48,7 @@ class TestFollowingTheOutbox:
         ({"MAX_ATEMPTS": 3}, "Did you mean 'MAX_ATTEMPTS'"),
         ({"MAX_ATTEMPTS": 0}, "greater than zero"),
         ({"BACKOFF": (timedelta(2), timedelta(1))}, "BACKOFF must be two durations"),
+        ({"BACKOFF": (timedelta(2), timedelta.max)}, "of at most a century"),
         ({"DUPLICATE_TIMEOUT": timedelta()}, "greater than zero"),
         ({"QUEUE_TYPE": "stream"}, "'quorum' or 'classic'"),
         ({"LEASE_STORE": "memcached://:secret@host"}, "it must be 'database' or a URL"),

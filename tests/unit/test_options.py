@@ -182,6 +182,7 @@ class TestTopics:
             ({"shop.*": {"MAX_ATTEMPTS": 0}}, "TOPICS['shop.*']['MAX_ATTEMPTS'] is 0: it must be greater than zero."),
             ({"shop.*": {"BACKOFF": (timedelta(1),)}}, "TOPICS['shop.*']: BACKOFF must be two durations"),
             ({"shop.*": {"BACKOFF": (timedelta(2), timedelta(1))}}, "TOPICS['shop.*']: BACKOFF must be two durations"),
+            ({"shop.*": {"BACKOFF": (timedelta(2), timedelta.max)}}, "of at most a century"),
             ({"shop.*": {"RATE": "100"}}, "TOPICS['shop.*']: RATE is '100': it must be a positive number per s, m or h, like"),
             ({"shop.*": {"RATE": "0/s"}}, "TOPICS['shop.*']: RATE is '0/s': it must be a positive number per s, m or h, like"),
             ({"shop.*": {"RATE": 100}}, "TOPICS['shop.*']['RATE'] is an int: it must be a str, such as"),
