@@ -189,7 +189,7 @@ class RedisLeases:
             (answer,) = self._run(scripts.HELD, self._state(alias), row)
             if answer != "lost":
                 return bool(answer == "held")
-        raise LeaseStoreUnavailable(f"the lease store {self._where} lost data, or answered late, {_MAX_TRIES} times in a row")
+        raise LeaseStoreUnavailable(f"the lease store {self._where} lost data {_MAX_TRIES} times in a row")
 
     def counts(self) -> dict[str, dict[str, int]]:
         """By handler, messages without a row: `handled`, their `duplicates` by cause, and `conflicts`.
