@@ -95,8 +95,8 @@ def require_backoff(backoff: Sequence[timedelta]) -> None:
     """For `__post_init__`: refuse anything but the first and the longest delay."""
     if len(backoff) != len(("first", "longest")) or not timedelta() < backoff[0] <= backoff[1] <= _LONGEST:
         raise ValueError(
-            "BACKOFF must be two durations, each greater than zero and of at most a century, the first and the longest backoff, "
-            "as in (timedelta(seconds=1), timedelta(minutes=5))."
+            "BACKOFF must be two durations greater than zero and of at most a century, the first and the longest backoff, as "
+            "in (timedelta(seconds=1), timedelta(minutes=5))."
         )
 
 

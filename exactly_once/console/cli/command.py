@@ -74,7 +74,7 @@ class TranslatedCommand(BaseCommand):
         except UnicodeEncodeError as error:
             if not self._called_from_command_line or error.encoding != "utf-8":
                 raise
-            raise CommandError(f"An argument is not UTF-8: {error.object!a}") from error
+            raise CommandError(_("An argument is not UTF-8: %(argument)s") % {"argument": ascii(error.object)}) from error
         except (DatabaseError, InterfaceError) as error:
             if not self._called_from_command_line or not is_outage(error):
                 raise
