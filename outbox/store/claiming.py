@@ -26,6 +26,7 @@ from exactly_once.sql.connections import READ_COMMITTED, execute, fetch, is_post
 from exactly_once.sql.now import NOW
 from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, execute_script, is_usable
 from outbox.models import SHARDS, PendingCallback, TrailEntry
+from outbox.store import messages
 from outbox.store.dialect import (
     DO_NOT_WAIT_FOR_THE_DISK,
     EVER,
@@ -41,7 +42,6 @@ from outbox.store.dialect import (
     places,
 )
 from outbox.store.messages import (
-    BATCH_BYTES,
     RELAY_COMMENT,
     VERSION,
     RelayedMessage,
@@ -375,7 +375,7 @@ def _within_bytes(rows: list[RelayedMessage]) -> list[RelayedMessage]:
     total = 0
     for index, row in enumerate(rows):
         total += row.unread_bytes or len(row.body)
-        if total > BATCH_BYTES and index:
+        if total > messages.BATCH_BYTES and index:
             return rows[:index]
     return rows
 
@@ -480,7 +480,7 @@ def _read(
     connection: BaseDatabaseWrapper, shards: Sequence[BusyShard], each: int, skipped: Mapping[int, str]
 ) -> list[RelayedMessage]:
     """Up to `each` messages of each shard from each of the two indexes; without the bodies that may be too many bytes."""
-    small = BATCH_BYTES // (2 * each * len(shards))
+    small = messages.BATCH_BYTES // (2 * each * len(shards))
     places_to_read = [array_of(one.shard for one in shards), array_of(one.above for one in shards)]
     if is_usable(connection) and not skipped:
         found = _READ_PREPARED.fetch(connection, [*places_to_read, each, small])

@@ -12,7 +12,6 @@ from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, publish_many
 from outbox.models import OutboxMessage
 from outbox.states import State
-from outbox.store import claiming
 from tests.support.relaying import EXCHANGE, TOPIC, Queue, connected, drained, ids, one_pass
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -47,7 +46,7 @@ def test_relay_of_a_backlog_of_large_messages_needs_little_memory(command, rabbi
 
 @pytest.mark.every_database
 def test_pass_sends_no_more_than_its_limit_of_bytes_and_a_larger_message_alone(peer, monkeypatch):
-    monkeypatch.setattr(claiming, "BATCH_BYTES", 1000)
+    monkeypatch.setattr("outbox.store.messages.BATCH_BYTES", 1000)
     of_sizes(*GIVEN, key="k")
     passes = []
     with connected(peer.url) as transport:
@@ -73,7 +72,7 @@ def test_messages_of_any_sizes_arrive_whole_and_in_the_order_of_their_keys(peer,
         messages = publish_many(drafts)
     OutboxMessage.objects.filter(state=State.SCHEDULED).update(state=State.READY, available_at=DatabaseTime())
 
-    monkeypatch.setattr(claiming, "BATCH_BYTES", chance.choice([10, 1000, 30_000]))
+    monkeypatch.setattr("outbox.store.messages.BATCH_BYTES", chance.choice([10, 1000, 30_000]))
     drained(peer.url, BATCH_SIZE=chance.choice([1, 5, 500]))
 
     sent = dict(zip(ids(peer.published), peer.published, strict=True))
@@ -88,7 +87,7 @@ def in_key(messages, drafts, key):
 
 @pytest.mark.long
 def test_local_handlers_get_large_messages_whole_and_a_new_one_gets_its_past(handles, monkeypatch):
-    monkeypatch.setattr(claiming, "BATCH_BYTES", 1000)
+    monkeypatch.setattr("outbox.store.messages.BATCH_BYTES", 1000)
     first, new = [], []
     handles(lambda message: first.append(len(message.payload)), topic=TOPIC, name="first", ordered=True)
     with override_settings(OUTBOX={"BROKER_URL": "local://"}):
@@ -101,7 +100,7 @@ def test_local_handlers_get_large_messages_whole_and_a_new_one_gets_its_past(han
 
 
 def test_replay_sends_large_messages_whole_and_in_the_order_of_their_key(peer, monkeypatch):
-    monkeypatch.setattr(claiming, "BATCH_BYTES", 1000)
+    monkeypatch.setattr("outbox.store.messages.BATCH_BYTES", 1000)
     with override_settings(OUTBOX={"BROKER_URL": peer.url}):
         of_sizes(*GIVEN, key="k")
         call_command("outbox_relay", drain=True)

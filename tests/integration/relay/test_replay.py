@@ -25,7 +25,6 @@ from outbox.models import OutboxMessage, TrailEntry
 from outbox.operators.replaying import Replay, plan
 from outbox.pausing import pause
 from outbox.states import State
-from outbox.store import claiming
 from outbox.store.selecting import Selection
 from tests.support.commands import output_of
 from tests.support.deliveries import at_once, drain, the_effect
@@ -358,7 +357,7 @@ class TestRabbitMQ:
             return []
 
         peer.script = confirm_others
-        monkeypatch.setattr(claiming, "BATCH_BYTES", batch_bytes)
+        monkeypatch.setattr("outbox.store.messages.BATCH_BYTES", batch_bytes)
         with override_settings(OUTBOX={"BROKER_URL": peer.url, "BATCH_DEADLINE": timedelta(seconds=2)}):
             replayed()
 
