@@ -130,3 +130,13 @@ def test_fault_that_the_loop_handles_itself_is_neither_reported_nor_waited_for(c
 
     assert faults == list(zip(Fault, (OUTAGE, COLLISION, CANCELED, MISSING, UNEXPECTED), strict=True))
     assert caplog.records == []
+
+
+def test_outage_says_what_an_operator_can_do(stop, caplog):
+    turns = Turns("loop", "unexpected on %r", database=Outage("the database"))
+
+    turns.take("default", failing(error_of("53100")), stop)
+
+    (line,) = lines(caplog, logging.WARNING)
+    assert "(SQLSTATE 53100)" in line
+    assert "Free disk space on its server." in line
