@@ -49,7 +49,7 @@ def begin(app: str, alias: str, what: str, message: str = "", messages: int = 1)
 def end(before: Work | None) -> None:
     """This thread has ended what it began last, and goes on with what it did before.
 
-    That begins anew: a load that has run many messages is not one run as long as all of them.
+    That begins again now: a load that has run many messages is not one run as long as all of them.
     """
     if before is None:
         _now.pop(threading.get_ident(), None)

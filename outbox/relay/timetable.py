@@ -90,7 +90,7 @@ class Timetable:
     """
 
     def __init__(self, *, slots: int, tick: float, now: float) -> None:
-        self._wheel: TimingWheel = TimingWheel(slots)
+        self._wheel = TimingWheel(slots)
         self._tick = tick
         self._began_at = now
         self._ticked = 0
