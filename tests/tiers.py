@@ -38,12 +38,12 @@ DIRECTORIES = (
 )
 """What is in these is outside, too."""
 
-KILL_POINTS, OUTAGES = "crash/test_kill_points.py::test_a_", "integration/relay/test_outages.py::TestBrokerOutage::test_"
+KILL_POINTS, OUTAGES = "crash/test_kill_points.py::test_a_", "integration/relay/test_outages.py::test_"
 PROMISES = {
     f"{KILL_POINTS}relay_killed_at_any_point_loses_nothing_and_doubles_no_effect[confirmed, not settled]",
     f"{KILL_POINTS}consumer_killed_at_any_point_loses_nothing_and_doubles_no_effect[committed, not acknowledged]",
     f"{KILL_POINTS}process_without_a_broker_killed_at_any_point_loses_nothing[settled, not committed]",
-    f"{OUTAGES}broker_restarted_after_a_kill_has_every_confirmed_message",
+    f"{OUTAGES}broker_restarted_after_a_kill_has_every_accepted_message[mortal_rabbitmq-rabbitmq_url]",
     "integration/consumer/test_concurrency.py::TestProcesses::test_database_restarted_under_load_costs_no_effect_and_no_attempt",
     "crash/test_outages.py::test_a_relay_whose_connection_is_cut_in_the_middle_of_batches_loses_nothing",
 }
