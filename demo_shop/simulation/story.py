@@ -105,9 +105,10 @@ def run(options: Options, console: Console) -> Audit:
     result = audit(replace(facts, unfinished=tuple(unfinished), bad_ends=tuple(processes.bad_ends)))
     screen.show_audit(result)
     python = os.path.relpath(sys.executable)
+    # `runserver` serves no stylesheet without DEBUG, which the processes of the demo do not have.
     screen.say(
-        f"Its messages are in the admin: run `{python} manage.py createsuperuser` and `{python} manage.py runserver`, and open "
-        "http://127.0.0.1:8000/admin/."
+        f"Its messages are in the admin, at http://127.0.0.1:8000/admin/, after\n    {python} manage.py createsuperuser\n"
+        f"    DEBUG=1 {python} manage.py runserver"
     )
     if result.passed:
         processes.forget_logs()

@@ -19,7 +19,7 @@ def run_in_the_shop(tmp_path):
     """
     groups = []
 
-    def run(*arguments, timeout, **environment):
+    def start(*arguments, **environment):
         process = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=ROOT,
@@ -38,9 +38,14 @@ def run_in_the_shop(tmp_path):
         )
         watch(process)
         groups.append(process)
+        return process
+
+    def run(*arguments, timeout, **environment):
+        process = start(*arguments, **environment)
         out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
+    run.start = start
     yield run
     for process in groups:
         with process:

@@ -2,10 +2,16 @@
 
 import json
 import random
+import re
+from contextlib import suppress
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 
 from demo_shop.simulation.audit import EFFECTS, ORDER
+from tests.support.servers.private import free_port
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -43,6 +49,7 @@ def audited(finished):
     """The audit that the demo printed; it must have passed."""
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "createsuperuser" in finished.stderr
+    assert re.search(r"^    DEBUG=1 \S+ manage.py runserver$", finished.stderr, re.MULTILINE)
     assert "http://127.0.0.1:8000/admin/" in finished.stderr
     return json.loads(finished.stdout.splitlines()[-1])
 
@@ -99,3 +106,15 @@ def test_without_tables_the_demo_fails_and_names_the_migrate_command(run_in_the_
 
     assert finished.returncode == 1
     assert "manage.py migrate" in finished.stderr
+
+
+def test_runserver_with_debug_as_the_demo_says_serves_the_stylesheets_of_the_admin(run_in_the_shop):
+    port = free_port()
+    run_in_the_shop.start("manage.py", "runserver", "--noreload", str(port), DEBUG="1")
+
+    def stylesheet():
+        with suppress(URLError), urlopen(f"http://127.0.0.1:{port}/static/exactly_once/admin.css", timeout=5) as answer:
+            return answer.headers["Content-Type"]
+        return ""
+
+    wait_until(lambda: stylesheet().startswith("text/css"))
