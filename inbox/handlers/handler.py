@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from decimal import Decimal
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from uuid import UUID
 
@@ -120,8 +120,10 @@ class Handler:
                 os._exit(1)
 
     def _call(self, messages: tuple[Message, ...]) -> object:
+        given = list(messages) if self.batch or self.gather else messages[0]
+        function = partial(_gathered, self.function, self.gather) if self.gather else self.function
         hooks = inbox_options().around
-        result = _called_around(hooks, messages, lambda: self._run(messages)) if hooks else self._run(messages)
+        result = _called_around(hooks, messages, lambda: function(given)) if hooks else function(given)
         if result is not None and (inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator)):
             if inspect.iscoroutine(result):
                 result.close()
@@ -130,11 +132,6 @@ class Handler:
                 "missing. Decorate the async function itself, or await or exhaust the result inside the handler."
             )
         return result
-
-    def _run(self, messages: tuple[Message, ...]) -> object:
-        if self.gather:
-            return self.function(self.gather(messages))
-        return self.function(list(messages) if self.batch else messages[0])
 
     def identify(self, message: Message) -> str:
         """The biz-id of `message`, fit to be stored.
@@ -146,6 +143,10 @@ class Handler:
         if self.biz_id is None:
             return message.biz_id
         return as_biz_id(self.biz_id(message))
+
+
+def _gathered(function: Callable[..., Any], gather: Callable[[Sequence[Message]], Any], messages: Sequence[Message]) -> object:
+    return function(gather(messages))
 
 
 def _called_around(hooks: Sequence[Callable[..., Any]], messages: Sequence[Message], call: Callable[[], object]) -> object:

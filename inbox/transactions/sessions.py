@@ -81,16 +81,14 @@ class SessionChanges:
         self.names: defaultdict[str, set[str]] = defaultdict(set)
         self._unnamed: set[str] = set()
         self._undone: set[str] = set()
-        self._open: Sequence[tuple[Any, int, int]] = ()
 
     def __enter__(self) -> None:
-        self._open = _open_blocks()
-        for connection, *_ in self._open:
-            connection.execute_wrappers.append(self._watch)
+        for alias in connections:
+            connections[alias].execute_wrappers.append(self._watch)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        for connection, *_ in self._open:
-            connection.execute_wrappers.remove(self._watch)
+        for alias in connections:
+            connections[alias].execute_wrappers.remove(self._watch)
 
     def record(self, text: str, alias: str) -> None:
         """Record the settings that a statement changes."""
@@ -150,16 +148,20 @@ class Supervision(SessionChanges):
     def __init__(self, handler: Handler) -> None:
         super().__init__()
         self._handler = handler
+        self._open: Sequence[tuple[Any, int, int]] = ()
 
     def __enter__(self) -> None:
         handler = self._handler
         # First, because it may fail while there is nothing to undo.
         if handler.timeout is not None and connections[handler.using].vendor == "postgresql":
             execute(connections[handler.using], set_local(statement_timeout=handler.timeout))
-        super().__enter__()
+        self._open = _open_blocks()
+        for connection, *_ in self._open:
+            connection.execute_wrappers.append(self._watch)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        super().__exit__(kind, error, traceback)
+        for connection, *_ in self._open:
+            connection.execute_wrappers.remove(self._watch)
         _close_left_open(self._open, error)
         if self.names and error is None:
             self.undo(self._handler.using)
