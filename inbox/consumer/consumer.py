@@ -133,9 +133,13 @@ class Consumer:
     def run(self, *, drain: bool = False) -> None:
         """Receive until asked to stop or, with `drain`, until every queue is empty and every delivery is answered."""
         self._pool.start()
+        if drain:
+            self._pool.hurry()
         try:
             while not self._stop:
-                drain = drain or self._stop.is_draining
+                if self._stop.is_draining and not drain:
+                    drain = True
+                    self._pool.hurry()
                 self._watchdog.beat()
                 self._pool.refuse_if_ended()
                 try:

@@ -120,9 +120,12 @@ class Lane:
     def put(self, delivery: Delivery) -> None:
         self._waiting.append(delivery)
 
-    def take(self, now: float) -> list[Delivery]:
-        """The next load for a worker, which leaves its slot after it; empty if none is ready."""
-        if self.seconds_left(now) > 0 or not self.slots.take():
+    def take(self, now: float, *, hurry: bool = False) -> list[Delivery]:
+        """The next load for a worker, which leaves its slot after it; empty if none is ready.
+
+        With `hurry`, do not wait for a batch to fill.
+        """
+        if self.seconds_left(now, hurry=hurry) > 0 or not self.slots.take():
             return []
         most = fitting(delivery.size for delivery in self._waiting[: min(self._most, self._ready)])
         if self._limiter is not None:
@@ -136,11 +139,13 @@ class Lane:
         self._checked = max(0, self._checked - most)
         return self._remove(0, most)
 
-    def seconds_left(self, now: float) -> float:
+    def seconds_left(self, now: float, *, hurry: bool = False) -> float:
         """Seconds until a load may be ready; infinite if it needs another delivery, or a worker to finish."""
         if not self._ready or self._is_running or not self.slots.is_free:
             return inf
-        unfilled = self._wait - (now - self._waiting[0].at) if self._ready < self._most else 0.0
+        unfilled = 0.0
+        if not hurry and self._ready < self._most:
+            unfilled = self._wait - (now - self._waiting[0].at)
         return max(0.0, self._paused_until - now, unfilled, self._limiter.wait_seconds() if self._limiter is not None else 0.0)
 
     def take_to_check(self, now: float) -> list[Delivery]:

@@ -56,7 +56,7 @@ class Pool:
         self._reception: Any = reception  # without one there are no lanes
         self._on_idle = on_idle
         self._changed = threading.Condition()
-        self._closing = False
+        self._closing = self._hurry = False
         self._stored_next = False
         self._next_lane = 0
         self._occupied: set[str] = set()
@@ -105,8 +105,14 @@ class Pool:
     def put(self, lane: Lane, delivery: Delivery) -> None:
         with self._changed:
             lane.put(delivery)
-            if not lane.is_filling:
+            if self._hurry or not lane.is_filling:
                 self._changed.notify()
+
+    def hurry(self) -> None:
+        """Do not wait for batches to fill."""
+        with self._changed:
+            self._hurry = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Take no more loads. The threads finish the current ones and end."""
@@ -223,7 +229,7 @@ class Pool:
                     return job
                 self._on_idle()
                 lanes = [lane for lane in self._answering if not self._runner.is_paused(lane.handler)]
-                left = [lane.seconds_left(now) for lane in lanes]
+                left = [lane.seconds_left(now, hurry=self._hurry) for lane in lanes]
                 left += [at - now for at in self._probe_at.values()]
                 self._changed.wait(min(*left, self._runner.seconds_left(now), _LONGEST_WAIT_SECONDS))
         return None
@@ -240,7 +246,7 @@ class Pool:
             lane = self._lanes[(self._next_lane + turn) % len(self._lanes)]
             if lane.handler.using in self._probe_at or self._runner.is_paused(lane.handler):
                 continue
-            if load := lane.take(now):
+            if load := lane.take(now, hurry=self._hurry):
                 return self._job(lane, load, turn, partial(self._receive_for, lane))
             if load := lane.take_to_check(now):
                 return self._job(lane, load, turn, partial(self._check_for, lane))

@@ -199,6 +199,16 @@ def test_idle_worker_takes_a_batch_that_becomes_full():
     assert work.done == [("tests.pool", list(range(10)))]
 
 
+def test_incomplete_batch_is_run_at_once_while_draining():
+    lane, work = a_lane(batch=Batch(size=10, wait=timedelta(hours=1))), Work()
+    with running([lane], receive=work) as pool:
+        pool.put(lane, a_delivery(lane))
+        pool.hurry()
+        wait_until(lambda: work.done)
+
+    assert work.done == [("tests.pool", [0])]
+
+
 def test_an_ordered_lane_is_run_by_one_thread_at_a_time(gate):
     lane, work = a_lane(ordered=Ordered()), Work(gate=gate)
     with running([lane], receive=work, size=3) as pool:
