@@ -120,7 +120,7 @@ class Handler:
                 os._exit(1)
 
     def _call(self, messages: tuple[Message, ...]) -> object:
-        given = list(messages) if self.batch or self.gather else messages[0]
+        given: Any = list(messages) if self.batch or self.gather else messages[0]
         function = partial(_gathered, self.function, self.gather) if self.gather else self.function
         hooks = inbox_options().around
         result = _called_around(hooks, messages, lambda: function(given)) if hooks else function(given)
