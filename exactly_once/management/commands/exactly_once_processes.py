@@ -28,7 +28,7 @@ class Command(DatabaseCommand):
             nargs="?",
             default="list",
             metavar="REQUEST",
-            choices=["list", *Request],
+            choices=["list", *(request.value for request in Request)],
             help=_(
                 "pause: begin no work; resume; drain: finish what is due and end; stop: finish what is in hand and end "
                 "(default: list)"
@@ -45,7 +45,10 @@ class Command(DatabaseCommand):
             show([listed], self.stdout)
             return
         request, left = Request(options["request"]), []
-        for process in _chosen(known, options["processes"], everyone=options["all"]):
+        chosen = _chosen(known, options["processes"], everyone=options["all"])
+        if not chosen:
+            self.stdout.write(_("No process is running."))
+        for process in chosen:
             with transaction.atomic(using=alias):
                 if not _PROCESSES.request(alias, process.pk, request, str(actor)):
                     left.append(str(process))

@@ -32,8 +32,9 @@ class Command(HalvesCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
-        parser.add_argument("--json", action="store_true", help=_("print one JSON object"))
-        parser.add_argument("--watch", action="store_true", help=_("show it again every two seconds, with rates, until Ctrl-C"))
+        form = parser.add_mutually_exclusive_group()
+        form.add_argument("--json", action="store_true", help=_("print one JSON object"))
+        form.add_argument("--watch", action="store_true", help=_("show it again every two seconds, with rates, until Ctrl-C"))
         parser.add_argument(
             "--conflicts",
             action="store_true",

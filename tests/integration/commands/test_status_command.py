@@ -55,6 +55,10 @@ class TestBoth:
         with pytest.raises(CommandError, match="--app is 'orders': INSTALLED_APPS has outbox, inbox"):
             run(app="orders")
 
+    def test_json_and_watch_exclude_each_other(self):
+        with pytest.raises(CommandError, match="not allowed with argument"):
+            output_of("exactly_once_status", "--json", "--watch")
+
 
 @pytest.mark.every_database
 class TestOutbox:

@@ -198,7 +198,13 @@ class TestCommands:
             (["pause"], "Name the processes"),
             (["pause", "elsewhere:1"], "No running processes are called 'elsewhere:1'"),
             (["resume", "relay-1:4711"], "no effect in the state of: relay-1:4711"),
+            (["end", "relay-1:4711"], r"choose from '?list'?, '?pause'?, '?resume'?, '?drain'?, '?stop'?\)"),
         ):
             with pytest.raises(CommandError, match=reason):
                 output_of("exactly_once_processes", *arguments)
         assert not AuditEntry.objects.exists()
+
+    def test_request_to_all_says_that_none_runs(self):
+        relays.mark_stopped("default", a_relay().id)
+
+        assert output_of("exactly_once_processes", "stop", "--all") == "No process is running."
