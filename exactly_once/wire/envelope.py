@@ -28,6 +28,7 @@ STRUCTURED_JSON = "application/cloudevents+json"
 OPAQUE = "application/octet-stream"
 SPECVERSION = "1.0"
 _COLON, _UNDERSCORE = "cloudEvents:", "cloudEvents_"
+BIZ_ID_HEADER = "cloudEvents:bizid"
 ORDERING_KEY_HEADER = "cloudEvents:orderingkey"
 REPLAY_HEADER = "cloudEvents:replay"
 """Marks a message that was sent again on purpose, and by whom: "operator"."""
@@ -126,7 +127,7 @@ class Envelope(NamedTuple):
         if self.deliver_at:
             headers["cloudEvents:deliverat"] = _format_time(self.deliver_at)
         if self.biz_id:
-            headers["cloudEvents:bizid"] = self.biz_id
+            headers[BIZ_ID_HEADER] = self.biz_id
         if self.key:
             headers[ORDERING_KEY_HEADER] = self.key
         if self.correlation_id:

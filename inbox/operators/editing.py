@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from django.db import OperationalError
@@ -17,7 +17,7 @@ from exactly_once.console.display import as_editable, difference
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_collision
 from exactly_once.wire.body import Undecodable, decode_payload
-from exactly_once.wire.envelope import COMPRESSION, JSON, compression_of, headers_as_json
+from exactly_once.wire.envelope import COMPRESSION, JSON, Envelope, compression_of, opened
 from exactly_once.wire.formats import CELERY_TOPICS
 from exactly_once.wire.text import why_unfit
 from inbox.conf import InboxOptions, inbox_options
@@ -26,7 +26,7 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.operators import decisions
-from inbox.receiving.reading import identify, is_parked, message_of, stored_envelope, why_undecodable
+from inbox.receiving.reading import identify, is_parked, message_of, reread_row, stored_envelope, why_undecodable
 from inbox.states import RETRY, State
 from inbox.store import ordering, receipts
 from inbox.store.arrivals import Insertion, admit, insert_one
@@ -38,7 +38,6 @@ from inbox.store.message_rows import (
     business_id,
     conflicting_row,
     edited_name,
-    stored_row,
 )
 from inbox.store.trail_entries import record
 
@@ -89,14 +88,15 @@ def correct(stored: InboxMessage, text: str) -> Correction:
     payload, after = _read(text, options)
     if before == after:
         raise NotEditable("The payload is unchanged. Retry the message instead.")
-    body = json.dumps(payload, separators=(",", ":")).encode()
-    headers = {name: value for name, value in stored.headers.items() if name != COMPRESSION}
-    row = replace(stored_row(stored), body=body, digest=hashlib.sha256(body).hexdigest(), headers=headers_as_json(headers))
+    known = stored_envelope(stored)
+    headers = {name: value for name, value in known.headers.items() if name != COMPRESSION}
     try:
-        biz_id = _biz_id(stored, body, headers, options)
+        given = known._replace(body=json.dumps(payload, separators=(",", ":")).encode(), headers=headers)
+        envelope = opened(given, options.BODY_LIMIT_BYTES)
+        biz_id = _biz_id(stored, envelope, options)
     except Undecodable as error:
         raise NotEditable(why_undecodable(error)) from error
-    return Correction(row=replace(row, biz_id=biz_id), changes=difference(before, after))
+    return Correction(row=reread_row(stored, envelope, biz_id), changes=difference(before, after))
 
 
 @decisions.again_if_settled
@@ -279,7 +279,7 @@ def _read(text: str, options: InboxOptions) -> tuple[Any, str]:
         raise NotEditable("The payload is nested too deeply.") from error
 
 
-def _biz_id(stored: InboxMessage, body: bytes, headers: dict[str, Any], options: InboxOptions) -> str:
+def _biz_id(stored: InboxMessage, corrected: Envelope, options: InboxOptions) -> str:
     """The biz-id of the corrected message's row: a derived name if its own biz-id is the same as before, else its own.
 
     Raises:
@@ -288,10 +288,9 @@ def _biz_id(stored: InboxMessage, body: bytes, headers: dict[str, Any], options:
     """
     handler, known = registry.get(stored.handler), business_id(stored.biz_id)
     assert handler is not None  # noqa: S101 - see _why_not
-    envelope = stored_envelope(stored)
-    message = message_of(envelope._replace(body=body, headers=headers), options, needs_id=False)
-    found = identify(handler, message) if handler.biz_id else known
-    if found != known and (known.startswith(UNIDENTIFIED) or _identified_alike(handler, stored, known, options)):
+    message = message_of(corrected, options, needs_id=False)
+    found = identify(handler, message) if handler.biz_id or known.startswith(UNIDENTIFIED) else known
+    if found and found != known and (known.startswith(UNIDENTIFIED) or _identified_alike(handler, stored, known, options)):
         taken = receipts.named(handler.using, handler.name, stored.topic, found)
         if (other := taken.only("state").first()) is not None:
             raise NotEditable(

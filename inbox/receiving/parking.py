@@ -21,7 +21,7 @@ from django.db import DatabaseError
 from exactly_once.process.clock import utcnow
 from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.body import Undecodable
-from exactly_once.wire.envelope import Envelope
+from exactly_once.wire.envelope import Envelope, opened
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
@@ -37,6 +37,7 @@ from inbox.receiving.reading import (
     parked_envelope,
     parked_row,
     read_body,
+    reread_row,
     stored_arrival,
     why_undecodable,
 )
@@ -81,18 +82,22 @@ def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) 
         return _identify_parked(handler, stored, options)
     arrival = stored_arrival(handler, stored)
     try:
-        if handler.biz_id is None or not stored.biz_id.startswith(UNIDENTIFIED):
+        if not stored.biz_id.startswith(UNIDENTIFIED):
             arrival.message = message_for(arrival, options)
             return arrival
-        # It was stored without its biz-id, which may be found now.
+        # It could not be read when it was stored. Now that it can, so can a copy of it, which has its biz-id.
+        arrival.envelope = opened(arrival.envelope, options.BODY_LIMIT_BYTES)
         biz_id = identify(handler, message_of(arrival.envelope, options, needs_id=False))
     except Undecodable as error:
         return _refuse(handler, stored, arrival.envelope, why_undecodable(error), options)
-    ours = committed(handler.using, claims.identify, stored, {"biz_id": biz_id})
+    if not biz_id:  # it has no identity, so a copy of it would be refused
+        return arrival
+    row = reread_row(stored, arrival.envelope, biz_id)
+    ours = committed(handler.using, claims.identify, stored, row)
     if ours is False:
         reason = f"its biz-id is {biz_id}, which another message already has"
         committed(handler.using, claims.skip_duplicate, stored, reason)
-    return replace(arrival, row=replace(arrival.row, biz_id=biz_id)) if ours else Outcome.DUPLICATE
+    return replace(arrival, row=row) if ours else Outcome.DUPLICATE
 
 
 def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str, options: InboxOptions) -> Outcome:

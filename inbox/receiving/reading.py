@@ -18,6 +18,7 @@ from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_outage
 from exactly_once.wire.body import OverLimit, Undecodable, decode_payload
 from exactly_once.wire.envelope import (
+    BIZ_ID_HEADER,
     COMPRESSION,
     Envelope,
     from_delivery,
@@ -253,11 +254,8 @@ def message_for(arrival: Arrival, options: InboxOptions) -> Message:
         Undecodable: its body cannot be read.
     """
     attempt = 1 if arrival.stored is None else arrival.stored.attempts
-    envelope, biz_id = arrival.envelope, business_id(arrival.row.biz_id)
-    if biz_id.startswith(UNIDENTIFIED):
-        # A structured event that could not be read is stored as it came.
-        envelope = opened(envelope, options.BODY_LIMIT_BYTES)
-    return _message_of(envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
+    biz_id = business_id(arrival.row.biz_id)
+    return _message_of(arrival.envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
 
 
 def _identified_by_headers(envelope: Envelope, *, needs_id: bool = True) -> str:
@@ -278,8 +276,12 @@ def _identified_by_headers(envelope: Envelope, *, needs_id: bool = True) -> str:
 def row_of(handler: Handler, envelope: Envelope, *, biz_id: str, redelivered: bool = False) -> NewRow:
     """The row of a delivery with this biz-id; if it is "", the biz-id is a digest of the contents."""
     digest = hashlib.sha256(envelope.body).hexdigest()
+    headers = envelope.headers
     if not biz_id:
         biz_id = UNIDENTIFIED + hashlib.sha256(f"{envelope.dedup_id}\n{digest}".encode()).hexdigest()
+        if envelope.biz_id:
+            # It identifies the message when that can be read: see `open_claimed`.
+            headers = {**headers, BIZ_ID_HEADER: envelope.biz_id}
     return NewRow(
         *carried_of(envelope),
         handler=handler.name,
@@ -288,9 +290,23 @@ def row_of(handler: Handler, envelope: Envelope, *, biz_id: str, redelivered: bo
         message_id=envelope.id,
         body=envelope.body,
         digest=digest,
-        headers=headers_as_json(envelope.headers),
+        headers=headers_as_json(headers),
         replayed=envelope.replayed,
         redelivered=redelivered,
+    )
+
+
+def reread_row(stored: InboxMessage, envelope: Envelope, biz_id: str) -> NewRow:
+    """The row of a stored message that was read again, as this envelope with this biz-id."""
+    return replace(
+        stored_row(stored),
+        topic=envelope.topic,
+        biz_id=biz_id,
+        message_id=envelope.id,
+        body=envelope.body,
+        digest=hashlib.sha256(envelope.body).hexdigest(),
+        headers=headers_as_json(envelope.headers),
+        **dict(zip(CARRIED, carried_of(envelope), strict=True)),
     )
 
 
@@ -300,11 +316,15 @@ def stored_arrival(handler: Handler, stored: InboxMessage) -> Arrival:
 
 
 def stored_envelope(stored: InboxMessage) -> Envelope:
+    """The envelope of a stored message. One that was stored unidentified is as it came; it may be in structured mode."""
+    headers, biz_id = dict(stored.headers), business_id(stored.biz_id)
+    if biz_id.startswith(UNIDENTIFIED):
+        biz_id = str(headers.pop(BIZ_ID_HEADER, ""))
     return Envelope(
         id=stored.message_id,
         topic=stored.topic,
-        biz_id=business_id(stored.biz_id),
+        biz_id=biz_id,
         body=bytes(stored.body),
-        headers=stored.headers,
+        headers=headers,
         **dict(zip(CARRIED, carried_of(stored), strict=True)),
     )

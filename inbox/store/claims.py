@@ -6,7 +6,7 @@ that is due and has no `next_attempt_at` can only come from a handler that commi
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -212,14 +212,15 @@ def _begin(
     return "", bool(on_sqlite[0][0]), "", True
 
 
-def identify(alias: str, claimed: InboxMessage, columns: Mapping[str, Any]) -> bool | None:
-    """Give a claimed row that was stored without its biz-id that one, and what else was read with it.
+def identify(alias: str, claimed: InboxMessage, row: NewRow) -> bool | None:
+    """Make a claimed row that was stored without its biz-id that of its message `row`.
 
     False: another row has the biz-id. None: it is no longer ours.
 
     Raises:
         ConcurrentDuplicate: another transaction is inserting a row of that biz-id and did not end in time.
     """
+    columns = {name: getattr(row, name) for name in COLUMNS} | {"headers": json.loads(row.headers)}
     try:
         with deciding(alias, LONGEST_LOCK_WAIT), locked_means_busy:
             if not under_claim(alias, claimed).update(**columns):
@@ -246,12 +247,11 @@ def identify_parked(alias: str, claimed: InboxMessage, row: NewRow, longest_wait
     Raises:
         ConcurrentDuplicate: a transaction that is inserting that row did not end within `longest_wait`.
     """
-    columns = {name: getattr(row, name) for name in COLUMNS} | {"headers": json.loads(row.headers)}
     with deciding(alias, longest_wait), locked_means_busy:
         later = _later_copy(alias, claimed, row)
         if later is not None:
             receipts.delete(alias, f"id = %s AND {IS_OPEN}", [later.pk])
-        named = identify(alias, claimed, columns)
+        named = identify(alias, claimed, row)
         if not named:
             transaction.set_rollback(True, using=alias)
         elif later is not None:

@@ -11,6 +11,7 @@ import pytest
 
 from inbox.models import InboxMessage
 from inbox.operators import accounting
+from inbox.operators.editing import editable, replace_message
 from inbox.states import Outcome, State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
@@ -99,17 +100,79 @@ def test_body_over_the_limit_is_a_dead_letter_with_its_body_and_takes_no_memory(
     assert taken < 64 + 5 * len(body) // MEGABYTE
 
 
-def test_event_over_the_limit_is_handled_with_its_data_when_it_is_retried_after_the_limit_was_raised(handles):
-    payloads = []
-    handler = handles(lambda message: payloads.append((message.id, message.payload)))
-    event = {"specversion": "1.0", "id": "large", "source": "/shop", "type": TOPIC, "data": "x" * 2_000}
-    envelope = an_envelope(event, content_type=STRUCTURED, id="", biz_id="")
-    assert deliver(handler, envelope, given=options(BODY_LIMIT_BYTES=1_024)) is Outcome.DEAD
+EVENT = {"specversion": "1.0", "id": "large", "source": "/shop", "type": TOPIC, "data": "x" * 2_000}
 
-    retry("default", the_row().pk)
-    assert drain() == 1
 
-    assert payloads == [("large", "x" * 2_000)]
+def a_structured_one(event):
+    return an_envelope(event, content_type=STRUCTURED, id="", biz_id="")
+
+
+LARGE = {
+    "by its biz-id": lambda: an_envelope("x" * 2_000, biz_id="order-1"),
+    "by its id": lambda: an_envelope("x" * 2_000, biz_id=""),
+    "in structured mode": lambda: an_envelope(EVENT, content_type=STRUCTURED, id="", biz_id=""),
+    "in structured mode by its biz-id": lambda: an_envelope(
+        {**EVENT, "bizid": "order-1"}, content_type=STRUCTURED, id="", biz_id=""
+    ),
+}
+TOO_SMALL = options(BODY_LIMIT_BYTES=1_024)
+
+
+class TestLimitThatWasRaised:
+    """A message that was refused for its size, which an operator retries, and copies of it."""
+
+    @pytest.fixture(params=LARGE)
+    def refused(self, request, handles):
+        """The handler, which fails at first, what it got, and the envelope of the refused message."""
+        given = []
+
+        def handle(message):
+            given.append((message.payload, message.headers))
+            the_effect(message)
+            if len(given) == 1:
+                raise ValueError("not yet")
+
+        handler, envelope = handles(handle), LARGE[request.param]()
+        assert deliver(handler, envelope, given=TOO_SMALL) is Outcome.DEAD
+        return handler, given, envelope
+
+    def test_it_is_handled_with_its_payload_in_each_attempt_and_a_copy_of_it_is_a_duplicate(self, refused):
+        handler, given, envelope = refused
+        retry("default", the_row().pk)
+        drain()
+        make_due()
+        drain()
+
+        assert deliver(handler, envelope) is Outcome.DUPLICATE
+        assert given == [("x" * 2_000, {})] * 2
+        assert (effects(), the_row().state) == (1, State.DONE)
+
+    def test_retry_of_a_message_of_which_a_copy_was_handled_skips_it(self, refused):
+        handler, given, envelope = refused
+        deliver(handler, envelope)
+        make_due()
+        drain()
+        dead = InboxMessage.objects.get(state=State.DEAD)
+
+        retry("default", dead.pk)
+        drain()
+
+        dead.refresh_from_db()
+        assert dead.state == State.SKIPPED
+        assert "which another message already has" in dead.last_error
+        assert (len(given), effects()) == (2, 1)
+
+    def test_correction_of_it_has_its_biz_id(self, refused):
+        handler, given, envelope = refused
+        [dead] = InboxMessage.objects.all()
+
+        replace_message("default", dead.pk, editable(dead).replace("xx", "yy"), by="by ada")
+        drain()
+        make_due()
+        drain()
+
+        assert deliver(handler, envelope) is Outcome.DUPLICATE
+        assert (given[-1], effects()) == (("y" * 2_000, {}), 1)
 
 
 def test_many_stored_messages_with_large_bodies_are_run_in_bounded_memory(worker, rabbitmq_url):
