@@ -453,7 +453,7 @@ class TestOrder:
         corrected(head, '{"amount": 1}')
         self.drain()
 
-        assert in_the_order_of_their_effects() == ["a", behind.biz_id, "c"]
+        assert in_the_order_of_their_effects() == ["a", "b", "c"]
 
     def test_waiting_correction_is_skipped_and_the_next_one_follows(self, handler):
         self.arrive(handler, a="bad", b=2)
