@@ -26,7 +26,15 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.operators import decisions
-from inbox.receiving.reading import identify, is_parked, message_of, reread_row, stored_envelope, why_undecodable
+from inbox.receiving.reading import (
+    identify,
+    is_parked,
+    message_of,
+    message_of_opened,
+    reread_row,
+    stored_envelope,
+    why_undecodable,
+)
 from inbox.states import RETRY, State
 from inbox.store import ordering, receipts
 from inbox.store.arrivals import Insertion, admit, insert_one
@@ -288,7 +296,7 @@ def _biz_id(stored: InboxMessage, corrected: Envelope, options: InboxOptions) ->
     """
     handler, known = registry.get(stored.handler), business_id(stored.biz_id)
     assert handler is not None  # noqa: S101 - see _why_not
-    message = message_of(corrected, options, needs_id=False)
+    message = message_of_opened(corrected, options, needs_id=False)
     found = identify(handler, message) if handler.biz_id or known.startswith(UNIDENTIFIED) else known
     if found and found != known and (known.startswith(UNIDENTIFIED) or _identified_alike(handler, stored, known, options)):
         taken = receipts.named(handler.using, handler.name, stored.topic, found)

@@ -33,7 +33,7 @@ from inbox.receiving.reading import (
     is_parked,
     is_parked_redelivery,
     message_for,
-    message_of,
+    message_of_opened,
     parked_envelope,
     parked_row,
     read_body,
@@ -87,7 +87,7 @@ def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) 
             return arrival
         # It could not be read when it was stored. Now that it can, so can a copy of it, which has its biz-id.
         arrival.envelope = opened(arrival.envelope, options.BODY_LIMIT_BYTES)
-        biz_id = identify(handler, message_of(arrival.envelope, options, needs_id=False))
+        biz_id = identify(handler, message_of_opened(arrival.envelope, options, needs_id=False))
     except Undecodable as error:
         return _refuse(handler, stored, arrival.envelope, why_undecodable(error), options)
     if not biz_id:  # it has no identity, so a copy of it would be refused

@@ -105,7 +105,7 @@ def read_body(
     if not refused:
         try:
             envelope = opened(envelope, options.BODY_LIMIT_BYTES)
-            message = _message_of(envelope, options)
+            message = message_of_opened(envelope, options)
             biz_id = identify(handler, message)
             refused = outside = "" if is_past else outside_window(envelope, options)
         except Undecodable as error:
@@ -222,10 +222,10 @@ def message_of(
         Undecodable: it has no identity, or its body cannot be read.
     """
     envelope = opened(envelope, options.BODY_LIMIT_BYTES)
-    return _message_of(envelope, options, needs_id=needs_id, attempt=attempt, biz_id=biz_id)
+    return message_of_opened(envelope, options, needs_id=needs_id, attempt=attempt, biz_id=biz_id)
 
 
-def _message_of(
+def message_of_opened(
     envelope: Envelope, options: InboxOptions, *, needs_id: bool = True, attempt: int = 1, biz_id: str = ""
 ) -> Message:
     """As `message_of`, for an envelope that was opened."""
@@ -255,7 +255,7 @@ def message_for(arrival: Arrival, options: InboxOptions) -> Message:
     """
     attempt = 1 if arrival.stored is None else arrival.stored.attempts
     biz_id = business_id(arrival.row.biz_id)
-    return _message_of(arrival.envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
+    return message_of_opened(arrival.envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
 
 
 def _identified_by_headers(envelope: Envelope, *, needs_id: bool = True) -> str:
