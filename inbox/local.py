@@ -39,7 +39,8 @@ from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read_body
 from inbox.store import handler_rows
 from inbox.store.message_rows import ConcurrentDuplicate
-from inbox.transactions.running import Arrival, DatabaseUnavailable
+from inbox.transactions.arrival import Arrival
+from inbox.transactions.running import DatabaseUnavailable
 
 logger = escaping_logger(__name__)
 

@@ -25,7 +25,7 @@ from inbox.handlers.message import Message
 from inbox.handlers.options import AS_THE_SETTINGS
 from inbox.models import InboxMessage
 from inbox.receiving.reading import outside_window, row_of
-from inbox.transactions.running import Arrival
+from inbox.transactions.arrival import Arrival
 
 _NOT_JSON = "text/plain"
 _SIGNATURE = "signature"

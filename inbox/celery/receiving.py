@@ -42,7 +42,8 @@ from inbox.receiving.receive import Policy, run
 from inbox.states import DUE, Outcome, State
 from inbox.store import claims, counting, handler_rows, receipts
 from inbox.store.message_rows import ConcurrentDuplicate, Failure
-from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
+from inbox.transactions.arrival import Arrival
+from inbox.transactions.running import DatabaseUnavailable, committed
 
 logger = escaping_logger(__name__)
 

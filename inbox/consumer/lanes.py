@@ -16,7 +16,7 @@ from inbox.handlers.handler import Handler
 from inbox.limits.limiter import limiter_of
 from inbox.limits.shedder import shedder_of
 from inbox.limits.slots import UNLIMITED, slots_of
-from inbox.transactions.running import Arrival
+from inbox.transactions.arrival import Arrival
 
 STORED_AT_ONCE = 100
 """Deliveries that are stored in one transaction, if their handler does not run them here."""

@@ -31,7 +31,8 @@ from inbox.states import Outcome
 from inbox.store import counting
 from inbox.store.dialect import TABLE
 from inbox.store.message_rows import ConcurrentDuplicate
-from inbox.transactions.running import Arrival, DatabaseUnavailable
+from inbox.transactions.arrival import Arrival
+from inbox.transactions.running import DatabaseUnavailable
 
 logger = escaping_logger(__name__)
 

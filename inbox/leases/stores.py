@@ -23,10 +23,12 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.retry import Pause
 from inbox.conf import IN_THE_DATABASE, InboxOptions
+from inbox.handlers.options import Lease as Terms
 from inbox.states import Outcome
 from inbox.store import lease_rows
 from inbox.store.message_rows import Failure, NewRow
-from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
+from inbox.transactions.arrival import Arrival
+from inbox.transactions.running import DatabaseUnavailable, committed
 
 logger = escaping_logger(__name__)
 
@@ -63,6 +65,7 @@ class Lease:
 
     store: LeaseStore
     arrival: Arrival
+    terms: Terms
     fence: int
     attempt: int
     began_at: float
@@ -77,7 +80,6 @@ class Lease:
     stopping: bool = False
 
     def __post_init__(self) -> None:
-        self.terms = self.arrival.terms
         self.ends_at = self.began_at + self.terms.duration.total_seconds()
         self.limit_at = self.began_at + self.terms.limit.total_seconds()
         self.next_at = self.began_at + self.terms.duration.total_seconds() / EXTENSIONS_PER_LEASE
@@ -169,15 +171,21 @@ class DatabaseLeases:
         self._duplicate_timeout = options.DUPLICATE_TIMEOUT
 
     def acquire(self, arrival: Arrival) -> Lease | None:
-        began_at, alias = monotonic(), arrival.handler.using
+        began_at, alias, terms = monotonic(), arrival.handler.using, arrival.terms
         # A duration that identifies the lease: its owner recognizes it if the answer to its request was lost.
-        lasts = arrival.terms.duration + timedelta(microseconds=random.randrange(1, 100_000))
+        lasts = terms.duration + timedelta(microseconds=random.randrange(1, 100_000))
         tries = itertools.count()
         granted = committed(alias, self._grant, arrival, lasts, tries)
         if granted is None:
             return None
         lease = Lease(
-            store=self, arrival=arrival, fence=granted.fence, attempt=granted.attempt, pk=granted.row, began_at=began_at
+            store=self,
+            arrival=arrival,
+            terms=terms,
+            fence=granted.fence,
+            attempt=granted.attempt,
+            pk=granted.row,
+            began_at=began_at,
         )
         if granted.fence > 1:
             lease.steps = committed(alias, lease_rows.steps_of, granted.row)

@@ -31,7 +31,8 @@ from inbox.store import arrivals as fresh
 from inbox.store import ordering
 from inbox.store.arrivals import Admitted, Insertion, Values, in_lock_order
 from inbox.store.message_rows import ConcurrentDuplicate, undecoded
-from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
+from inbox.transactions.arrival import Arrival
+from inbox.transactions.running import DatabaseUnavailable, committed
 
 _HAND_OVER_WAIT = timedelta(milliseconds=20)
 """How long the relay waits for a concurrent duplicate, because other messages wait behind."""

@@ -24,7 +24,8 @@ from inbox.states import Outcome, State
 from inbox.store import arrivals, claims, counting, dialect, duplicates, message_rows
 from inbox.store.arrivals import Admitted
 from inbox.store.message_rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, order_of
-from inbox.transactions.running import TRIES_AT_ONCE, Arrival, DatabaseUnavailable, committed
+from inbox.transactions.arrival import Arrival
+from inbox.transactions.running import TRIES_AT_ONCE, DatabaseUnavailable, committed
 
 logger = escaping_logger(__name__)
 

@@ -44,7 +44,8 @@ from inbox.receiving.reading import (
 from inbox.states import Outcome, State
 from inbox.store import arrivals, claims, duplicates, message_rows
 from inbox.store.message_rows import UNIDENTIFIED, ConcurrentDuplicate, Earlier, Failure, NewRow
-from inbox.transactions.running import Arrival, committed
+from inbox.transactions.arrival import Arrival
+from inbox.transactions.running import committed
 
 logger = escaping_logger(__name__)
 

@@ -34,7 +34,8 @@ from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.store.dialect import is_reachable
 from inbox.store.message_rows import CARRIED, EDITED, UNIDENTIFIED, NewRow, business_id, carried_of, stored_row
-from inbox.transactions.running import Arrival, DatabaseUnavailable
+from inbox.transactions.arrival import Arrival
+from inbox.transactions.running import DatabaseUnavailable
 
 PARKED = "parked:"
 """Begins the biz-id of a delivery that is stored as it came."""

@@ -58,8 +58,8 @@ from inbox.store import arrivals as fresh
 from inbox.store import claims, counting
 from inbox.store.dialect import is_reachable
 from inbox.store.message_rows import ConcurrentDuplicate, Failure, Guard, KeyBusy, Successor
+from inbox.transactions.arrival import Arrival
 from inbox.transactions.running import (
-    Arrival,
     DatabaseUnavailable,
     call,
     committed,

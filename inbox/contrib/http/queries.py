@@ -29,7 +29,8 @@ from inbox.receiving.receive import handled
 from inbox.states import Outcome, State
 from inbox.store import claims, counting, lease_rows, receipts
 from inbox.store.message_rows import ConcurrentDuplicate, Failure, KeyBusy
-from inbox.transactions.running import Arrival, committed
+from inbox.transactions.arrival import Arrival
+from inbox.transactions.running import committed
 
 logger = escaping_logger(__name__)
 

@@ -36,7 +36,8 @@ from inbox.receiving.outcomes import announce_duplicate, fail_stored, store_fail
 from inbox.states import Outcome, State
 from inbox.store import lease_rows
 from inbox.store.message_rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, KeyBusy, NewRow
-from inbox.transactions.running import Arrival, DatabaseUnavailable, committed
+from inbox.transactions.arrival import Arrival
+from inbox.transactions.running import DatabaseUnavailable, committed
 
 logger = escaping_logger(__name__)
 
@@ -213,7 +214,14 @@ class RedisLeases:
                 named = zip(fields[::2], fields[1::2], strict=True)
                 steps = {name.removeprefix(_STEP): value or None for name, value in named if name.startswith(_STEP)}
                 lease = Lease(
-                    store=self, arrival=arrival, fence=fence, attempt=attempt, owner=owner, began_at=began_at, steps=steps
+                    store=self,
+                    arrival=arrival,
+                    terms=arrival.terms,
+                    fence=fence,
+                    attempt=attempt,
+                    owner=owner,
+                    began_at=began_at,
+                    steps=steps,
                 )
                 return self._mark_row(lease, arrival.stored) if arrival.stored else lease
             case ["consumed", same, differs]:
