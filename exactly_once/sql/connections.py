@@ -45,6 +45,10 @@ _seen: set[tuple[Any, ...]] = set()
 """The ways that lead through Django and psycopg only. The others may refer to a request, and are not kept."""
 
 
+class ProjectsStatements:
+    """An execute wrapper that watches what a project's code executes: ours need not pass it."""
+
+
 def is_postgresql(connection: BaseDatabaseWrapper) -> bool:
     return connection.vendor == "postgresql"
 
@@ -226,7 +230,8 @@ def is_direct(connection: BaseDatabaseWrapper) -> bool:
 
     Not if the statement would be logged or wrapped, or if the project replaces any function on its way to the driver.
     """
-    if connection.queries_logged or connection.execute_wrappers:
+    wrappers: list[Any] = connection.execute_wrappers
+    if connection.queries_logged or (wrappers and not all(isinstance(one, ProjectsStatements) for one in wrappers)):
         return False
     connection.ensure_connection()
     raw: Any = connection.connection

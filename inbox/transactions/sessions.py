@@ -26,7 +26,7 @@ from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
-from exactly_once.sql.connections import execute, has_begun, set_local
+from exactly_once.sql.connections import ProjectsStatements, execute, has_begun, set_local
 from inbox import metrics
 from inbox.errors import TransactionBroken, TransactionControl
 from inbox.handlers.handler import Handler
@@ -70,7 +70,7 @@ _RIGHTS = ("session_authorization", "role")
 """RESET ALL does not reset these. They are reset first, because permissions for other resets depend on them."""
 
 
-class SessionChanges:
+class SessionChanges(ProjectsStatements):
     """The settings that one run of a handler changes on any database. As a context, it watches the statements.
 
     Attributes:
@@ -84,11 +84,11 @@ class SessionChanges:
 
     def __enter__(self) -> None:
         for alias in connections:
-            connections[alias].execute_wrappers.append(self._watch)
+            connections[alias].execute_wrappers.append(self)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for alias in connections:
-            connections[alias].execute_wrappers.remove(self._watch)
+            connections[alias].execute_wrappers.remove(self)
 
     def record(self, text: str, alias: str) -> None:
         """Record the settings that a statement changes."""
@@ -124,7 +124,7 @@ class SessionChanges:
                 self.undo(alias)
             end_session(alias)
 
-    def _watch(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+    def __call__(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
         connection = context["connection"]
         self.record(text_of(sql, connection), connection.alias)
         return execute(sql, params, many, context)
@@ -157,27 +157,25 @@ class Supervision(SessionChanges):
             execute(connections[handler.using], set_local(statement_timeout=handler.timeout))
         self._open = _open_blocks()
         for connection, *_ in self._open:
-            connection.execute_wrappers.append(self._watch)
+            connection.execute_wrappers.append(self if connection.alias == handler.using else self._watch_beside)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for connection, *_ in self._open:
-            connection.execute_wrappers.remove(self._watch)
+            connection.execute_wrappers.remove(self if connection.alias == self._handler.using else self._watch_beside)
         _close_left_open(self._open, error)
         if self.names and error is None:
             self.undo(self._handler.using)
 
-    def _watch(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+    def __call__(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
         connection, handler = context["connection"], self._handler
         text = text_of(sql, connection)
-        if connection.alias != handler.using:
-            self._warn_of_write(text, connection.alias)
-        elif statement := controls_transaction(text, connection):
+        if statement := controls_transaction(text, connection):
             raise TransactionControl(
                 f"The handler {handler.name} executed {statement.strip()[:40]!r}. Its effect and its inbox row must "
                 "commit together: remove the statement, and use `transaction.atomic()` for savepoints."
             )
         self.record(text, connection.alias)
-        if not metrics.LOCKING_SECONDS.is_attached or connection.alias != handler.using or not locks(text):
+        if not metrics.LOCKING_SECONDS.is_attached or not locks(text):
             return execute(sql, params, many, context)
         began_at = monotonic()
         try:
@@ -185,8 +183,10 @@ class Supervision(SessionChanges):
         finally:
             metrics.LOCKING_SECONDS.observe(monotonic() - began_at, handler.name)
 
-    def _warn_of_write(self, text: str, alias: str) -> None:
-        handler = self._handler
+    def _watch_beside(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+        """Also statements of ours: `publish()` on another database than the handler's is a write there."""
+        connection = context["connection"]
+        text, alias, handler = text_of(sql, connection), connection.alias, self._handler
         if writes(text) and (handler.name, alias) not in _reported:
             _reported.add((handler.name, alias))
             logger.warning(
@@ -195,6 +195,8 @@ class Supervision(SessionChanges):
                 "in a handler of that message with using=%r. This is reported once.",
                 *(handler.name, alias, handler.using, alias, handler.using, alias),
             )
+        self.record(text, alias)
+        return execute(sql, params, many, context)
 
 
 @contextmanager
