@@ -181,11 +181,15 @@ def name_connections(application: str) -> None:
             given["OPTIONS"] = {"fallback_application_name": application, **given["OPTIONS"]}
 
 
-def drop_unusable_connections() -> None:
+def drop_unusable_connections(*, unchecked: str = "") -> None:
     """Close unusable connections, as a web process does between requests. Call it before each work item, outside transactions.
 
     Django's `close_old_connections` closes every connection if CONN_MAX_AGE is 0, the default. In a long-lived process a new
     connection for every message would cost more than handling the message.
+
+    Args:
+        unchecked: the alias whose work begins with a statement that is run again on a new connection if this one is lost, so
+            that CONN_HEALTH_CHECKS need not send a query before it.
     """
     connection: Any
     for connection in connections.all(initialized_only=True):
@@ -201,6 +205,8 @@ def drop_unusable_connections() -> None:
             connection.close()
         elif connection.settings_dict["CONN_MAX_AGE"]:
             connection.close_if_unusable_or_obsolete()
+            if connection.alias == unchecked:
+                connection.health_check_done = True
         elif connection.errors_occurred:
             if connection.is_usable():
                 connection.errors_occurred = False

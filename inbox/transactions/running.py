@@ -101,7 +101,7 @@ def run_with_reruns(alias: str, attempt: Callable[[], _T], *, reruns: bool = Tru
         DatabaseUnavailable: the database does not answer, or cannot store.
         Exception: the transaction's error, at its last try.
     """
-    drop_unusable_connections()
+    drop_unusable_connections(unchecked=alias)
     unfit: str | None = None
     collisions = 0
     while True:

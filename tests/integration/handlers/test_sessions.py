@@ -225,6 +225,33 @@ def test_setting_that_a_failing_handler_changes_under_a_lease_does_not_stay_on_t
         assert seen_by_another("statement_timeout") == "0"
 
 
+@pytest.mark.parametrize("given", [{}, {"lease": Lease()}], ids=["transaction", "lease"])
+def test_health_checks_query_nothing_before_a_message_and_a_lost_session_is_replaced(handles, given, tmp_path):
+    """The first statement of a message is the inbox's, and is run again if the session was lost meanwhile."""
+    pids = []
+
+    def handle(message):
+        pids.append(connection.connection.info.backend_pid)
+        the_effect(message)
+
+    handler = handles(handle, **given)
+    with the_default_at(CONN_HEALTH_CHECKS=True, CONN_MAX_AGE=60), (tmp_path / "sent").open("w+") as log:
+        assert deliver(handler, an_envelope(biz_id="first")) is Outcome.HANDLED
+        connection.connection.pgconn.trace(log.fileno())
+        assert deliver(handler, an_envelope(biz_id="second")) is Outcome.HANDLED
+        connection.connection.pgconn.untrace()
+        log.seek(0)
+        sent = [line for line in log if "\tF\t" in line]
+        assert "second" in "".join(sent)
+        assert not [line for line in sent if '"SELECT 1"' in line]
+        with another_session(autocommit=True) as operator:
+            operator.execute("SELECT pg_terminate_backend(%s)", [pids[-1]])
+            wait_until(lambda: not operator.execute("SELECT FROM pg_stat_activity WHERE pid = %s", [pids[-1]]).fetchall())
+        assert deliver(handler, an_envelope(biz_id="third")) is Outcome.HANDLED
+
+    assert (pids[0], len(set(pids)), len(pids), Effect.objects.count()) == (pids[1], 2, 3, 3)
+
+
 def test_role_that_a_handler_sets_does_not_store_its_message(handles):
     """The role may not write to the inbox. The one that Django sets comes back."""
     roles = []
