@@ -9,7 +9,7 @@ statement.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter
@@ -53,7 +53,7 @@ def is_postgresql(connection: BaseDatabaseWrapper) -> bool:
     return connection.vendor == "postgresql"
 
 
-def fetch(connection: BaseDatabaseWrapper, sql: str, parameters: Sequence[Any] | None = None) -> list[Any]:
+def fetch(connection: BaseDatabaseWrapper, sql: str, parameters: Sequence[Any] | Mapping[str, Any] | None = None) -> list[Any]:
     """The rows of a statement."""
     with connection.cursor() as cursor:
         cursor.execute(sql, parameters)

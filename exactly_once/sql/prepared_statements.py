@@ -103,12 +103,21 @@ class PreparedStatement:
             the next ANALYZE. A plan from a nearly empty table scans the whole table, even after it has grown.
         returns_binary: `fetch` receives the values in PostgreSQL's binary format, which is faster for large ones. Not for
             columns of JSON and instants, which Django reads as text.
+        replaces: the name of a statement that is not run any more once this one is.
     """
 
     def __init__(
-        self, name: str, types: Sequence[str], text: str, *, most_runs: int = _MOST_RUNS, returns_binary: bool = False
+        self,
+        name: str,
+        types: Sequence[str],
+        text: str,
+        *,
+        most_runs: int = _MOST_RUNS,
+        returns_binary: bool = False,
+        replaces: str = "",
     ) -> None:
         self._most_runs = most_runs
+        self._replaces = replaces.encode()
         self._result_format = _BINARY if returns_binary else _TEXT
         self._name = name.encode()
         _names.add(self._name)
@@ -202,6 +211,8 @@ class PreparedStatement:
             _checked(raw, [raw.pgconn.exec_(b"DEALLOCATE " + self._name)])
             del runs[self._name]
         if self._name not in runs:
+            if runs.pop(self._replaces, None) is not None:
+                _checked(raw, [raw.pgconn.exec_(b"DEALLOCATE " + self._replaces)])
             _checked(raw, [raw.pgconn.exec_(self._prepare)])
             runs[self._name] = 0
         runs[self._name] += 1

@@ -1,20 +1,21 @@
 """The duplicates of a message: counted on its row, by their cause and content."""
 
 from collections.abc import Collection
+from functools import lru_cache
 
 from django.db import connections, transaction
 from django.db.models import F
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, FIRST_DAY, LIVE
-from exactly_once.sql.now import now
+from exactly_once.sql.now import NOW
 from exactly_once.sql.partitions import lately
+from exactly_once.sql.prepared_statements import PreparedStatement
 from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, HANDLE
 from inbox.store import receipts
-from inbox.store.dialect import TABLE, binary, fetch_all
+from inbox.store.dialect import RECEIPTS, TABLE, binary, fetch_all, run
 from inbox.store.message_rows import DuplicateCause, Earlier, NewRow, attributes_of, conflicting_name
-from inbox.store.receipts import ID_OF
 
 COUNTED_AS = {
     DuplicateCause.REDELIVERY: "redeliveries",
@@ -22,16 +23,77 @@ COUNTED_AS = {
     DuplicateCause.REPLAY: "replays",
 }
 """By cause, the column that counts it; no column counts `BUSINESS`."""
-_KEEP_CONFLICT = (
-    "conflicting_id = CASE WHEN digest <> %s THEN %s ELSE conflicting_id END, "
-    "conflicting_body = CASE WHEN digest <> %s THEN {body} ELSE conflicting_body END, "
-    "conflicting_at = CASE WHEN digest <> %s THEN {now} ELSE conflicting_at END, "
-    "conflicting_attributes = CASE WHEN digest <> %s THEN {json} ELSE conflicting_attributes END"
+_COUNT = """
+UPDATE {table} SET
+    duplicates = duplicates + {count},
+    redeliveries = redeliveries + CASE WHEN message_id = {same_id} AND {cause} = 'redelivery' THEN {count} ELSE 0 END,
+    resends = resends + CASE WHEN message_id = {same_id} AND {cause} = 'resend' THEN {count} ELSE 0 END,
+    replays = replays + CASE WHEN message_id = {same_id} AND {cause} = 'replay' THEN {count} ELSE 0 END,
+    conflicts = conflicts + CASE WHEN digest <> {digest} THEN {count} ELSE 0 END,
+    conflicting_id = CASE WHEN digest <> {digest} THEN {message_id} ELSE conflicting_id END,
+    conflicting_body = CASE WHEN digest <> {digest} THEN {body} ELSE conflicting_body END,
+    conflicting_at = CASE WHEN digest <> {digest} THEN {now} ELSE conflicting_at END,
+    conflicting_attributes = CASE WHEN digest <> {digest} THEN {attributes} ELSE conflicting_attributes END,
+    day = CASE WHEN day >= {first_day} AND digest <> {digest} THEN {today} ELSE day END
+WHERE {on_days} AND id = (
+    SELECT id FROM {table} WHERE {on_days} AND id = COALESCE(
+        (SELECT id FROM {receipts} WHERE handler = {handler} AND topic = {topic} AND biz_id = {of_content}),
+        (SELECT id FROM {receipts} WHERE handler = {handler} AND topic = {topic} AND biz_id = {biz_id})
+    ) {unless_locked}
+)
+RETURNING id, state, message_id, digest, next_attempt_at
+"""
+"""Count a duplicate on the row with this content of its own, else on that of the first message.
+
+It returns plain columns: SQLite 3.40 evaluates `... IS NULL` in RETURNING wrongly.
+"""
+_PARAMETERS = {
+    "count": "int",
+    "cause": "text",
+    "same_id": "text",
+    "message_id": "text",
+    "digest": "text",
+    "body": "bytea",
+    "attributes": "jsonb",
+    "handler": "varchar",
+    "topic": "varchar",
+    "of_content": "varchar",
+    "biz_id": "varchar",
+}
+"""Of `_COUNT`, with PostgreSQL's types."""
+_NAMES = {"table": TABLE, "receipts": RECEIPTS, "first_day": FIRST_DAY}
+
+
+def _count_on(days: Collection[int]) -> str:
+    """Count it on a row of one of these days. Their partitions are in its plan, which therefore locks no others."""
+    numbers = {name: f"${number}" for number, name in enumerate(_PARAMETERS, 1)}
+    return _COUNT.format(
+        **_NAMES,
+        **numbers,
+        now=NOW["postgresql"],
+        today=DAY_OF_NOW["postgresql"],
+        on_days=f"day IN ({', '.join(map(str, days))})",
+        unless_locked="FOR UPDATE SKIP LOCKED",
+    )
+
+
+@lru_cache(maxsize=1)
+def _count_lately(days: tuple[int, ...]) -> PreparedStatement:
+    """Most duplicates are of recent messages."""
+    name = "inbox_duplicate_{}".format
+    return PreparedStatement(name(days[-1]), [*_PARAMETERS.values()], _count_on(days), replaces=name(days[-2]))
+
+
+_COUNT_ON_SQLITE = _COUNT.format(
+    **_NAMES,
+    **{name: f"%({name})s" for name in _PARAMETERS},
+    now=NOW["sqlite"],
+    today=DAY_OF_NOW["sqlite"],
+    on_days="true",
+    unless_locked="",
 )
 
 HISTORY_DROPPED = "Its history has been dropped. This row has the content of a later duplicate."
-_EARLIER = f"COALESCE({ID_OF}, {ID_OF})"
-"""The id of the row with this content of its own, else that of the first message."""
 
 
 def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
@@ -42,40 +104,28 @@ def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
 
     None: a transaction is running that row now, or it was deleted meanwhile; try again later.
     """
-    # Most are duplicates of recent messages, which this counts by one statement.
-    if earlier := _count(alias, row, lately()):
+    if earlier := _count(alias, row):
         return earlier
     receipt = _receipt(alias, row)
     if receipt is None:
         return None
     day = receipts.days_of(alias, [receipt.pk]).get(receipt.pk)
-    return _without_history(alias, row, receipt) if day is None else _count(alias, row, [LIVE, day])
+    return _without_history(alias, row, receipt) if day is None else _count(alias, row, day)
 
 
-def _count(alias: str, row: NewRow, days: Collection[int]) -> Earlier | None:
-    """Count it in the stored row, if that is of one of these days and not locked."""
-    connection = connections[alias]
-    on_days = f"day IN ({', '.join(map(str, days))})" if is_postgresql(connection) else "true"
-    skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
-    as_json = "%s::jsonb" if is_postgresql(connection) else "%s"
-    column, count = COUNTED_AS[row.cause], 1 + row.copies
-    same_id = _same_id(row)
-    found = fetch_all(
-        connection,
-        f"UPDATE {TABLE} SET duplicates = duplicates + {count}, "
-        f"{column} = {column} + CASE WHEN message_id = %s THEN {count} ELSE 0 END, "
-        f"conflicts = conflicts + CASE WHEN digest <> %s THEN {count} ELSE 0 END, "
-        f"{_KEEP_CONFLICT.format(now=now(connection), body=binary(connection), json=as_json)}, "
-        f"day = CASE WHEN day >= {FIRST_DAY} AND digest <> %s THEN {DAY_OF_NOW[connection.vendor]} ELSE day END "
-        f"WHERE {on_days} AND id = (SELECT id FROM {TABLE} WHERE {on_days} AND id = {_EARLIER} {skip_locked}) "
-        # Plain columns: SQLite 3.40 evaluates `... IS NULL` in RETURNING wrongly.
-        "RETURNING id, state, message_id, digest, next_attempt_at",
-        [
-            *(same_id, row.digest, row.digest, row.message_id, row.digest, row.body, row.digest),
-            *(row.digest, attributes_of(row), row.digest),
-            *(value for name in _names(row) for value in (row.handler, row.topic, name)),
-        ],
-    )
+def _count(alias: str, row: NewRow, day: int | None = None) -> Earlier | None:
+    """Count it in the stored row, if that is open, or of this day, or of the last two days for None, and not locked."""
+    connection, same_id = connections[alias], _same_id(row)
+    of_content, biz_id = _names(row)
+    given = (1 + row.copies, row.cause, same_id, row.message_id, row.digest, row.body, attributes_of(row))
+    parameters = [*given, row.handler, row.topic, of_content, biz_id]
+    if not is_postgresql(connection):
+        found = fetch(connection, _COUNT_ON_SQLITE, dict(zip(_PARAMETERS, parameters, strict=True)))
+    elif day is None:
+        found = run(_count_lately(lately()), connection, parameters)
+    else:
+        once = PreparedStatement("inbox_duplicate", [*_PARAMETERS.values()], _count_on([LIVE, day]))
+        found = fetch_all(connection, *once.as_text(parameters, binary(connection)))
     if not found:
         return None
     ((pk, state, message_id, digest, next_attempt_at),) = found
@@ -130,5 +180,5 @@ def _show_conflict(alias: str, receipt: Receipt, row: NewRow) -> Earlier | None:
 
 
 def _names(row: NewRow) -> list[str]:
-    """The biz-ids that `_EARLIER` looks for, in its order."""
+    """The biz-ids that a duplicate may have in the inbox: that of this content, if it was run by itself, and its own."""
     return [conflicting_name(row.digest, row.biz_id), row.biz_id]

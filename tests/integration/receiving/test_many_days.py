@@ -7,6 +7,7 @@ from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from exactly_once.models import Operation
+from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
@@ -24,6 +25,7 @@ from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, fails, options, the_effect
 from tests.support.inbox_rows import make_older, settle, store_message
 from tests.support.many_days import DAYS, FEW_PARTITIONS, partitions_locked
+from tests.support.sql import executed
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 
@@ -84,6 +86,26 @@ def test_duplicate_of_a_recent_message_is_counted_by_one_statement(handler):
         assert count_duplicate("default", row)
 
     assert len(queries) == 1
+
+
+def test_duplicates_of_a_day_are_counted_by_one_prepared_statement_that_locks_its_days(handler, monkeypatch):
+    message = an_envelope()
+    deliver(handler, message)
+    row, today = read(handler, message, OPTIONS).row, day_of("default")
+    for _ in range(9):  # then PostgreSQL keeps the plan
+        count_duplicate("default", row)
+
+    locked, _ = locked_by_each(lambda: count_duplicate("default", row))
+    monkeypatch.setattr("exactly_once.sql.partitions.utcnow", lambda: utcnow() + timedelta(days=1))
+    before, _ = prepared(), count_duplicate("default", row)
+
+    assert (before, prepared()) == ([f"inbox_duplicate_{today}"], [f"inbox_duplicate_{today + 1}"])
+    assert InboxMessage.objects.get().duplicates == 11
+    assert locked <= FEW_PARTITIONS
+
+
+def prepared():
+    return [name for (name,) in executed("SELECT name FROM pg_prepared_statements WHERE name LIKE 'inbox_duplicate%'")]
 
 
 @pytest.mark.usefixtures("_made")
