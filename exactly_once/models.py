@@ -217,8 +217,7 @@ class Alert(models.Model):
 class Lease(models.Model):
     """The right of one process to do some work, and when it was done last; see `upkeep.loop_leases`.
 
-    It was taken in the middle between its two instants. `in_hand` has the positions that the relay of a SQLite database has
-    claimed.
+    It was taken in the middle between its two instants.
     """
 
     name = NameField(primary_key=True, max_length=64)
@@ -227,7 +226,6 @@ class Lease(models.Model):
     valid_from = models.DateTimeField()
     expires_at = models.DateTimeField()
     done_at = models.DateTimeField(null=True)
-    in_hand = models.JSONField(default=list)
 
     class Meta:
         default_permissions = ()

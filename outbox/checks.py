@@ -18,9 +18,10 @@ from exactly_once.transport.broker import SEVERAL_HINT, BrokerConnection, is_loc
 from exactly_once.wire.text import describe
 from outbox.commit_hooks import hooked_calls
 from outbox.conf import OutboxOptions, outbox_options
+from outbox.store.dialect import database_of
 from outbox.store.history import HISTORY
 from outbox.topic_options import load_encoder
-from outbox.transports import transport_class
+from outbox.transports import transport_class, why_not_from
 from outbox.transports.virtual import capabilities_of
 
 _BROKER_HINT = "local:// needs 'inbox' in INSTALLED_APPS; other brokers have a URL like amqp://user:password@host//."
@@ -38,7 +39,7 @@ def check_options(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> lis
 
 @check_with(outbox_options)
 def check_broker(chosen: OutboxOptions) -> Iterator[CheckMessage]:
-    """outbox.E002, E003, W001, W003: a broker that cannot be used, must not be, promises less, or is not named."""
+    """outbox.E002, E003, E006, W001, W003: a broker that cannot be used, must not be, promises less, or is not named."""
     url = chosen.BROKER_URL
     given = getattr(settings, "OUTBOX", None) or {}
     if is_local(url) and not apps.is_installed("inbox") and "BROKER_URL" not in given:
@@ -53,6 +54,12 @@ def check_broker(chosen: OutboxOptions) -> Iterator[CheckMessage]:
             f"OUTBOX['BROKER_URL'] is {masked(url)} and its transport cannot be loaded: {reason}.",
             hint=SEVERAL_HINT if ";" in url else _BROKER_HINT,
             id="outbox.E002",
+        )
+    elif reason := why_not_from(database_of(None), url):
+        yield Error(
+            f"OUTBOX['BROKER_URL'] is {masked(url)}, but {reason}.",
+            hint="Use local:// for this service's own handlers, or PostgreSQL.",
+            id="outbox.E006",
         )
     elif not (is_local(url) or speaks_amqp(url)):
         capabilities = capabilities_of(url)

@@ -23,7 +23,6 @@ class Migration(migrations.Migration):
                 ('valid_from', models.DateTimeField()),
                 ('expires_at', models.DateTimeField()),
                 ('done_at', models.DateTimeField(null=True)),
-                ('in_hand', models.JSONField(default=list)),
             ],
             options={
                 'default_permissions': (),

@@ -1,6 +1,6 @@
 """Leases in a table, for work that one process of a project does at a time.
 
-The alerts of an app and its housekeeping; on SQLite all relaying, on PostgreSQL the timer.
+The alerts of an app and its housekeeping; on PostgreSQL the timer.
 """
 
 import uuid

@@ -2,8 +2,7 @@
 
 A pass is one short transaction. The database releases its shard locks when the connection ends, so a killed relay frees its
 shards at once, and a relay that was frozen past its deadline settles nothing. A row is settled only after the broker has
-confirmed the message; a crash in between sends it again and never loses it. On a database with one writer a lease replaces the
-locks, and the pass is three short transactions.
+confirmed the message; a crash in between sends it again and never loses it.
 
 This module contains no SQL (see `store`) and knows no broker (see `transports`).
 """
@@ -31,7 +30,7 @@ from outbox.models import OutboxMessage
 from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
 from outbox.relay.counting import count_pass
-from outbox.store import claiming, lease, settling
+from outbox.store import claiming, settling
 from outbox.store.claiming import Bounds, BusyShard
 from outbox.store.messages import DamagedRow, RelayedMessage, in_order, outgoing, waves
 from outbox.store.settling import Failure, Settlement
@@ -69,7 +68,6 @@ class PassReport:
         broken: why the connection to the broker was lost, or None; also None if one message caused it and was identified.
         suspicious: the next pass should send fewer messages.
         overdue: reading the rows took so long that none was sent.
-        waits_for: the holder of the lease that this relay needs, or "".
         highest: the highest position at which a claimed message became ready.
     """
 
@@ -85,7 +83,6 @@ class PassReport:
     broken: str | None = None
     suspicious: bool = False
     overdue: bool = False
-    waits_for: str = ""
     highest: int = 0
 
 
@@ -132,11 +129,8 @@ class Pass:
         self._readable = options.BATCH_SIZE
         self.contention = Contention(alias, options.BATCH_DEADLINE + _MARGIN)
         self._unwritable = UnwritableRows(alias, purpose="settled")
-        # Handing over inside the pass's own transaction needs no lease, because SQLite's write lock covers it.
-        self._in_one_transaction = claiming.claims_by_locks(alias) or transport.capabilities.transactional
         # Nothing but a later send depends on the outcomes, unless sending writes to this database.
         self._limits = Bounds(options.BATCH_DEADLINE + _MARGIN, is_repeatable=not transport.capabilities.transactional)
-        self._lease = lease.RelayLease(alias, 3 * options.BATCH_DEADLINE)
 
     def run(self, shards: Sequence[BusyShard], limit: int) -> PassReport:
         """Relay up to `limit` ready messages of those of the `shards` shards that are free.
@@ -146,17 +140,7 @@ class Pass:
         """
         limit = min(limit, self._readable)
         unwritable, self._begun_at = self._unwritable.skipped(), monotonic()
-        skipped = {**unwritable, **self._transport.unconfirmed()}
-        report = (self._run_in_one_transaction if self._in_one_transaction else self._run_by_lease)(shards, limit, skipped)
-        return replace(report, unwritable=len(unwritable), unconfirmed=len(self._transport.unconfirmed()))
-
-    def close(self) -> None:
-        """Release the lease, so that another relay takes over at once."""
-        if not self._in_one_transaction:
-            self._lease.release()
-
-    def _run_in_one_transaction(self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str]) -> PassReport:
-        skipped = {**self.contention.skipped(), **skipped}
+        skipped = {**self.contention.skipped(), **unwritable, **self._transport.unconfirmed()}
         with transaction.atomic(using=self._alias, durable=True):
             claim = claiming.claim_ready(self._alias, shards, limit, skipped, self._limits)
             batch = self._send(self._writable(claim.rows), claim.begun_at, limit)
@@ -167,6 +151,8 @@ class Pass:
             locked_shards=len(claim.locked_shards),
             locked_rows=len(claim.locked_rows),
             skipped=self.contention.record(claim),
+            unwritable=len(unwritable),
+            unconfirmed=len(self._transport.unconfirmed()),
         )
 
     def _writable(self, rows: Sequence[RelayedMessage]) -> Sequence[RelayedMessage]:
@@ -196,22 +182,6 @@ class Pass:
     def _record_unwritable(self, changed: Changed) -> None:
         """Record rows that have not been tried alone, too: they may have been sent, and the rows after them are read next."""
         self._unwritable.record({**changed.unwritable, **changed.untried}, changed.keys)
-
-    def _run_by_lease(self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str]) -> PassReport:
-        begun_at = monotonic()
-        rows = self._lease.claim(shards, limit, skipped)
-        if rows is None:
-            return PassReport(waits_for=self._lease.holder())
-        if not rows:
-            return PassReport()
-        batch = self._send(self._writable(rows), begun_at, limit)
-        try:
-            with self._lease.fenced():
-                settled = self._settle(batch)
-        except lease.LeaseLost:
-            logger.warning("relay: lost its lease during a pass and settled nothing; %d messages are sent again.", len(rows))
-            return PassReport(claimed=len(rows), broken=batch.broken)
-        return self._report(batch, *settled)
 
     def _send(self, rows: Sequence[RelayedMessage], begun_at: float, limit: int) -> _Batch:
         # Counted from before the claim, so that the time in which a relay was frozen after it counts, too.

@@ -101,7 +101,6 @@ class Relay:
         unexpected = "Unexpected error in the relay: a pass over %r failed. Its messages stay ready."
         self._turns = Turns("relay", unexpected, database=self._database, errors=errors, on_fault=self._on_fault)
         self._contended = Pause(first_seconds=_SHORTEST_POLL_SECONDS / 2, cap_seconds=_LONGEST_CONTENDED_SECONDS)
-        self._waits_for = ""
         self._running = self._drains = False
         self._retry_in = math.inf
         self._retries_since = EVER
@@ -139,11 +138,11 @@ class Relay:
         return self._running and not self._broker.ongoing and not self._database.ongoing
 
     def _be_paused(self) -> None:
-        """While an operator has paused this process, claim nothing, and hold neither the lease nor a broker connection."""
+        """While an operator has paused this process, claim nothing, and hold no broker connection."""
         if self._running:
             self._running = False
             self._heartbeat.waits_for("")
-            self._release_all()
+            self._transport.close()
         self._stop.wait(_PAUSED_SECONDS)
 
     def _round(self, *, drain: bool) -> PassReport | None:
@@ -160,7 +159,7 @@ class Relay:
         if report is None:
             return None
         self._record(report)
-        is_held_elsewhere = report.locked_shards or report.skipped or report.unconfirmed or report.waits_for
+        is_held_elsewhere = report.locked_shards or report.skipped or report.unconfirmed
         self._idle = not (self._retry_in <= 0 or self._moved or report.claimed or is_held_elsewhere)
         return report
 
@@ -262,14 +261,8 @@ class Relay:
             self._wait_for_broker(report.broken)
             return
         self._broker.over()
-        self._heartbeat.waits_for(report.waits_for and f"the lease held by {report.waits_for}")
-        if not report.waits_for:
-            self._heartbeat.passed()
-        elif report.waits_for != self._waits_for:
-            logger.warning(
-                "relay: SQLite takes one relay at a time, and %s is running; this one waits until it ends.", report.waits_for
-            )
-            self._waits_for = report.waits_for
+        self._heartbeat.waits_for("")
+        self._heartbeat.passed()
 
     def _wait_for_broker(self, reason: str, *, refused: bool = False) -> None:
         self._heartbeat.waits_for(f"the broker: {reason}", is_broker=True)
@@ -313,10 +306,6 @@ class Relay:
     def _finish(self) -> None:
         self._running = False
         self._watchdog.leave()
-        self._release_all()
+        self._transport.close()
         if not connections[self._alias].in_atomic_block:  # as in a test
             connections[self._alias].close()
-
-    def _release_all(self) -> None:
-        self._pass.close()
-        self._transport.close()

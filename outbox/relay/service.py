@@ -25,7 +25,6 @@ from outbox.relay.listening import Listener
 from outbox.relay.relay import Relay
 from outbox.relay.starting import starters
 from outbox.relay.timer import Timer
-from outbox.store import claiming
 from outbox.transports import open_transport
 
 logger = escaping_logger(__name__)
@@ -109,8 +108,7 @@ def _ring(lanes: Sequence[Relay]) -> None:
 
 def _several_help(alias: str, transport: Transport) -> bool:
     # Only one connection sees the messages in the transaction of a test.
-    shared = claiming.claims_by_locks(alias) and not connections[alias].in_atomic_block
-    return shared and not transport.capabilities.transactional
+    return not (transport.capabilities.transactional or connections[alias].in_atomic_block)
 
 
 def _run(lanes: Sequence[Relay], loops: Sequence[Callable[[StopRequest], None]], watchdog: Watchdog, stop: StopRequest) -> None:

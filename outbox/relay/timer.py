@@ -27,11 +27,12 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import Bell, StopRequest, Watchdog
 from exactly_once.process.outage import Outage, OutageLog
+from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.turns import Turns
 from exactly_once.upkeep.loop_leases import TableLease
 from outbox.conf import OutboxOptions
 from outbox.relay.timetable import OF_A_TOPIC, Timetable
-from outbox.store import claiming, scheduling
+from outbox.store import scheduling
 from outbox.store.scheduling import Offset
 from outbox.store.unwritable_rows import UnwritableRows
 
@@ -80,8 +81,8 @@ class Timer:
         self._options = options
         self._watchdog = watchdog
         self._ring = ring
-        # On a database with one writer only one relay is active.
-        self._lease = TableLease(alias, "outbox: timer") if claiming.claims_by_locks(alias) else None
+        # SQLite has one writer, so timers do not work side by side.
+        self._lease = TableLease(alias, "outbox: timer") if is_postgresql(connections[alias]) else None
         self._holds = self._lease is None
         self._ask_for_lease_at = 0.0
         self._turns = Turns("timer", _UNEXPECTED, database=Outage("the database", log=database_log))

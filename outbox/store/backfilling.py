@@ -1,22 +1,17 @@
 """The past of a new handler: published messages of history, and waiting for passes."""
 
-import time
 from collections.abc import Sequence
 from datetime import datetime
 
-from django.db import OperationalError, connections
+from django.db import connections
 
-from exactly_once.process.clock import monotonic
+from exactly_once.sql.connections import is_postgresql
 from outbox.models import SHARDS
 from outbox.states import State
-from outbox.store.claiming import claims_by_locks
+from outbox.store.claiming import require_writable
 from outbox.store.dialect import LOCK_SPACE
-from outbox.store.lease import in_hand
 from outbox.store.messages import RelayedMessage, parts_of_published, read_published
 from outbox.store.selecting import Selection
-
-_LONGEST_PASS_SECONDS = 30.0
-_POLL_SECONDS = 0.02
 
 
 def read_past(
@@ -37,28 +32,19 @@ def read_past(
 
 
 def wait_for_passes(alias: str) -> None:
-    """Wait until every pass that is running has ended, and its outcome is stored.
-
-    Raises:
-        django.db.OperationalError: a relay of a SQLite database has not settled its messages in time.
-    """
-    if claims_by_locks(alias):
-        # Each statement is its own transaction, so a process that is frozen here holds no lock.
-        with connections[alias].cursor() as cursor:
-            for shard in range(SHARDS):
-                cursor.execute(f"SELECT pg_advisory_xact_lock({LOCK_SPACE}, %s)", [shard])
+    """Wait until every pass that is running has ended, and its outcome is stored."""
+    if not is_postgresql(connections[alias]):
+        require_writable(alias)  # a pass has the write lock
         return
-    begun = in_hand(alias)
-    until = monotonic() + _LONGEST_PASS_SECONDS
-    while begun & in_hand(alias):
-        if monotonic() > until:
-            raise OperationalError("a relay has not settled its messages")
-        time.sleep(_POLL_SECONDS)
+    # Each statement is its own transaction, so a process that is frozen here holds no lock.
+    with connections[alias].cursor() as cursor:
+        for shard in range(SHARDS):
+            cursor.execute(f"SELECT pg_advisory_xact_lock({LOCK_SPACE}, %s)", [shard])
 
 
 def stop_passes(alias: str) -> None:
     """Wait for the running passes; none begins until the open transaction ends."""
-    if not claims_by_locks(alias):
+    if not is_postgresql(connections[alias]):
         return  # the write lock of the open transaction
     with connections[alias].cursor() as cursor:
         cursor.execute(f"SELECT pg_advisory_xact_lock({LOCK_SPACE}, shard) FROM generate_series(0, {SHARDS - 1}) shard")

@@ -251,11 +251,6 @@ class Bounds(NamedTuple):
 NOTHING_SKIPPED: Mapping[int, str] = MappingProxyType({})
 
 
-def claims_by_locks(alias: str) -> bool:
-    """Do several relays share this database (PostgreSQL), or does one hold a lease on it (SQLite)?"""
-    return is_postgresql(connections[alias])
-
-
 def look(
     alias: str,
     floors: Mapping[int, int] | None = None,
@@ -382,7 +377,7 @@ def _within_bytes(rows: list[RelayedMessage]) -> list[RelayedMessage]:
 
 def _lock(connection: BaseDatabaseWrapper, shards: Sequence[BusyShard], limits: Bounds | None) -> list[BusyShard]:
     if not is_postgresql(connection):
-        # The write lock of the open transaction, or the lease, covers every shard.
+        # The write lock of the open transaction covers every shard.
         return list(shards)
     query = (
         f"SELECT shard FROM unnest('{array_of(one.shard for one in shards)}'::int[]) AS s(shard) "

@@ -14,8 +14,6 @@ from exactly_once.states import Transition
 from outbox import doorbell
 from outbox.states import PUBLISH_NOW, RESTORE
 from outbox.store import restoring
-from outbox.store.claiming import claims_by_locks
-from outbox.store.lease import in_hand
 from outbox.store.selecting import find
 from outbox.store.transitions import Moved, move
 
@@ -83,11 +81,7 @@ def decide(
             if transition is RESTORE:
                 moved, left = restoring.restore(alias, positions, states, reason, overdue=overdue, skip_locked=skip_locked)
             else:
-                # On SQLite a relay is not in a transaction while it sends. Waiting for it would make the only writer wait for
-                # itself.
-                claimed = frozenset() if claims_by_locks(alias) else in_hand(alias)
-                rows = [position for position in positions if position not in claimed]
-                moved = move(alias, transition, rows, only=states, reason=reason, skip_locked=skip_locked, **given)
+                moved = move(alias, transition, positions, only=states, reason=reason, skip_locked=skip_locked, **given)
             if moved:
                 # Not only for those that are ready: later messages of its key may have waited for a cancelled one.
                 doorbell.ring_if_soon(alias, due)

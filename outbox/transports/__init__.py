@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from django.apps import apps
+from django.db import connections
 from django.utils.module_loading import import_string
 
 from exactly_once.transport.broker import is_local, scheme_of, why_unusable
@@ -31,6 +32,13 @@ def transport_class(url: str) -> type[Transport]:
         raise ImportError(reason)
     found: type[Transport] = import_string(_BY_SCHEME.get(scheme, _OTHERWISE))
     return found
+
+
+def why_not_from(alias: str, url: str) -> str | None:
+    """Why a relay of this database must not send to a broker; None if it may."""
+    if is_local(url) or connections[alias].vendor != "sqlite":
+        return None
+    return f"{alias!r} is a SQLite database, and a relay would hold its only write lock until the broker confirms"
 
 
 def open_transport(url: str, *, alias: str, exchange: str) -> Transport:

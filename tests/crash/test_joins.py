@@ -9,7 +9,6 @@ import pytest
 from django.db import transaction
 from django.db.models import F
 
-from exactly_once.models import Lease
 from exactly_once.telemetry.tracing import Cause, caused_by
 from inbox.contrib.joins.models import Part, Run
 from inbox.contrib.joins.store import TOPIC
@@ -64,7 +63,6 @@ def assert_started_once(run_id="monday"):
 def test_a_process_killed_at_any_step_of_a_join_starts_the_run_once(local_world, name):
     publish_run("monday")
     local_world.dies_at(POINTS[name], local_world.relay)
-    Lease.objects.all().delete()  # SQLite's, as if it had run out
     local_world.relay()
     local_world.wait_until(lambda: ended() == {"done"} and local_world.is_quiet(), "the run is done")
 
@@ -79,7 +77,6 @@ def test_a_process_killed_at_the_deadline_leaves_a_dead_letter_that_names_the_mi
     local_world.end(collector)
     travel(timedelta(hours=2))
     local_world.dies_at(f"before {GATHER}", local_world.relay)
-    Lease.objects.all().delete()
     local_world.relay()
     local_world.wait_until(lambda: ended() == {"dead"}, "the run is a dead letter")
 
@@ -142,7 +139,6 @@ def effects():
 def test_a_process_killed_at_any_step_handles_the_answer_once(local_world, name):
     ask(is_answered=True)
     local_world.dies_at(ANSWERING[name], local_world.relay)
-    Lease.objects.all().delete()  # SQLite's, as if it had run out
     local_world.relay()
     local_world.wait_until(lambda: ended() == {"done"} and local_world.is_quiet(), "the answer is handled")
 
@@ -158,7 +154,6 @@ def test_a_process_killed_at_the_timeout_handles_it_once_and_a_late_answer_is_a_
     local_world.end(collector)
     travel(timedelta(hours=1))
     local_world.dies_at(AT_THE_TIMEOUT[name], local_world.relay)
-    Lease.objects.all().delete()
     local_world.relay()
     local_world.wait_until(lambda: ended() == {"done"} and local_world.is_quiet(), "the timeout is handled")
     with transaction.atomic(), caused_by(Cause(correlation_id=str(asked.id))):

@@ -45,16 +45,14 @@ RELAY_POINTS = {
 }
 
 
-@pytest.mark.every_database
 @pytest.mark.parametrize("name", RELAY_POINTS)
-def test_a_relay_killed_at_any_point_loses_nothing_and_doubles_no_effect(world, engine, name):
+def test_a_relay_killed_at_any_point_loses_nothing_and_doubles_no_effect(world, name):
     point, twice = RELAY_POINTS[name]
     world.listening()
     world.operate_together(OPERATIONS, padding=PADDING)
 
     world.dies_at(point, world.relay, outbox=UNHURRIED)
     settled = world.published()
-    Lease.objects.all().delete()  # SQLite's, as if it had run out
     world.relay(outbox=UNHURRIED)
     found = world.drain()
 
@@ -96,7 +94,6 @@ CONSUMER_POINTS = {
 }
 
 
-@pytest.mark.every_database
 @pytest.mark.parametrize("name", CONSUMER_POINTS)
 def test_a_consumer_killed_at_any_point_loses_nothing_and_doubles_no_effect(world, name):
     world.relay()
@@ -112,7 +109,6 @@ def test_a_consumer_killed_at_any_point_loses_nothing_and_doubles_no_effect(worl
         assert world.suppressed() >= 1
 
 
-@pytest.mark.every_database
 @pytest.mark.parametrize("point", [f"before {points.STORE_FAILED}", f"after {points.STORE_FAILED}", f"before {points.ACK}"])
 def test_a_consumer_killed_while_it_stores_a_failure_loses_nothing(world, point):
     world.relay()

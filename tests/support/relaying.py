@@ -141,12 +141,9 @@ def connected(url, *, alias="default"):
 def one_pass(transport, *, limit=500, alias="default", **options):
     """One pass of a relay that does nothing else."""
     single = Pass(alias, transport, quick(**options))
-    try:
-        found = claiming.look(alias)
-        single.topics.update(found.paused)
-        return single.run(found.shards, limit)
-    finally:
-        single.close()
+    found = claiming.look(alias)
+    single.topics.update(found.paused)
+    return single.run(found.shards, limit)
 
 
 def in_hand(limit=500, alias="default", limits=None):

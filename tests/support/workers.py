@@ -12,7 +12,6 @@ from pathlib import Path
 
 import amqp
 import kombu
-from django.core.management import call_command
 from django.test import override_settings
 
 from exactly_once.process.loop import StopRequest, Watchdog
@@ -21,6 +20,7 @@ from inbox.conf import InboxOptions
 from inbox.consumer.consumer import Consumer
 from inbox.consumer.topology import queue_name, queue_of
 from inbox.handlers.handler import Handler
+from outbox.relay.service import serve
 from tests.support import processes
 from tests.support.apps.leased import LEASED_JOB
 from tests.support.apps.named import NAMED_AND_LEASED, NAMED_AND_ORDERED
@@ -130,7 +130,7 @@ def mark_redelivered(handler, options):
 def relay(url):
     """Send everything that is due, as `outbox_relay --drain` does."""
     with override_settings(OUTBOX={"BROKER_URL": url, "EXCHANGE": EXCHANGE}):
-        call_command("outbox_relay", drain=True)
+        serve("default", drain=True)
 
 
 def consumers_of(url, name):

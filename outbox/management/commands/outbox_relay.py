@@ -19,7 +19,7 @@ from outbox.conf import outbox_options
 from outbox.monitoring import table_gauges
 from outbox.relay.service import serve
 from outbox.store.dialect import database_of
-from outbox.transports import transport_class
+from outbox.transports import transport_class, why_not_from
 
 
 class Command(ProcessCommand):
@@ -39,16 +39,18 @@ class Command(ProcessCommand):
         return outbox_options().SHUTDOWN_GRACE
 
     def prepare(self, options: dict[str, Any]) -> Callable[[StopRequest], object]:
-        _require_transport(outbox_options().BROKER_URL)
+        _require_transport(options["database"], outbox_options().BROKER_URL)
         prometheus.serve_metrics(options, table_gauges(options["database"]))
         return partial(_relay, options["database"], drain=options["drain"])
 
 
-def _require_transport(url: str) -> None:
+def _require_transport(alias: str, url: str) -> None:
     try:
         transport_class(url)
     except ImportError as error:
         raise CommandError(f"OUTBOX['BROKER_URL'] is {masked(url)}, which cannot be used: {error}.") from error
+    if reason := why_not_from(alias, url):
+        raise CommandError(f"OUTBOX['BROKER_URL'] is {masked(url)}, but {reason}. Use local://, or PostgreSQL.")
     if not is_local(url) and (reason := outbox_options().tls.why_unloadable()):
         raise CommandError(f"OUTBOX: {reason}.")
 

@@ -6,6 +6,8 @@ import django
 import kombu.transport
 import pytest
 from django.core.checks import run_checks
+from django.core.management import CommandError, call_command
+from django.db import connections
 
 from tests.support.projects import SQLITE, run_in, settings_of
 
@@ -112,6 +114,17 @@ class TestBrokerCheck:
 
         assert found() == {}
 
+    def test_broker_of_an_outbox_on_sqlite_is_an_error_and_its_relay_does_not_start(self, settings, monkeypatch):
+        monkeypatch.setattr(connections["default"], "vendor", "sqlite")
+        settings.OUTBOX = {"BROKER_URL": "local://"}
+        assert found() == {}
+
+        settings.OUTBOX = {"BROKER_URL": "amqp://shop:secret@host"}
+        assert "local://" in found()["outbox.E006"].hint
+        with pytest.raises(CommandError, match=r"'default' is a SQLite database.*Use local://, or PostgreSQL") as error:
+            call_command("outbox_relay", "--drain", skip_checks=True)
+        assert "secret" not in str(error.value)
+
 
 class TestDatabaseCheck:
     def test_unsupported_database_is_an_error_when_databases_are_checked(self, project):
@@ -165,7 +178,7 @@ IMMEDIATE = {"transaction_mode": "IMMEDIATE"}
 class TestOneAppAlone:
     @pytest.mark.parametrize(("app", "other"), [("outbox", "inbox"), ("inbox", "outbox")])
     def test_commands_for_both_apps_work_with_one_and_name_the_one_that_is_missing(self, project, app, other):
-        project([app], OPTIONS=IMMEDIATE, broker="amqp://guest:guest@localhost//")
+        project([app], OPTIONS=IMMEDIATE)
         project.run("migrate", "--verbosity", "0")
         for name in ("status", "purge", "export", "processes", "alerts"):
             status, out = project.run(f"exactly_once_{name}")

@@ -108,7 +108,6 @@ def test_restore_takes_a_retrying_message_only_when_it_is_named(named):
     assert state_of(message) == State.READY
 
 
-@pytest.mark.every_database
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])
 class TestRelayProcess:
     @pytest.fixture

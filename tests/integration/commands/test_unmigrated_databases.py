@@ -21,7 +21,8 @@ from tests.support.commands import output_of
 from tests.support.relaying import published, row_of, state_of
 from tests.support.sql import executed
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(transaction=True)
+every_database = pytest.mark.every_database
 
 NEWEST = {
     app: MigrationLoader(None).graph.leaf_nodes(app)[0] for app in ("outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks")
@@ -46,6 +47,7 @@ def refusal(process):
     return process.said().strip()
 
 
+@every_database
 def test_process_on_a_half_migrated_database_ends_with_one_line_that_names_the_migrations(half_migrated, command):
     """With local:// the relay needs the tables of both apps."""
     name = {"outbox": "outbox_relay", "inbox": "inbox_consume"}[half_migrated]
@@ -64,6 +66,7 @@ TRAIL = ["exactly_once_trail", "0f7a2c1e-5b7d-4f0a-9c55-3a1f0a3f2a10"]
 OF_ONE = {"outbox": [["outbox_restore"], ["outbox_resume", "--checks"]], "inbox": [["inbox_retry"]]}
 
 
+@every_database
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])
 def test_other_commands_on_a_half_migrated_database_name_the_migration_to_run(half_migrated):
     for command in [*COMMANDS, *OF_ONE[half_migrated], TRAIL, [*TRAIL, "--database", "default"]]:
@@ -87,6 +90,7 @@ def without_the_tables_of(*apps):
         MigrationExecutor(connection).migrate([newest for app, newest in NEWEST.items() if app.startswith(apps)])
 
 
+@every_database
 def test_missing_tables_are_named_once_and_one_message_names_every_app_that_is_not_migrated(command):
     with without_the_tables_of("inbox_joins", "inbox_outgoing_webhooks"):
         with pytest.raises(CommandError, match=r"migrate inbox_joins`, .* migrate inbox_outgoing_webhooks`, "):
@@ -97,6 +101,7 @@ def test_missing_tables_are_named_once_and_one_message_names_every_app_that_is_n
         call_command("outbox_restore", "--all")
 
 
+@every_database
 @pytest.mark.parametrize("name", ["exactly_once_status", "exactly_once_processes", "exactly_once_alerts"])
 def test_command_reports_an_unavailable_database_in_one_sentence(command, process_environment, name):
     process_environment["DATABASE_URL"] = "postgresql://unknown@127.0.0.1:1/nowhere"
@@ -107,6 +112,7 @@ def test_command_reports_an_unavailable_database_in_one_sentence(command, proces
     assert "\n" not in line
 
 
+@every_database
 def test_database_that_is_newer_than_the_code_is_accepted(command):
     tables = ("outbox_outboxmessage", "exactly_once_process", "inbox_inboxmessage")
     for table in tables:
@@ -124,6 +130,7 @@ def test_database_that_is_newer_than_the_code_is_accepted(command):
             executed(f"ALTER TABLE {table} DROP COLUMN of_the_next_version")
 
 
+@every_database
 def test_missing_column_is_named_although_all_migrations_are_recorded(command):
     executed("ALTER TABLE inbox_step RENAME COLUMN result TO hidden")
     try:
@@ -134,6 +141,7 @@ def test_missing_column_is_named_although_all_migrations_are_recorded(command):
         executed("ALTER TABLE inbox_step RENAME COLUMN hidden TO result")
 
 
+@every_database
 def test_database_that_the_routers_keep_an_app_out_of_is_refused_and_left_out_by_a_command_for_both_apps(settings):
     settings.DATABASE_ROUTERS = [Nowhere()]
 
@@ -153,7 +161,7 @@ class Nowhere:
 LATER = "The database 'default' is not migrated for this version"
 
 
-@pytest.mark.parametrize("broker", ["local://", "amqp"])
+@pytest.mark.parametrize("broker", [pytest.param("local://", marks=every_database), "amqp"])
 def test_schema_that_is_taken_from_a_running_relay_is_one_line_and_no_attempt(command, request, broker):
     """Callbacks, checks, the timer and two lanes meet it, again and again; the message goes out when the schema is back."""
     url = broker if broker == "local://" else request.getfixturevalue("rabbitmq_url")
@@ -191,6 +199,7 @@ def sequences():
     return executed("SELECT relname FROM pg_class WHERE relkind = 'S' AND relname LIKE 'outbox%'")
 
 
+@every_database
 @pytest.mark.parametrize("app", NEWEST)
 def test_migrating_an_app_to_zero_leaves_none_of_its_tables_and_forward_again_all_of_them(app):
     before = tables_of(app)
@@ -209,6 +218,7 @@ def test_migrating_an_app_to_zero_leaves_none_of_its_tables_and_forward_again_al
     assert app != "outbox" or not OutboxMessage.objects.exists()
 
 
+@every_database
 def test_models_have_no_changes_that_are_not_in_a_migration():
     call_command("makemigrations", check=True, dry_run=True, verbosity=0)
 
@@ -227,6 +237,7 @@ def created_without_migrations(settings):
     MigrationExecutor(connection).migrate([NEWEST["outbox"]])
 
 
+@every_database
 def test_messages_are_published_and_settled_in_tables_that_were_created_without_migrations(created_without_migrations):
     message = published()
 

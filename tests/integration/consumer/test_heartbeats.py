@@ -59,7 +59,6 @@ def heartbeats():
     return list(consumers.rows("default"))
 
 
-@pytest.mark.every_database
 def test_status_shows_a_running_consumer_with_its_handlers_and_counts_until_it_ends(service, rabbitmq_url):
     service = service(rabbitmq_url)
     with service.runs("inbox_consume") as consumer:
@@ -97,7 +96,6 @@ def test_messages_that_wait_at_the_broker_are_shown_also_those_of_a_paused_handl
     assert shown["queued"]["worker.work"] == 3
 
 
-@pytest.mark.every_database
 def test_killed_consumer_is_shown_as_silent_and_its_handlers_as_unattended(service, rabbitmq_url):
     service = service(rabbitmq_url)
     with service.runs("inbox_consume") as consumer:

@@ -6,7 +6,6 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
-from django.core.management import call_command
 from django.db import IntegrityError, OperationalError, connection, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
@@ -19,6 +18,7 @@ from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, PendingCallback
 from outbox.operators.relays import call_now, discard_call
 from outbox.relay import callback_worker
+from outbox.relay.service import serve
 from outbox.states import RESTORE, State
 from outbox.store import decision_rows, history, pending_callbacks, settling
 from tests.support.apps.effects.models import Effect, Unique
@@ -41,7 +41,7 @@ def peer():
 
 def relay():
     """Publish and call everything that is due."""
-    call_command("outbox_relay", drain=True, verbosity=0)
+    serve("default", drain=True)
 
 
 def refused_at_its_last_attempt(peer, **options):

@@ -80,7 +80,6 @@ def wait_until_claimed_anew(half, times):
 OFTEN = {"EVERY": 0.4}
 
 
-@pytest.mark.every_database
 def test_checker_that_hangs_for_one_message_is_reported_with_its_stack_and_holds_up_no_other_message(relay, begun):
     hanging = prepare(CHECKED_IN_VAIN, {}, biz_id="hanging")
     with relay(CHECKS=OFTEN, SHUTDOWN_GRACE=A_LONG_TIME) as process:

@@ -182,7 +182,6 @@ class TestManyRows:
             leapt[0] += LONGEST_SKIP_SECONDS - 0.1  # all others are due again
             with CaptureQueriesContext(connection) as statements:
                 single.run(claiming.look("default").shards, 500)
-            single.close()
 
         assert state_of(new) == State.PUBLISHED
         assert len(peer.published) == sent + 1

@@ -144,7 +144,7 @@ class TestScheduledMessages:
 class TestSeveralTimers:
     def test_several_timers_make_each_message_ready_once(self, monkeypatch):
         """Both run, as when one was frozen and has lost its lease without knowing it."""
-        monkeypatch.setattr(module.claiming, "claims_by_locks", lambda alias: False)
+        monkeypatch.setattr(module, "is_postgresql", lambda connection: False)
         with transaction.atomic():
             messages = [publish(TOPIC, {}, delay=n * SOON / 100) for n in range(1, 200)]
         with turning(a_timer(), a_timer()):

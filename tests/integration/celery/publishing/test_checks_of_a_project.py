@@ -24,6 +24,7 @@ def send_receipt(order_id): ...
 @shared_task
 def count(): ...
 """
+DATABASE = {"ENGINE": "django.db.backends.postgresql", "NAME": "shop"}  # checks do not connect to it
 SAME_BROKER = "amqp://user:secret@rabbit.example//"
 
 
@@ -36,7 +37,7 @@ class Project:
             "shopproject/__init__.py": "from .celery import app\n",
             "shopproject/celery.py": CELERY,
             "shopproject/settings.py": settings_of(
-                "outbox", "shop", OUTBOX={"BROKER_URL": SAME_BROKER}, CELERY_BROKER_URL=broker
+                "outbox", "shop", database=DATABASE, OUTBOX={"BROKER_URL": SAME_BROKER}, CELERY_BROKER_URL=broker
             ),
             "shop/__init__.py": "",
             "shop/tasks.py": TASKS,
