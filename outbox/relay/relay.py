@@ -27,6 +27,7 @@ from outbox.relay.floors import Floors
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.pass_size import BatchSize, Share
 from outbox.relay.passes import Pass, PassReport
+from outbox.relay.releasing import Release
 from outbox.store import claiming, settling
 from outbox.store.dialect import EVER
 from outbox.store.unwritable_rows import UnwritableRows
@@ -36,13 +37,8 @@ logger = escaping_logger(__name__)
 _SHORTEST_POLL_SECONDS = 0.01
 _LONGEST_CONTENDED_SECONDS = 0.1
 _MADE_READY_PER_ROUND = 1000
-_KEYS_RELEASED_PER_ROUND = 200
-_RELEASED_AT_ONCE = 100
-_RELEASE_SECONDS = 0.2
 _BESIDE_UNWRITABLE_SECONDS = 1.0
 _PAUSED_SECONDS = 0.2
-_RELEASING_SHARE = 20
-"""Queries that find no key to release take at most one part in this many of the time (1/20)."""
 _LATE = (
     "relay: the broker has not confirmed %d messages within OUTBOX['BATCH_DEADLINE'] (%g s). They stay ready, and are settled "
     "when it confirms them. This relay does not send them again while the connection lasts, another may send a copy, "
@@ -57,6 +53,7 @@ class Relay:
         timed: a timer beside the relay makes scheduled messages ready; without one the relay does so, less exactly.
         broker_log, database_log: report outages; the loops of one process share them.
         errors: decides when to report an unexpected error; the relays of one process share it.
+        release: makes waiting messages ready; the relays of one process share it.
     """
 
     def __init__(
@@ -73,6 +70,7 @@ class Relay:
         broker_log: OutageLog | None = None,
         database_log: OutageLog | None = None,
         errors: Reminder | None = None,
+        release: Release | None = None,
     ) -> None:
         self.bell = Bell()
         self.siblings: Sequence[Relay] = ()
@@ -87,10 +85,10 @@ class Relay:
         self._shards = tuple(shards)
         self._timed = timed
         reminder = Reminder()
-        self._retrying, self._scheduled, self._waiting = (UnwritableRows(alias, reminder=reminder) for _ in range(3))
+        self._retrying, self._scheduled = (UnwritableRows(alias, reminder=reminder) for _ in range(2))
+        self._release = release or Release(alias, reminder)
         self._floors = Floors(self._shards, partial(claiming.writers, alias))
         self._share = Share(len(self._shards))
-        self._release_at = 0.0
         self._more: Sequence[claiming.BusyShard] = ()
         self._size = BatchSize(options.BATCH_SIZE)
         self._poll_seconds = _SHORTEST_POLL_SECONDS
@@ -211,8 +209,8 @@ class Relay:
                 self._retry_in = _BESIDE_UNWRITABLE_SECONDS  # the unwritable rows hide when the next one is due
         if not self._timed:
             self._moved += settling.make_scheduled_ready(self._alias, _MADE_READY_PER_ROUND, self._scheduled)
-        if monotonic() >= self._release_at or (drain and not report.settled):
-            self._moved += self._release()
+        is_last = drain and not report.settled
+        self._moved += self._release.walk() if is_last else self._release.step(2 * self._poll_seconds)
         if made_ready := topics.make_ready(self._size.now // 2):
             self._moved += made_ready
             for sibling in self.siblings:
@@ -233,16 +231,6 @@ class Relay:
         self._share.record(report.locked_shards)
         self._floors.saw(report.highest)
         return report
-
-    def _release(self) -> int:
-        begun_at = monotonic()
-        released = settling.release_waiting(
-            self._alias, keys=_KEYS_RELEASED_PER_ROUND, each=_RELEASED_AT_ONCE, unwritable=self._waiting
-        )
-        now = monotonic()
-        idle_seconds = max(_RELEASE_SECONDS, 2 * self._poll_seconds, _RELEASING_SHARE * (now - begun_at))
-        self._release_at = now + (_SHORTEST_POLL_SECONDS if released else idle_seconds)
-        return released
 
     def _record(self, report: PassReport) -> None:
         self.published += report.published
@@ -290,7 +278,8 @@ class Relay:
         if report.locked_rows:
             return  # the next pass reads the messages after them
         # Another relay soon ends its pass. Any other transaction may hold a shard or a row for a long time.
-        wait = self._contended.next_seconds() if is_contended else min(self._poll_seconds, self._retry_in)
+        until = min(self._poll_seconds, self._retry_in, self._release.seconds_left())
+        wait = self._contended.next_seconds() if is_contended else until
         if self.bell.wait(min(wait, max(self._pass.topics.seconds_left(), _SHORTEST_POLL_SECONDS)), self._stop):
             self._be_alert()
         elif monotonic() > self._alert_until:
@@ -298,10 +287,9 @@ class Relay:
 
     def _be_alert(self) -> None:
         """Poll often for a moment, because more messages may follow and the publisher may withhold its next ring."""
-        now = monotonic()
         self._poll_seconds = _SHORTEST_POLL_SECONDS
-        self._alert_until = now + ALERT_SECONDS
-        self._release_at = min(self._release_at, now + _RELEASE_SECONDS)
+        self._alert_until = monotonic() + ALERT_SECONDS
+        self._release.expect()
 
     def _finish(self) -> None:
         self._running = False

@@ -23,6 +23,7 @@ from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.housekeeping import housekeepers
 from outbox.relay.listening import Listener
 from outbox.relay.relay import Relay
+from outbox.relay.releasing import Release
 from outbox.relay.starting import starters
 from outbox.relay.timer import Timer
 from outbox.transports import open_transport
@@ -54,6 +55,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
 
     def lanes(stop: StopRequest, *, timed: bool) -> list[Relay]:
         """Each lane has its own shards, so that the lanes do not conflict; another process may conflict with both."""
+        release = Release(alias, Reminder())
         made = [
             Relay(
                 alias,
@@ -67,6 +69,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
                 broker_log=broker_log,
                 database_log=database_log,
                 errors=errors,
+                release=release,
             )
             for number, each in enumerate(transports)
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from typing import Any, cast
 from django.db import connections, transaction
 
 from exactly_once.failures import REFUSED
-from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.connections import fetch, is_outermost, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import now
 from exactly_once.sql.prepared_statements import is_usable
@@ -22,7 +21,7 @@ from exactly_once.states import Transition
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
-from outbox.states import CONFIRM, DIE, EXPIRE, FIRE, HOLD, HOLDING_KEY, RELEASE, RETRY, TRY_AGAIN
+from outbox.states import CONFIRM, DIE, EXPIRE, FIRE, HOLD, HOLDING_KEY, RELEASE, RETRY, TRY_AGAIN, State
 from outbox.store.dialect import EVER, any_of, live
 from outbox.store.paused_topics import pause_in_hand
 from outbox.store.pending_callbacks import record_calls, topics_with_callbacks
@@ -30,6 +29,8 @@ from outbox.store.transitions import Found, Locked, count_moved, delete, is_reco
 from outbox.store.unwritable_rows import SAVEPOINT, Changed, Rows, UnwritableRows, change_in_parts, change_writable
 
 _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
+_MOST_OF_A_KEY = 100
+"""A pass sends as many messages of a key at most, and reads past all of its ready ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,39 +204,44 @@ def _make_due_ready(alias: str, transition: Transition, limit: int, unwritable: 
     return unwritable.change(found, partial(count_moved, alias, transition))
 
 
-def release_waiting(alias: str, *, keys: int, each: int, unwritable: UnwritableRows | None = None) -> int:
-    """Apply waiting → ready to the first `each` messages of up to `keys` keys that no message blocks; returns their number.
+def release_waiting(
+    alias: str, after: str = "", *, keys: int, most: int, unwritable: UnwritableRows | None = None
+) -> tuple[int, str]:
+    """Apply waiting → ready to the first messages of those of the next `keys` held keys that no message blocks.
 
     The keys are found by one index lookup each, however many messages wait behind each. Keys of unwritable rows are skipped.
+
+    Args:
+        after: the key that was reached before.
+        most: the number of messages that become ready, in equal parts of all keys.
+
+    Returns:
+        The number of messages, and the key that was reached; "" after the last one.
     """
     unwritable = unwritable or UnwritableRows(alias)
     connection = connections[alias]
     table = live(connection)
-    holding = f"FROM {table} h WHERE h.state IN ({_HOLDING}) AND h.key <> ''"
-    skipped = [key for key in unwritable.skipped().values() if key]
-    not_skipped = ""
-    if skipped:
-        not_skipped = (
-            " AND key <> ALL(%s)" if is_postgresql(connection) else " AND key NOT IN (SELECT value FROM json_each(%s))"
-        )
-    given: list[Any] = [skipped if is_postgresql(connection) else json.dumps(skipped)] if skipped else []
-    with connection.cursor() as cursor:
-        cursor.execute(
-            # The first failed, paused or waiting message of each key, one key after the other along the index.
-            "WITH RECURSIVE heads(key, state) AS ("
-            f"SELECT * FROM (SELECT h.key, h.state {holding} ORDER BY h.key, h.id LIMIT 1) head "
-            f"UNION ALL SELECT next.key, next.state FROM heads JOIN {table} next ON next.id = "
-            f"(SELECT h.id {holding} AND h.key > heads.key ORDER BY h.key, h.id LIMIT 1)) "
-            f"SELECT key FROM heads WHERE state = 'waiting'{not_skipped} LIMIT %s",
-            [*given, keys],
-        )
-        free = [key for (key,) in cursor.fetchall()]
+    holding = f"FROM {table} h WHERE h.state IN ({_HOLDING}) AND h.key <> '' AND h.key >"
+    first = "ORDER BY h.key, h.id LIMIT 1"
+    heads = fetch(
+        connection,
+        # The first failed, paused or waiting message of each key, one key after the other along the index.
+        "WITH RECURSIVE heads(key, state) AS ("
+        f"SELECT * FROM (SELECT h.key, h.state {holding} %s {first}) head "
+        f"UNION ALL SELECT next.key, next.state FROM heads JOIN {table} next ON next.id = "
+        f"(SELECT h.id {holding} heads.key {first})) SELECT key, state FROM heads LIMIT %s",
+        [after, keys],
+    )
+    reached = heads[-1][0] if len(heads) == keys else ""
+    skipped = {*unwritable.skipped().values()}
+    free = [key for key, state in heads if state == State.WAITING and key not in skipped]
     if not free:
-        return 0
+        return 0, reached
+    each = min(-(-most // len(free)), _MOST_OF_A_KEY)
     release = partial(count_moved, alias, RELEASE)
     first_of = f"SELECT id FROM {table} WHERE state = 'waiting' AND key <> '' AND key = {{key}} ORDER BY id LIMIT %s"
     if not is_postgresql(connection):
-        return sum(unwritable.change(Found(first_of.format(key="%s"), [key, each]), release) for key in free)
+        return sum(unwritable.change(Found(first_of.format(key="%s"), [key, each]), release) for key in free), reached
     first = f"{first_of.format(key='free.key')} FOR UPDATE SKIP LOCKED"
     found = f"SELECT w.id FROM unnest(%s::text[]) AS free(key) CROSS JOIN LATERAL ({first}) w"
-    return unwritable.change(Found(found, [free, each], locking=""), release)
+    return unwritable.change(Found(found, [free, each], locking=""), release), reached

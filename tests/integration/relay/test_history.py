@@ -198,7 +198,7 @@ class TestWhereAMessageIs:
             rows = claiming.claim_ready("default", shards, 500).rows
             settling.make_scheduled_ready("default", 10)
             settling.make_retrying_ready("default", 10)
-            settling.release_waiting("default", keys=10, each=10)
+            settling.release_waiting("default", keys=10, most=10)
             settling.settle("default", Settlement(published=[rows[0].position], waiting=[rows[1].position]))
 
         at_least(5, [sql for sql in seen if LIVE_PART in sql])

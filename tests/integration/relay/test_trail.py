@@ -105,7 +105,7 @@ class TestTrailAll:
         settling.make_retrying_ready("default", 10)
         settled(waiting=[row_of(message).pk])
         set_columns(message, key="k")
-        settling.release_waiting("default", keys=10, each=10)
+        settling.release_waiting("default", keys=10, most=10)
         settled(published=[row_of(message).pk])
 
         assert trail_of(message) == [

@@ -10,11 +10,15 @@ from django.db import connection, transaction
 
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.prepared_statements import KEEP_PLANS
+from outbox import pause
 from outbox.models import OutboxMessage
+from outbox.relay import releasing
 from outbox.states import CANCEL, State
 from outbox.store import decision_rows, settling
 from tests.support.plans import measured, nodes, of_the_table
 from tests.support.relaying import (
+    TOPIC,
+    all_published,
     connected,
     drained,
     in_hand,
@@ -66,8 +70,8 @@ def behind_a_failed_head(peer, transport, *names, key="k"):
     return head, others
 
 
-def release(*, keys=100, each=100):
-    return settling.release_waiting("default", keys=keys, each=each)
+def release(most=100):
+    return settling.release_waiting("default", keys=100, most=most)[0]
 
 
 def move(head, state):
@@ -118,7 +122,7 @@ class TestReleasing:
         OutboxMessage.objects.update(state=State.WAITING)
 
         with connected(peer.url) as transport:
-            while release(keys=10, each=7):
+            while release(7):
                 one_pass(transport)
                 published(biz_id=f"late-{len(peer.published)}", key="k")  # while messages are being published
                 one_pass(transport)
@@ -130,14 +134,21 @@ class TestReleasing:
         assert len(late) >= 100 // 7
         assert set(states()) == {State.PUBLISHED}
 
-    def test_release_finds_a_free_key_behind_300_held_ones(self):
+    def test_walk_along_300_held_keys_looks_at_a_part_of_them_at_a_time_and_finds_a_free_one_behind_them(self):
         published_many(300, key=lambda n: f"held-{n:03}")
         OutboxMessage.objects.update(state=State.DEAD, settled_at=DatabaseTime())
         published_many(300, key=lambda n: f"held-{n:03}")
         free = published(key="later")
         OutboxMessage.objects.filter(state=State.READY).update(state=State.WAITING)
 
-        assert release(keys=1) == 1
+        reached, released = [""], []
+        while reached[-1] or not released:
+            count, after = settling.release_waiting("default", reached[-1], keys=100, most=100)
+            released.append(count)
+            reached.append(after)
+
+        assert reached == ["", "held-099", "held-199", "held-299", ""]
+        assert released == [0, 0, 0, 1]
         assert state_of(free) == State.READY
 
     def test_releases_concurrent_with_sending_keep_the_order_of_every_key(self, peer):
@@ -148,7 +159,7 @@ class TestReleasing:
 
         def release_all():
             while not done.is_set():
-                release(keys=2, each=random.randint(1, 5))
+                release(random.randint(1, 15))
 
         with relaying(peer.url, BATCH_SIZE=4), in_threads(release_all, release_all):
             try:
@@ -158,6 +169,42 @@ class TestReleasing:
 
         for key in range(3):
             assert [int(name) for name in arrived(peer) if int(name) % 3 == key] == list(range(key, 120, 3))
+
+
+class TestManyHeldKeys:
+    @pytest.fixture
+    def many_held_keys(self, monkeypatch):
+        """Fifty parts of a walk."""
+        monkeypatch.setattr(releasing, "_KEYS", 10)
+        published_many(500, key=lambda n: f"held-{n:03}")
+        OutboxMessage.objects.update(state=State.PAUSED)
+        with transaction.atomic():
+            pause(TOPIC)
+
+    def test_messages_behind_a_head_are_released_beside_many_held_keys(self, peer, many_held_keys):
+        keys = [f"z-{n}" for n in range(20)]
+        heads = [published(topic="another", key=key) for key in keys]
+        waiting = [published(topic="another", key=key) for key in keys]
+        OutboxMessage.objects.filter(pk__in=[message.position for message in waiting]).update(state=State.WAITING)
+
+        with relaying(peer.url, relays=2):
+            wait_until(lambda: all_published([*heads, *waiting]))
+
+    def test_drain_walks_to_the_last_of_many_held_keys(self, peer, many_held_keys):
+        free = published(topic="another", key="z")
+        set_columns(free, state=State.WAITING)
+
+        drained(peer.url)
+
+        assert state_of(free) == State.PUBLISHED
+
+    def test_rows_read_by_one_step_do_not_grow_with_the_held_keys(self, many_held_keys):
+        few = rows_read(partial(settling.release_waiting, "default", keys=10, most=10))
+        published_many(5_000, key=lambda n: f"more-{n}")
+        OutboxMessage.objects.update(state=State.PAUSED)
+        executed("VACUUM ANALYZE outbox_outboxmessage")
+
+        assert 0 < rows_read(partial(settling.release_waiting, "default", keys=10, most=10)) <= few
 
 
 class TestDrain:
