@@ -99,6 +99,8 @@ class OutboxMessage(models.Model):
             models.Index(
                 "shard", models.F("priority").desc(), "id", "ready_position", name="outbox_ready_secondary", condition=SECONDARY
             ),
+            # Whether an earlier message of a key has become ready that was not read yet.
+            models.Index(fields=["key", "id"], name="outbox_made_ready_keys", condition=SECONDARY & ~Q(key="")),
             # It grows at its end, too.
             models.Index(fields=["shard", "ready_position"], name="outbox_made_ready", condition=SECONDARY),
             models.Index(fields=["available_at", "id"], name="outbox_due", condition=Q(state="scheduled")),

@@ -11,10 +11,11 @@ entries below the floor are passed over without reading their rows.
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
+from functools import partial
+from itertools import chain, zip_longest
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -356,13 +357,28 @@ def claim_ready(
         # A few shards have the backlog, for example of one hot key: they get what the others leave of the limit.
         others = [row for row in rows if counted[row.shard] < each]
         rows = others + _read(connection, cut, (limit - len(others)) // len(cut), skipped)
-    rows = _within_bytes(sorted(rows, key=lambda row: (-row.priority, row.position))[:limit])
+    rows = _fair_part(sorted(rows, key=lambda row: (-row.priority, row.position)), limit)
     free = _lock_rows(connection, rows)
     locked_rows = [row for row in rows if row.position not in free]
     if locked_rows:
         rows = in_order(rows, free)
     rows = [row if (body := free[row.position]) is None else row._replace(body=body, unread_bytes=None) for row in rows]
     return Claim(rows=rows, locked_shards=locked_shards, locked_rows=locked_rows, begun_at=begun_at)
+
+
+def _fair_part(rows: list[RelayedMessage], limit: int) -> list[RelayedMessage]:
+    """At most `limit` rows, and half of them from each index while both have as many: neither waits for the other's backlog.
+
+    Args:
+        rows: in the order to send them in. The first is always among those returned.
+    """
+    secondary = [row for row in rows if row.ready_position]
+    if not secondary:
+        return _within_bytes(rows[:limit])
+    stream = [row for row in rows if not row.ready_position]
+    in_turns = zip_longest(secondary, stream) if rows[0].ready_position else zip_longest(stream, secondary)
+    chosen = [row for row in chain.from_iterable(in_turns) if row is not None][:limit]
+    return in_order(rows, {row.position for row in _within_bytes(chosen)})
 
 
 def _within_bytes(rows: list[RelayedMessage]) -> list[RelayedMessage]:
@@ -479,7 +495,7 @@ def _read(
     places_to_read = [array_of(one.shard for one in shards), array_of(one.above for one in shards)]
     if is_usable(connection) and not skipped:
         found = _READ_PREPARED.fetch(connection, [*places_to_read, each, small])
-        return _without_overtakers(list(map(RelayedMessage._make, found)), each)
+        return _without_overtakers(list(map(RelayedMessage._make, found)), each, partial(_first_unread, connection))
     not_skipped, excluded = _not_skipped(connection, skipped)
     if is_postgresql(connection):
         statement = _of_shards("%s", "%s", "%s", small, not_skipped)
@@ -488,7 +504,7 @@ def _read(
         # No other transaction writes meanwhile, so several statements see the same rows.
         parts = chain.from_iterable(_of_a_shard(connection.vendor, *one, "%s", small, not_skipped) for one in shards)
         rows = [row for part in parts for row in fetch_messages(connection, part, [*excluded, each])]
-    return _without_overtakers(rows, each)
+    return _without_overtakers(rows, each, partial(_first_unread, connection))
 
 
 def _not_skipped(connection: BaseDatabaseWrapper, skipped: Mapping[int, str]) -> tuple[str, list[Any]]:
@@ -501,16 +517,40 @@ def _not_skipped(connection: BaseDatabaseWrapper, skipped: Mapping[int, str]) ->
     return f" AND m.id NOT {among} AND m.key NOT {among}", [json.dumps(list(skipped)), json.dumps(keys)]
 
 
-def _without_overtakers(rows: list[RelayedMessage], each: int) -> list[RelayedMessage]:
-    """Leave out messages whose key may have an earlier message in the unread part of the other index."""
+def _without_overtakers(
+    rows: list[RelayedMessage], each: int, first_unread: Callable[[Mapping[str, int]], Mapping[str, int]]
+) -> list[RelayedMessage]:
+    """Leave out messages whose key has an earlier message in the unread part of the other index.
+
+    If that is the secondary ready index, it is asked for their keys: a burst of due messages delays only those that follow it.
+
+    Args:
+        first_unread: `_first_unread` of the connection.
+    """
     if not any(row.ready_position for row in rows):
         return rows
+    counted = Counter((row.shard, row.ready_position > 0) for row in rows)
     last_read = {(row.shard, row.ready_position > 0): row for row in rows}
-    cut_at: dict[int, int] = {}
-    for part, count in Counter((row.shard, row.ready_position > 0) for row in rows).items():
-        if count >= each:
-            last = last_read[part]
-            # A prioritised message has no key, and is read before all messages that have one.
-            position = 0 if last.priority else last.position
-            cut_at[last.shard] = min(cut_at.get(last.shard, position), position)
-    return [row for row in rows if not row.key or row.position <= cut_at.get(row.shard, row.position)]
+    # A prioritised message has no key, and is read before all messages that have one.
+    cut_at = {part: 0 if last.priority else last.position for part, last in last_read.items() if counted[part] >= each}
+    unread = {row.key: cut_at[row.shard, True] for row in rows if not row.ready_position and (row.shard, True) in cut_at}
+    unread.pop("", None)
+    first = first_unread(unread) if unread else {}
+
+    def is_overtaker(row: RelayedMessage) -> bool:
+        other = cut_at.get((row.shard, False), row.position) if row.ready_position else first.get(row.key, row.position)
+        return row.key != "" and row.position > other
+
+    return [row for row in rows if not is_overtaker(row)]
+
+
+def _first_unread(connection: BaseDatabaseWrapper, keys: Mapping[str, int]) -> Mapping[str, int]:
+    """By key, its first message in the secondary ready index above the given position, for those that have one."""
+    first = f"SELECT m.id FROM {live(connection)} m WHERE {SECONDARY} AND m.key <> '' AND m.key = {{}} AND m.id > {{}} "
+    first += "ORDER BY m.key, m.id LIMIT 1"
+    if is_postgresql(connection):
+        asked = "unnest(%s::text[], %s::bigint[]) AS asked(key, above)"
+        query = f"SELECT asked.key, m.id FROM {asked} CROSS JOIN LATERAL ({first.format('asked.key', 'asked.above')}) m"
+        return dict(fetch(connection, query, [list(keys), array_of(keys.values())]))
+    found = {key: fetch(connection, first.format("%s", "%s"), [key, above]) for key, above in keys.items()}
+    return {key: rows[0][0] for key, rows in found.items() if rows}

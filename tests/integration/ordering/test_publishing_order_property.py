@@ -92,7 +92,7 @@ def put_into_the_shard(message):
 
 def rounds(relay, number, time, seconds=0.3):
     for _ in range(number):
-        relay._release_at = 0.0
+        relay._release._due_at = 0.0
         relay._work(drain=False)
         time.leapt += seconds
 
@@ -241,7 +241,7 @@ class RelayActor(Actor):
     def _round(self, relay):
         relay._transport.connect()
         relay._size = BatchSize(self.machine.chance.choice([1, 4, 500]))
-        relay._release_at = self.machine.chance.choice([0.0, float("inf")])
+        relay._release._due_at = self.machine.chance.choice([0.0, float("inf")])
         relay._work(drain=False)
 
 
@@ -580,7 +580,9 @@ def held_by(patch, changed):
 
 MUTATIONS = {
     "no message blocks its key": lambda patch: held_by(patch, lambda held: "false"),
-    "unread messages are ignored": lambda patch: patch.setattr(claiming, "_without_overtakers", lambda rows, each: rows),
+    "unread messages are ignored": lambda patch: patch.setattr(
+        claiming, "_without_overtakers", lambda rows, each, first_unread: rows
+    ),
     "floors do not wait for writers": lambda patch: patch.setattr(claiming, "writers", lambda alias: frozenset()),
     "the claim begins where the look did": lambda patch: patch.setattr(
         claiming, "look", mutated(claiming.look, "min(floors.get(shard, 0), position - 1)", "position - 1")

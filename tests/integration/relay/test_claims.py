@@ -377,7 +377,7 @@ def pages_by_statement(*, by_index=False, may_sort=frozenset()):
         "newly scheduled": lambda: scheduling.newly_scheduled("default", max(positions), positions[:9], HOUR, HOUR, 500),
         "fire": lambda: scheduling.fire("default", dict.fromkeys(positions[:50], "")),  # some pages for each
         "room": lambda: scheduling.count_secondary_ready("default", 2000),
-        "release": lambda: settling.release_waiting("default", keys=200, each=500),
+        "release": lambda: settling.release_waiting("default", keys=1000, most=2000),
     }
     pages = {}
     for name, action in statements.items():
@@ -506,6 +506,43 @@ def test_autovacuum_is_triggered_by_a_number_of_dead_rows_not_a_share():
     assert float(options["autovacuum_vacuum_cost_delay"]) == 0
 
 
+BACKLOGS = {
+    "due": {"delay": timedelta(seconds=0.01)},
+    "due, with keys": {"delay": timedelta(seconds=0.01), "key": lambda n: f"key-{n % 7}"},
+    "due, with large bodies": {"delay": timedelta(seconds=0.01), "payload": "x" * 400_000},
+    "prioritised": {"priority": 5},
+}
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("key", ["", "fresh"])
+@pytest.mark.parametrize("backlog", BACKLOGS)
+def test_new_message_is_in_the_next_pass_beside_a_backlog_of_messages_that_were_made_ready(peer, transport, backlog, key):
+    published_many(120, **BACKLOGS[backlog])
+    wait_until(lambda: settling.make_scheduled_ready("default", 120) == 0 and State.SCHEDULED not in states())
+    fresh = published(key=key)
+    due = published(key=key and "key-0")
+
+    one_pass(transport, limit=20)
+
+    assert state_of(fresh) == State.PUBLISHED
+    assert states().count(State.PUBLISHED) >= 10
+    if "keys" in backlog and key:
+        assert state_of(due) == State.READY, "behind the due messages of its key"
+
+
+@pytest.mark.every_database
+def test_message_that_was_made_ready_is_in_the_next_pass_beside_a_backlog_of_new_ones(peer, transport):
+    published_many(120, key=lambda n: f"key-{n}")
+    due = published(delay=timedelta(seconds=0.01))
+    wait_until(lambda: settling.make_scheduled_ready("default", 1) == 1)
+
+    one_pass(transport, limit=20)
+
+    assert state_of(due) == State.PUBLISHED
+    assert states().count(State.PUBLISHED) == 20
+
+
 def analyse():
     executed("VACUUM ANALYZE outbox_outboxmessage")
 
@@ -537,13 +574,20 @@ def test_partial_reads_of_both_ready_indexes_never_overtake_within_a_key(given_r
     secondary = sorted((row for row in rows if row.ready_position), key=lambda row: (-row.priority, row.position))
     stream = [row for row in rows if not row.ready_position]
 
-    claimed = claiming._without_overtakers([*secondary[:each], *stream[:each]], each)
+    def first_unread(keys):
+        left = {key: [row.position for row in secondary if row.key == key and row.position > keys[key]] for key in keys}
+        return {key: positions[0] for key, positions in left.items() if positions}
+
+    read = claiming._without_overtakers([*secondary[:each], *stream[:each]], each, first_unread)
+    claimed = claiming._fair_part(sorted(read, key=lambda row: (-row.priority, row.position)), each)
 
     in_hand = {row.position for row in claimed}
     for row in claimed:
         earlier = {other.position for other in rows if row.key and other.key == row.key and other.position < row.position}
         assert earlier <= in_hand
     assert claimed or not rows, "and at least one message is claimed"
+    half_of_each = min(each // 2, len(secondary), len([row for row in stream if not row.key]))
+    assert half_of_each <= len(claimed) <= each
 
 
 def test_a_relay_frozen_between_claim_and_send_sends_nothing_stale(peer, monkeypatch):
