@@ -40,8 +40,9 @@ if TYPE_CHECKING:
         PublishedOutsideTransaction,
         UnknownMessage,
     )
-    from outbox.pausing import TopicState, pause, resume
+    from outbox.pausing import pause, resume
     from outbox.preparing import PreparedMessage, prepare
+    from outbox.states import TopicState
 
 __all__ = [
     "AlreadyDecided",
@@ -83,7 +84,7 @@ __all__ = [
     "resume",
 ]
 
-_MODULES = ("errors", "callbacks", "api", "decisions", "pausing", "preparing")
+_MODULES = ("errors", "states", "callbacks", "api", "decisions", "pausing", "preparing")
 """Those that need no models come first."""
 
 

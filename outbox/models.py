@@ -10,7 +10,7 @@ from exactly_once.sql.fields import InstantField, NameField, ReadableJSONField
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.identity import new_message_id
 from exactly_once.wire.text import NAME_LENGTH
-from outbox.states import SETTLED, State
+from outbox.states import SETTLED, State, TopicState
 
 SHARDS = 64
 """Number of shards. A row's shard is fixed at insert, so a change of this number would break the order of keys in flight."""
@@ -145,6 +145,7 @@ class PausedTopic(models.Model):
 
     id = models.BigAutoField(primary_key=True)
     topic = NameField(_("topic"), max_length=NAME_LENGTH, unique=True)
+    mode = models.CharField(max_length=12, choices=TopicState, default=TopicState.PAUSED)
     paused_by = models.CharField(max_length=NAME_LENGTH, default="")
     """The operator who paused it; empty for the circuit breaker."""
     reason = models.TextField(_("why"), default="", blank=True)
@@ -155,9 +156,8 @@ class PausedTopic(models.Model):
     """When the next probes, or the next batch of a resumed or limited topic, are due; NULL while an operator has paused it."""
     pause_seconds = models.FloatField(_("pause in seconds"), default=0.0)
     in_trial = models.JSONField(_("positions made ready last"), default=list)
-    is_resuming = models.BooleanField(default=False)
     allowed_at = models.DateTimeField(null=True)
-    """Of a topic that is being resumed at its rate: when the rate allows the next message. NULL: nothing limits it."""
+    """Of a limited topic: when its rate allows the next message."""
 
     class Meta:
         verbose_name = _("paused topic")

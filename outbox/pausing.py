@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 from functools import partial
 
 from django.db import transaction
@@ -13,7 +12,7 @@ from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import NAME_LENGTH, why_no_topic
 from outbox import doorbell
 from outbox.errors import InvalidMessage
-from outbox.models import PausedTopic
+from outbox.states import STOPPED, TopicState
 from outbox.store import paused_topics
 from outbox.store.dialect import database_of
 
@@ -21,21 +20,6 @@ logger = escaping_logger(__name__)
 
 _PAUSED = "outbox: topic %r paused by %s%s; publish() goes on writing its messages, and no relay sends them until it is resumed"
 _RESUMED = "outbox: topic %r resumed by %s; relays make its messages ready in batches"
-
-
-class TopicState(StrEnum):
-    """How `pause` and `resume` found a topic."""
-
-    ACTIVE = "active"
-    """Not paused."""
-    PAUSED = "paused"
-    """Paused by a person or by code."""
-    REFUSED = "refused"
-    """Paused by the circuit breaker, because the broker refuses its messages."""
-    RESUMING = "resuming"
-    """No longer paused. Its messages are made ready, the oldest first."""
-    LIMITED = "limited"
-    """Not paused. Its messages are made ready at its rate in `OUTBOX["TOPICS"]`, the oldest first."""
 
 
 def pause(topic: str, *, reason: str = "", by: str = "", using: str | None = None) -> TopicState:
@@ -59,7 +43,7 @@ def pause(topic: str, *, reason: str = "", by: str = "", using: str | None = Non
     with transaction.atomic(using=alias):
         found = paused_topics.pause_topic(alias, topic, by, reason)
         _after_commit(alias, partial(logger.warning, _PAUSED, topic, by, f": {reason}" if reason else ""))
-    return _state(found)
+    return found
 
 
 def resume(topic: str, *, by: str = "", using: str | None = None) -> TopicState:
@@ -78,10 +62,10 @@ def resume(topic: str, *, by: str = "", using: str | None = None) -> TopicState:
     alias = database_of(using)
     with transaction.atomic(using=alias):
         found = paused_topics.resume_topic(alias, topic)
-        if found and not found.is_resuming:
+        if found in STOPPED:
             _after_commit(alias, partial(logger.warning, _RESUMED, topic, by or process_name()))
             doorbell.ring_after_commit(alias)
-    return _state(found)
+    return found
 
 
 def _check(topic: object) -> None:
@@ -93,11 +77,3 @@ def _check(topic: object) -> None:
 
 def _after_commit(alias: str, report: Callable[[], None]) -> None:
     transaction.on_commit(report, using=alias, robust=True)
-
-
-def _state(found: PausedTopic | None) -> TopicState:
-    if found is None:
-        return TopicState.ACTIVE
-    if found.is_resuming:
-        return TopicState.LIMITED if found.allowed_at else TopicState.RESUMING
-    return TopicState.PAUSED if found.paused_by else TopicState.REFUSED

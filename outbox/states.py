@@ -39,6 +39,25 @@ class State(TextChoices):
     ROLLED_BACK = "rolled_back", _("Rolled back")
 
 
+class TopicState(TextChoices):
+    """How `pause` and `resume` found a topic. A topic that is not active has a row, which has its state."""
+
+    ACTIVE = "active", _("Active")
+    """Not paused."""
+    PAUSED = "paused", _("Paused")
+    """Paused by a person or by code."""
+    REFUSED = "refused", _("Refused")
+    """Paused by the circuit breaker, because the broker refuses its messages."""
+    RESUMING = "resuming", _("Resuming")
+    """No longer paused. Its messages are made ready, the oldest first."""
+    LIMITED = "limited", _("Limited")
+    """Not paused. Its messages are made ready at its rate in `OUTBOX["TOPICS"]`, the oldest first."""
+
+
+STOPPED = (TopicState.PAUSED, TopicState.REFUSED)
+"""States of a topic that is sent again only when it is resumed."""
+
+
 IN_TROUBLE = (State.RETRYING, State.DEAD)
 """States in which a message has failed. Later messages of its key become *waiting*."""
 

@@ -21,7 +21,7 @@ from outbox.operators import conditions, figures
 from outbox.operators.changes import groups
 from outbox.operators.relays import hanging
 from outbox.relay.heartbeat import relays
-from outbox.states import State
+from outbox.states import STOPPED, State, TopicState
 from outbox.store import selecting
 
 _MOST_NAMED = 5
@@ -36,7 +36,8 @@ def _read(alias: str) -> sections.Reading:
     due = figures.oldest_due(alias, counts)
     overdue = None if due is None else now - due
     rate = number(sum(process.rate for process in alive), 1) if alive else _("unknown")
-    processes, paused = sections.listed(Process, app="outbox"), PausedTopic.objects.using(alias).filter(allowed_at=None).count()
+    processes = sections.listed(Process, app="outbox")
+    paused = PausedTopic.objects.using(alias).exclude(mode=TopicState.LIMITED).count()
     return sections.Reading(
         counts=counts,
         facts=[
@@ -67,7 +68,7 @@ def _attention(
             gettext("{} runs for {} in {}."), identifier(name), duration(one.lasts), sections.named(one.processes)
         )
         yield sections.Attention(condition="hanging", objects=[name], text=line)
-    paused = PausedTopic.objects.using(alias).filter(is_resuming=False).order_by("paused_at")[:_MOST_NAMED]
+    paused = PausedTopic.objects.using(alias).filter(mode__in=STOPPED).order_by("paused_at")[:_MOST_NAMED]
     unroutable = conditions.unroutable(alias)
     for name, why in unroutable.items():
         line = format_html(gettext("Messages of {} cannot be delivered, and wait: {}"), identifier(name), headline(why))

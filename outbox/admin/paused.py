@@ -19,7 +19,7 @@ from exactly_once.upkeep.operation_rows import Given
 from exactly_once.wire.text import NAME_LENGTH, why_no_topic
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.pausing import pause, resume
-from outbox.states import State
+from outbox.states import STOPPED, State, TopicState
 from outbox.store import selecting
 
 
@@ -42,7 +42,7 @@ def _pause(alias: str, pk: Any, given: Given) -> bool:
 
 
 def _resume(alias: str, pk: Any, given: Given) -> bool:
-    row = PausedTopic.objects.using(alias).filter(pk=pk, is_resuming=False).first()
+    row = PausedTopic.objects.using(alias).filter(pk=pk, mode__in=STOPPED).first()
     if row is None:
         return False
     resume(row.topic, by=given.text.removeprefix("by "), using=alias)
@@ -63,11 +63,19 @@ RESUME = Action(
     label=_("Resume"),
     done=_("being resumed"),
     perform=each(PausedTopic, _resume, _("it is being resumed already, or not paused")),
-    offered=lambda row: not row.is_resuming,
+    offered=lambda row: row.mode in STOPPED,
     form=ReasonForm,
     question=_("Resume these topics? Their messages are sent, the oldest first, and what is sent cannot be taken back."),
     button=_("Resume the topics"),
 )
+
+
+_REMARKS = {
+    TopicState.REFUSED: _("If the broker still refuses its messages, it is paused again."),
+    TopicState.RESUMING: _("It is being resumed already."),
+    TopicState.LIMITED: _("It is not paused: its rate limits it."),
+}
+"""On a topic that is selected to be resumed."""
 
 
 @admin.register(PausedTopic)
@@ -92,11 +100,7 @@ class PausedTopicAdmin(PausedAdmin):
     fields = ("topic_name", "state_badge", "messages", "since_exactly", "by_whom", "reason_text", "next_try")
 
     def remark(self, action: Action, row: Any) -> SafeString | str:
-        if row.allowed_at:
-            return gettext("It is not paused: its rate limits it.")
-        if row.is_resuming:
-            return gettext("It is being resumed already.")
-        return "" if row.paused_by else gettext("If the broker still refuses its messages, it is paused again.")
+        return str(_REMARKS.get(row.mode, ""))
 
     topic_name = shown(_("topic"), "topic", identifier)
 
@@ -107,4 +111,4 @@ class PausedTopicAdmin(PausedAdmin):
 
     @admin.display(description=_("next probe"))
     def next_try(self, row: Any) -> SafeString:
-        return NOTHING if row.is_resuming else age(row.probe_at, row.database_now)
+        return NOTHING if row.mode != TopicState.REFUSED else age(row.probe_at, row.database_now)

@@ -13,7 +13,7 @@ from exactly_once.sql.days import date_of, last_day
 from outbox.callbacks import checkers
 from outbox.conf import outbox_options
 from outbox.operators.figures import count_states, topics_unchecked
-from outbox.states import State
+from outbox.states import State, TopicState
 from outbox.store import history, paused_topics
 from outbox.store.pending_callbacks import PendingCalls, pending_calls
 
@@ -85,11 +85,11 @@ def _paused(topics: list[Any]) -> Table:
 
 def _why_paused(topic: Any) -> str:
     reason = " ".join(topic.reason.split())
-    if topic.allowed_at:
+    if topic.mode == TopicState.LIMITED:
         return _("its rate in OUTBOX['TOPICS'] limits it")
-    if topic.is_resuming:
+    if topic.mode == TopicState.RESUMING:
         return _("is being resumed")
-    if topic.paused_by:
+    if topic.mode == TopicState.PAUSED:
         return _("by %(user)s") % {"user": f"{topic.paused_by}{reason and f': {reason}'}"}
     return _("the broker refuses it: %(reason)s") % {"reason": reason}
 
@@ -109,9 +109,8 @@ def _topic_as_json(topic: Any) -> dict[str, Any]:
         "topic": topic.topic,
         "messages": topic.messages,
         "since": topic.paused_at,
-        "by": topic.paused_by or ("rate" if topic.allowed_at else "circuit breaker"),
+        "mode": topic.mode,
+        "by": topic.paused_by,
         "reason": topic.reason,
-        "next_try": None if topic.is_resuming else topic.probe_at,
-        "resuming": topic.is_resuming and not topic.allowed_at,
-        "limited": topic.allowed_at is not None,
+        "next_try": topic.probe_at if topic.mode == TopicState.REFUSED else None,
     }

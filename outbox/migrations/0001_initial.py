@@ -25,6 +25,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),
                 ('topic', exactly_once.sql.fields.NameField(max_length=255, unique=True, verbose_name='topic')),
+                ('mode', models.CharField(choices=[('active', 'Active'), ('paused', 'Paused'), ('refused', 'Refused'), ('resuming', 'Resuming'), ('limited', 'Limited')], default='paused', max_length=12)),
                 ('paused_by', models.CharField(default='', max_length=255)),
                 ('reason', models.TextField(blank=True, default='', verbose_name='why')),
                 ('error_class', exactly_once.sql.fields.NameField(db_default='', default='', max_length=255)),
@@ -32,7 +33,6 @@ class Migration(migrations.Migration):
                 ('probe_at', models.DateTimeField(null=True, verbose_name='next probe')),
                 ('pause_seconds', models.FloatField(default=0.0, verbose_name='pause in seconds')),
                 ('in_trial', models.JSONField(default=list, verbose_name='positions made ready last')),
-                ('is_resuming', models.BooleanField(default=False)),
                 ('allowed_at', models.DateTimeField(null=True)),
             ],
             options={

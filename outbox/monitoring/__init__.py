@@ -9,7 +9,7 @@ from exactly_once.telemetry.prometheus import Sample, TableGauges, processes_by_
 from outbox import metrics
 from outbox.operators.figures import count_live
 from outbox.relay.heartbeat import relays
-from outbox.states import SETTLED
+from outbox.states import SETTLED, TopicState
 from outbox.store import paused_topics
 from outbox.store.pending_callbacks import pending_calls
 
@@ -28,7 +28,7 @@ def _read(alias: str) -> Iterator[Sample]:
             yield metrics.MESSAGES, (state,), count
     yield metrics.OLDEST_DUE, (), seconds_since(counted.oldest_waiting)
     yield metrics.PENDING_CALLBACKS, (), pending_calls(alias).pending
-    paused: list[Any] = list(paused_topics.paused_topics(alias).filter(allowed_at=None)[:_MOST_TOPICS])
+    paused: list[Any] = list(paused_topics.paused_topics(alias).exclude(mode=TopicState.LIMITED)[:_MOST_TOPICS])
     for topic in paused:
         yield metrics.PAUSED_MESSAGES, (topic.topic,), topic.messages
     yield from processes_by_state(metrics.RELAYS, relays.rows(alias))

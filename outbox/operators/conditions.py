@@ -17,7 +17,7 @@ from outbox.operators.changes import groups
 from outbox.operators.figures import has_ready_for
 from outbox.operators.relays import hanging
 from outbox.relay.heartbeat import relays
-from outbox.states import State
+from outbox.states import STOPPED, State, TopicState
 
 _MOST = 100
 _WAITING = [State.READY, State.RETRYING, State.SCHEDULED]
@@ -26,7 +26,7 @@ _WAITING = [State.READY, State.RETRYING, State.SCHEDULED]
 def unroutable(alias: str) -> dict[str, str]:
     """By topic with messages that no queue takes, up to a limit of topics: what the broker answers."""
     returned = PublishOutcome.RETURNED.value
-    refused = PausedTopic.objects.using(alias).filter(paused_by="", is_resuming=False, error_class=returned)
+    refused = PausedTopic.objects.using(alias).filter(mode=TopicState.REFUSED, error_class=returned)
     found = dict(refused.values_list("topic", "reason")[:_MOST])
     for topic in groups.places(alias, returned):
         rows = OutboxMessage.objects.using(alias).filter(groups.condition(returned, topic))
@@ -49,7 +49,7 @@ def conditions(alias: str, options: AlertOptions) -> dict[Key, str]:
             f"This callback, or checker of a topic, has been running for {duration(one.lasts)} in {', '.join(one.processes)}. "
             "See its stack on the page Busy, set a timeout for what it waits for, and restart that relay."
         )
-    paused = PausedTopic.objects.using(alias).filter(is_resuming=False).values_list("topic", flat=True)
+    paused = PausedTopic.objects.using(alias).filter(mode__in=STOPPED).values_list("topic", flat=True)
     known = {*paused, *(name for _condition, name in found)}
     found |= failing(MINUTES, alias, known, "published", "retried", "dead")
     overdue = outbox_options().STUCK_AFTER
@@ -61,7 +61,7 @@ def conditions(alias: str, options: AlertOptions) -> dict[Key, str]:
         found["stuck_prepared", ""] = (
             f"Prepared messages whose checker does not know the outcome: {stuck:,}. Decide about them."
         )
-    too_long = PausedTopic.objects.using(alias).filter(is_resuming=False, paused_at__lt=DatabaseTime(-PAUSED_TOO_LONG))
+    too_long = PausedTopic.objects.using(alias).filter(mode__in=STOPPED, paused_at__lt=DatabaseTime(-PAUSED_TOO_LONG))
     for row in too_long.order_by("topic"):
         if ("unroutable", row.topic) in found:
             continue

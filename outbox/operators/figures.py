@@ -35,7 +35,7 @@ DATED = (
         state=State.RETRYING,
     ),
     Dated(table=PendingCallback._meta.db_table, due="available_at", written="settled_at", where="id IS NOT NULL"),
-    Dated(table=PausedTopic._meta.db_table, due="probe_at", written="paused_at", where="paused_by = ''"),
+    Dated(table=PausedTopic._meta.db_table, due="probe_at", written="paused_at", where="mode <> 'paused'"),
 )
 """Rows that wait until an instant. Those of a scheduled message may be its publisher's, and are not among them."""
 COUNTED_EXACTLY_BYTES = 16 * 1024 * 1024

@@ -32,7 +32,7 @@ from exactly_once.wire.text import NAME_LENGTH
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.models import PausedTopic
 from outbox.operators.changes import names_of, operations
-from outbox.states import State
+from outbox.states import State, TopicState
 from outbox.store import transitions
 from outbox.store.messages import DamagedRow, RelayedMessage, outgoing, parts_of_published, read_published, waves
 from outbox.store.selecting import Selection
@@ -122,7 +122,7 @@ def _open_replay(alias: str, action: str, given: dict[str, str]) -> Operation | 
 
 def _paused_topics(alias: str) -> frozenset[str]:
     """The topics that an operator has paused. Those of the circuit breaker may have a queue again."""
-    rows = PausedTopic.objects.using(alias).filter(is_resuming=False).exclude(paused_by="")
+    rows = PausedTopic.objects.using(alias).filter(mode=TopicState.PAUSED)
     return frozenset(rows.values_list("topic", flat=True))
 
 

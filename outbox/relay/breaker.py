@@ -23,6 +23,7 @@ from datetime import timedelta
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
 from exactly_once.transport.interface import PublishOutcome, Verdict
+from outbox.states import STOPPED, TopicState
 from outbox.store import paused_topics
 from outbox.store.claiming import TopicPause
 from outbox.store.dialect import PAUSED_TOPICS
@@ -80,11 +81,11 @@ class PausedTopics:
         """Replace the paused topics by those that a query found; they are valid for the next pass."""
         found = list(paused)
         self._looked_at = monotonic()
-        self._paused = {one.topic: one for one in found if not one.is_resuming}
-        resuming = {one.topic: one for one in found if one.is_resuming}
+        self._paused = {one.topic: one for one in found if one.mode in STOPPED}
+        resuming = {one.topic: one for one in found if one.mode not in STOPPED}
         rated = {topic: one for topic, one in resuming.items() if self._rate(topic)}
-        self._limited = {topic: one for topic, one in rated.items() if one.is_limited}
-        self._to_limit.update({topic: [] for topic, one in rated.items() if not one.is_limited})
+        self._limited = {topic: one for topic, one in rated.items() if one.mode == TopicState.LIMITED}
+        self._to_limit.update({topic: [] for topic, one in rated.items() if one.mode != TopicState.LIMITED})
         self._resuming = [topic for topic in resuming if topic not in rated]
 
     def stops(self, topic: str, position: int) -> bool:

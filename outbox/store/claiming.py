@@ -68,9 +68,8 @@ _LOOK = (
     "(SELECT seconds FROM retry), CAST(COALESCE((SELECT since FROM retry), {recently}) AS text), NULL, NULL, NULL, NULL "
     "FROM shards "
     # The paused topics are read by the same statement, which saves a round trip.
-    "UNION ALL SELECT NULL, NULL, NULL, NULL, NULL, p.topic, CAST(p.in_trial AS text), "
-    "CASE WHEN p.allowed_at IS NOT NULL THEN 2 WHEN p.is_resuming THEN 1 ELSE 0 END, "
-    f"{{probe_in}} FROM {PAUSED_TOPICS} p"
+    f"UNION ALL SELECT NULL, NULL, NULL, NULL, NULL, p.topic, CAST(p.in_trial AS text), p.mode, {{probe_in}} "
+    f"FROM {PAUSED_TOPICS} p"
 )
 _UNTIL = "CASE WHEN isfinite({instant}) THEN CAST(EXTRACT(EPOCH FROM {instant} - {now}) AS float8) END"
 _UNTIL_SQLITE = "(julianday({instant}) - julianday({now})) * 86400"
@@ -186,18 +185,16 @@ class TopicPause(NamedTuple):
     """A paused topic.
 
     Attributes:
+        mode: why its messages are `paused`; those of a resuming one are sent like all others.
         in_trial: the positions of its probes, which find out whether the broker takes them; of a limited topic, those of the
             messages that its rate allows.
-        is_resuming: its messages are being made ready again, and are sent like all others unless it is limited.
         probe_in: seconds until the next probes, or the next messages of a limited topic; infinite if none are due.
-        is_limited: it is being resumed at its rate.
     """
 
     topic: str
+    mode: str
     in_trial: frozenset[int]
-    is_resuming: bool
     probe_in: float
-    is_limited: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,8 +281,8 @@ def look(
     shards = [BusyShard(shard, min(floors.get(shard, 0), position - 1)) for shard, position in first.items()]
     *_, retry_in, since = of_shards[0]
     paused = [
-        TopicPause(topic, frozenset(json.loads(in_trial)), kind > 0, math.inf if probe_in is None else probe_in, kind > 1)
-        for shard, *_, topic, in_trial, kind, probe_in in found
+        TopicPause(topic, mode, frozenset(json.loads(in_trial)), math.inf if probe_in is None else probe_in)
+        for shard, *_, topic, in_trial, mode, probe_in in found
         if shard is None
     ]
     retry_in = math.inf if retry_in is None else retry_in

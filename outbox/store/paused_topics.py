@@ -29,7 +29,7 @@ from exactly_once.sql.now import DatabaseTime, now, now_after
 from exactly_once.transport.interface import Verdict
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage, PausedTopic
-from outbox.states import PAUSE, RESUME, State
+from outbox.states import PAUSE, RESUME, STOPPED, State, TopicState
 from outbox.store.claiming import SECONDARY
 from outbox.store.dialect import PAUSED_TOPICS, each_topic, live
 from outbox.store.transitions import count_moved
@@ -48,10 +48,9 @@ _RELEASE_SECONDS = 0.05
 _LONGEST_RELEASE = timedelta(seconds=1)
 """So that a rate that was raised in the settings applies soon, although the old one allows nothing for an hour."""
 _ALL_BUT_ITS_TOPIC = (
-    *("paused_by", "reason", "error_class", "paused_at"),
-    *("probe_at", "pause_seconds", "in_trial", "is_resuming", "allowed_at"),
+    *("mode", "paused_by", "reason", "error_class", "paused_at"),
+    *("probe_at", "pause_seconds", "in_trial", "allowed_at"),
 )
-_IS_STOPPED = "(NOT is_resuming OR allowed_at IS NOT NULL)"
 _STRANDED = "Messages of the topic were paused, but its row was deleted."
 
 
@@ -70,7 +69,7 @@ def pause_in_hand(alias: str, positions: Mapping[str, Sequence[int]]) -> int:
     lock = "FOR KEY SHARE SKIP LOCKED" if is_postgresql(connection) else ""
     with connection.cursor() as cursor:
         columns = "topic, CAST(in_trial AS text)"
-        cursor.execute(f"SELECT {columns} FROM {PAUSED_TOPICS} WHERE {_IS_STOPPED} AND {among} {lock}", list(positions))
+        cursor.execute(f"SELECT {columns} FROM {PAUSED_TOPICS} WHERE mode <> 'resuming' AND {among} {lock}", list(positions))
         in_trial = {topic: set(json.loads(those)) for topic, those in cursor.fetchall()}
     paused = [position for topic, those in in_trial.items() for position in positions[topic] if position not in those]
     return count_moved(alias, PAUSE, paused)
@@ -79,7 +78,8 @@ def pause_in_hand(alias: str, positions: Mapping[str, Sequence[int]]) -> int:
 def pause_refused(alias: str, topic: str, verdict: Verdict, seconds: float, probe_after: timedelta) -> bool:
     """Pause a topic because the broker refuses it. False: it is already paused, or another transaction has locked its row."""
     given = [printable(verdict.reason, ERROR_LENGTH), verdict.outcome.value, probe_after.total_seconds(), seconds]
-    return _insert(alias, topic, "'', %s, %s, {now}, {now_after}, %s, '[]', false, NULL", given, replacing="p.is_resuming")
+    columns = "'refused', '', %s, %s, {now}, {now_after}, %s, '[]', NULL"
+    return _insert(alias, topic, columns, given, replacing="p.mode IN ('resuming', 'limited')")
 
 
 def limit(alias: str, topic: str, per_second: float, positions: Sequence[int]) -> bool:
@@ -90,8 +90,8 @@ def limit(alias: str, topic: str, per_second: float, positions: Sequence[int]) -
     """
     allowed = list(positions[: _burst(per_second)])
     given = [_RELEASE_SECONDS, json.dumps(allowed), len(allowed) / per_second - _BURST_SECONDS]
-    columns = "'', '', '', {now}, {now_after}, 0, %s, true, {now_after}"
-    return _insert(alias, topic, columns, given, replacing="p.is_resuming AND p.allowed_at IS NULL")
+    columns = "'limited', '', '', '', {now}, {now_after}, 0, %s, {now_after}"
+    return _insert(alias, topic, columns, given, replacing="p.mode = 'resuming'")
 
 
 def _insert(alias: str, topic: str, columns: str, given: Sequence[Any], *, replacing: str) -> bool:
@@ -124,7 +124,7 @@ def begin_trial(alias: str, topic: str, most: int, next_after: float, unwritable
     """
     unwritable = unwritable or UnwritableRows(alias)
     with transaction.atomic(using=alias):
-        row = _locked(alias, topic, paused_by="", is_resuming=False, probe_at__lte=DatabaseTime())
+        row = _locked(alias, topic, mode=TopicState.REFUSED, probe_at__lte=DatabaseTime())
         if row is None:
             return 0
         positions = _oldest_paused(alias, topic, most, unwritable)
@@ -142,7 +142,7 @@ def prolong(alias: str, topic: str, verdict: Verdict, longest: float, next_after
     has prolonged the pause, or no probe was sent.
     """
     with transaction.atomic(using=alias):
-        row = _locked(alias, topic, paused_by="", is_resuming=False)
+        row = _locked(alias, topic, mode=TopicState.REFUSED)
         if row is None or not row.in_trial:
             return None
         seconds = min(2 * row.pause_seconds, longest)
@@ -159,7 +159,7 @@ def prolong(alias: str, topic: str, verdict: Verdict, longest: float, next_after
 def begin_resuming(alias: str, topic: str) -> bool:
     """Begin to resume a topic whose probe the broker took. False: the circuit breaker did not pause it, or it is locked."""
     with transaction.atomic(using=alias):
-        row = _locked(alias, topic, paused_by="", is_resuming=False)
+        row = _locked(alias, topic, mode=TopicState.REFUSED)
         if row is None:
             return False
         _begin_resuming(alias, topic)
@@ -174,7 +174,7 @@ def resume_some(alias: str, topic: str, most: int, unwritable: UnwritableRows | 
     """
     unwritable = unwritable or UnwritableRows(alias)
     with transaction.atomic(using=alias):
-        row = _locked(alias, topic, is_resuming=True)
+        row = _locked(alias, topic, mode__in=[TopicState.RESUMING, TopicState.LIMITED])
         if row is None:
             return 0
         is_late = row.probe_at is None or row.is_late
@@ -182,7 +182,8 @@ def resume_some(alias: str, topic: str, most: int, unwritable: UnwritableRows | 
             return 0
         size = min(max(_FIRST_RESUMED, 2 * len(row.in_trial)), _MOST_RESUMED, most)
         if positions := _oldest_paused(alias, topic, size, unwritable):
-            _rows(alias, topic).update(in_trial=positions, probe_at=DatabaseTime(_AT_LEAST_EVERY), allowed_at=None)
+            next_at = DatabaseTime(_AT_LEAST_EVERY)
+            _rows(alias, topic).update(mode=TopicState.RESUMING, in_trial=positions, probe_at=next_at, allowed_at=None)
             return unwritable.change(positions, partial(count_moved, alias, RESUME))
         if not _has(alias, topic, State.PAUSED):
             row.delete(using=alias)
@@ -198,7 +199,7 @@ def release_allowed(alias: str, topic: str, per_second: float, unwritable: Unwri
     """
     unwritable = unwritable or UnwritableRows(alias)
     with transaction.atomic(using=alias):
-        limited = _rows(alias, topic).filter(allowed_at__isnull=False).annotate(database_now=DatabaseTime())
+        limited = _rows(alias, topic).filter(mode=TopicState.LIMITED).annotate(database_now=DatabaseTime())
         # A weaker lock than that of a row that is deleted: passes that make messages `paused` do not conflict with it.
         row: Any = limited.select_for_update(no_key=True, skip_locked=True).first()
         if row is None:
@@ -225,7 +226,8 @@ def resume_stranded(alias: str) -> list[str]:
     paused = each_topic(f"{live(connection)} m WHERE m.state = 'paused'")
     without_row = f"{paused} AND NOT EXISTS (SELECT 1 FROM {PAUSED_TOPICS} p WHERE p.topic = name)"
     stranded = [name for (name,) in fetch(connection, without_row)]
-    rows = [PausedTopic(topic=topic, reason=_STRANDED, paused_at=DatabaseTime(), is_resuming=True) for topic in stranded]
+    row = {"mode": TopicState.RESUMING, "reason": _STRANDED, "paused_at": DatabaseTime()}
+    rows = [PausedTopic(topic=topic, **row) for topic in stranded]
     PausedTopic.objects.using(alias).bulk_create(rows, ignore_conflicts=True)
     return stranded
 
@@ -238,8 +240,8 @@ def paused_topics(alias: str) -> QuerySet[PausedTopic]:
     return rows.order_by("topic")
 
 
-def pause_topic(alias: str, topic: str, by: str, reason: str) -> PausedTopic | None:
-    """Pause a topic for an operator, in the open transaction; its previous state, None if it was not paused."""
+def pause_topic(alias: str, topic: str, by: str, reason: str) -> TopicState:
+    """Pause a topic for an operator, in the open transaction; returns its previous state."""
     found = _found(alias, topic)
     row = PausedTopic(topic=topic, paused_by=by, reason=printable(reason, ERROR_LENGTH), paused_at=DatabaseTime())
     # It overwrites a row that the circuit breaker may have inserted in between.
@@ -249,16 +251,16 @@ def pause_topic(alias: str, topic: str, by: str, reason: str) -> PausedTopic | N
     return found
 
 
-def resume_topic(alias: str, topic: str) -> PausedTopic | None:
-    """Begin to resume a topic for an operator, in the open transaction; its previous state, None if it was not paused."""
+def resume_topic(alias: str, topic: str) -> TopicState:
+    """Begin to resume a topic for an operator, in the open transaction; returns its previous state."""
     found = _found(alias, topic)
-    if found and not found.is_resuming:
+    if found in STOPPED:
         _begin_resuming(alias, topic)
     return found
 
 
 def _begin_resuming(alias: str, topic: str) -> None:
-    _rows(alias, topic).update(is_resuming=True, in_trial=[], probe_at=None, pause_seconds=0.0, allowed_at=None)
+    _rows(alias, topic).update(mode=TopicState.RESUMING, in_trial=[], probe_at=None, pause_seconds=0.0)
 
 
 def _burst(per_second: float) -> int:
@@ -266,9 +268,9 @@ def _burst(per_second: float) -> int:
     return math.floor(1 + _BURST_SECONDS * per_second)
 
 
-def _found(alias: str, topic: str) -> PausedTopic | None:
-    found: PausedTopic | None = _rows(alias, topic).select_for_update(no_key=True).first()
-    return found
+def _found(alias: str, topic: str) -> TopicState:
+    row: PausedTopic | None = _rows(alias, topic).select_for_update(no_key=True).first()
+    return TopicState(row.mode) if row else TopicState.ACTIVE
 
 
 def _locked(alias: str, topic: str, **conditions: Any) -> Any:

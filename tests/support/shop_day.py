@@ -161,6 +161,7 @@ def _outbox() -> None:
     for topic, columns in {
         "shop.review.due": {"paused_by": "ada in the admin", "reason": PAUSE, "paused_at": utcnow() - 20 * MINUTE},
         COUPON: {
+            "mode": "refused",
             "reason": "20 refusals in a row: NO_ROUTE",
             "paused_at": utcnow() - MINUTE,
             "probe_at": utcnow() + 30 * SECOND,

@@ -85,8 +85,8 @@ def forbid(topics, topic=BAD):
     topics.store()
 
 
-def see(topics, topic=BAD, *, in_trial=(), is_resuming=False, probe_in=math.inf):
-    topics.update([TopicPause(topic, frozenset(in_trial), is_resuming, probe_in)])
+def see(topics, topic=BAD, *, in_trial=(), mode="refused", probe_in=math.inf):
+    topics.update([TopicPause(topic, mode, frozenset(in_trial), probe_in)])
 
 
 def warnings(caplog, words):

@@ -45,17 +45,19 @@ class PauseForm(ActionForm):
 
 def pause_badge(row: Any) -> SafeString:
     """What operators have paused, or a rate limits, is not a failure."""
-    if getattr(row, "allowed_at", None):
-        return badge(gettext("Limited"), Tone.LATER)
-    if getattr(row, "is_resuming", False):
-        return badge(gettext("Resuming"), Tone.LATER)
-    return badge(gettext("Paused"), Tone.LATER) if row.paused_by else badge(gettext("Refused"), Tone.FAILING)
+    # Handlers are paused by operators only, so they have no mode.
+    label = row.get_mode_display() if _mode(row) else gettext("Paused")
+    return badge(label, Tone.FAILING if _mode(row) == "refused" else Tone.LATER)
 
 
 def paused_by(row: Any) -> SafeString:
-    if getattr(row, "allowed_at", None):
-        return format_html("{}", gettext("its rate"))
-    return identifier(row.paused_by) if row.paused_by else format_html("{}", gettext("circuit breaker"))
+    if row.paused_by:
+        return identifier(row.paused_by)
+    return format_html("{}", gettext("its rate") if _mode(row) == "limited" else gettext("circuit breaker"))
+
+
+def _mode(row: Any) -> str:
+    return getattr(row, "mode", "")
 
 
 class PausedAdmin(ActingAdmin):

@@ -129,7 +129,7 @@ def test_what_needs_attention_in_both_halves_stands_before_all_figures_with_the_
     a_relay()
     handles(the_effect, name="shop.reserve")
     PausedTopic.objects.create(topic="shop.slow", paused_by="ada", paused_at=utcnow())
-    PausedTopic.objects.create(topic="shop.refused", paused_at=utcnow())
+    PausedTopic.objects.create(topic="shop.refused", mode="refused", paused_at=utcnow())
     PausedHandler.objects.create(handler="shop.charge", paused_by="ada", paused_at=utcnow())
     a_message(State.DEAD)
 

@@ -37,9 +37,9 @@ def the_list(*permissions):
 def test_list_shows_by_whom_why_since_when_and_how_many_messages():
     assert "No topic is paused." in the_list().text
     paused(paused_by="ada", reason="consumer defect\nand more")
-    paused("shop.refused", reason="the broker refused to keep it (basic.nack)", probe_at=utcnow())
-    paused("shop.resumed", is_resuming=True)
-    paused("shop.mail.wanted", is_resuming=True, allowed_at=utcnow())
+    paused("shop.refused", mode="refused", reason="the broker refused to keep it (basic.nack)", probe_at=utcnow())
+    paused("shop.resumed", mode="resuming")
+    paused("shop.mail.wanted", mode="limited", allowed_at=utcnow())
     for _ in range(3):
         a_message(State.PAUSED, topic=BAD)
     a_message(State.READY, topic=BAD)
@@ -61,8 +61,8 @@ def test_topic_that_no_message_can_have_is_refused_in_the_form(topic):
 
 
 def test_resume_warns_and_reports_each_topic_also_a_limited_one_which_is_not_paused():
-    row, other = paused(paused_by="ada", reason="defect\nand more"), paused("shop.resumed", is_resuming=True)
-    limited = paused("shop.mail", is_resuming=True, allowed_at=utcnow())
+    row, other = paused(paused_by="ada", reason="defect\nand more"), paused("shop.resumed", mode="resuming")
+    limited = paused("shop.mail", mode="limited", allowed_at=utcnow())
     client = staff_client(VIEW_TOPICS, RESUME)
     page = Page(client.get(reverse(TOPIC, args=[row.pk])))
     assert "and more" in page.text
@@ -73,8 +73,8 @@ def test_resume_warns_and_reports_each_topic_also_a_limited_one_which_is_not_pau
     assert "It is not paused: its rate limits it." in asked
 
     response = on_the_list(client, "resume", row, other, limited, confirmed="yes", reason="it is mended")
-    assert PausedTopic.objects.get(pk=row.pk).is_resuming
-    assert PausedTopic.objects.get(pk=limited.pk).allowed_at
+    modes = dict(PausedTopic.objects.values_list("pk", "mode"))
+    assert modes == {row.pk: "resuming", other.pk: "resuming", limited.pk: "limited"}
     assert sorted(level for level, _ in said(response)) == ["success", "warning", "warning"]
     assert LogEntry.objects.get().change_message == "Being resumed: it is mended"
 

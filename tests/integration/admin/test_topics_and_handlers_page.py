@@ -157,7 +157,7 @@ def test_pause_asks_for_a_reason_and_is_audited_and_resume_is_offered_then(handl
 
 
 def test_limited_topic_is_shown_as_limited_and_may_be_paused_but_not_resumed_with_the_permissions_only():
-    PausedTopic.objects.create(topic=SMS, paused_at=utcnow(), is_resuming=True, allowed_at=utcnow())
+    PausedTopic.objects.create(topic=SMS, paused_at=utcnow(), mode="limited", allowed_at=utcnow())
     a_message(State.PAUSED, topic=SMS)
 
     response = opened(*PAUSED, "pause_pausedtopic", "resume_pausedtopic")

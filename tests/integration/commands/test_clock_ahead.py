@@ -87,7 +87,7 @@ def test_retries_and_probes_that_were_computed_ahead_of_the_clock_are_named_and_
     InboxMessage.objects.update(state="retrying", failed_at=DatabaseTime(HOUR), next_attempt_at=soon)
     message = published("t")
     set_columns(message, state=State.RETRYING, failed_at=DatabaseTime(HOUR), available_at=soon)
-    PausedTopic.objects.create(topic="shop.refused", paused_at=DatabaseTime(HOUR), probe_at=soon)
+    PausedTopic.objects.create(topic="shop.refused", mode="refused", paused_at=DatabaseTime(HOUR), probe_at=soon)
     PendingCallback.objects.create(message_id=message.id, event="published", settled_at=DatabaseTime(HOUR), available_at=soon)
     page = superuser_client().get(reverse("admin:exactly_once_overview_changelist")).content.decode()
     links = {table: link for link, table in re.findall(r'<a href="([^"]*)">1 rows of (\w+) were written', page)}

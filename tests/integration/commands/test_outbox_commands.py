@@ -40,7 +40,7 @@ class TestPauseAndResume:
         assert ": broker is moved" in line
         assert "with outbox_pause" in line
         [topic] = json.loads(output_of("exactly_once_status", "--json"))["outbox"]["paused_topics"]
-        expected = {"topic": "shop.stock", "messages": 1, "reason": "broker is moved", "resuming": False}
+        expected = {"topic": "shop.stock", "messages": 1, "reason": "broker is moved", "mode": "paused"}
         assert topic == {**topic, **expected}
 
         for command in ("outbox_pause", "outbox_resume"):
@@ -63,8 +63,8 @@ class TestPauseAndResume:
         status = json.loads(output_of("exactly_once_status", "--json"))
         topics = {one["topic"]: one for one in status["outbox"]["paused_topics"]}
         refused, limited = topics["shop.refused"], topics["shop.limited"]
-        assert (refused["by"], refused["messages"], bool(refused["next_try"])) == ("circuit breaker", 0, True)
-        assert (limited["by"], limited["limited"], limited["resuming"], limited["next_try"]) == ("rate", True, False, None)
+        assert (refused["mode"], refused["messages"], bool(refused["next_try"])) == ("refused", 0, True)
+        assert (limited["mode"], limited["by"], limited["next_try"]) == ("limited", "", None)
         with pytest.raises(CommandError, match="is not paused"):
             output_of("outbox_resume", "shop.limited")
         assert "Its rate limited it" in output_of("outbox_pause", "shop.limited")

@@ -111,7 +111,7 @@ class TestConditions:
         a_relay()
         a_message(State.PAUSED, topic="limited", ago=2 * HOUR)
         ago = DatabaseTime(-2 * HOUR)
-        PausedTopic.objects.create(topic="limited", paused_at=ago, is_resuming=True, allowed_at=DatabaseTime(HOUR))
+        PausedTopic.objects.create(topic="limited", paused_at=ago, mode="limited", allowed_at=DatabaseTime(HOUR))
         pause("shop.order.placed", reason="defect", by="ada")
         assert evaluated() == set()
 
@@ -263,8 +263,9 @@ class TestConditions:
         why = {"error_class": "returned", "last_error": "unroutable: no queue is bound", "failing_since": utcnow()}
         a_message(State.RETRYING, topic="shop.unknown", **why)
         paused = {"paused_at": DatabaseTime(-2 * HOUR), "error_class": "returned", "reason": "no queue is bound"}
+        PausedTopic.objects.create(topic="shop.mine", paused_by="ada", **paused)
+        paused["mode"] = "refused"
         PausedTopic.objects.create(topic="shop.refused", **paused)
-        PausedTopic.objects.create(topic="shop.mine", **{**paused, "paused_by": "ada"})
         PausedTopic.objects.create(topic="shop.full", **{**paused, "error_class": "nacked", "reason": "unroutable: not at all"})
 
         assert evaluated() == {("unroutable", "shop.unknown"), ("unroutable", "shop.refused")}

@@ -285,7 +285,7 @@ class TestIndexes:
             for topic in ("topic.1", "empty"):
                 pause(topic)
         resume("topic.1")
-        PausedTopic.objects.filter(topic="empty").update(paused_by="", probe_at=DatabaseTime(-HOUR))
+        PausedTopic.objects.filter(topic="empty").update(mode="refused", probe_at=DatabaseTime(-HOUR))
 
         plans = explained(lambda: paused_topics.resume_some("default", "topic.1", 500))
         plans += explained(lambda: paused_topics.begin_trial("default", "empty", 5, 1.0))

@@ -72,7 +72,7 @@ FULL = Verdict(PublishOutcome.NACKED, "full")
 
 def refused_by_breaker(topic=BAD, **columns):
     """The row of a topic that the circuit breaker has paused."""
-    given = {"probe_at": DatabaseTime(HOUR), "pause_seconds": 1.0, "reason": "nacked", **columns}
+    given = {"mode": TopicState.REFUSED, "probe_at": DatabaseTime(HOUR), "pause_seconds": 1.0, "reason": "nacked", **columns}
     return PausedTopic.objects.create(topic=topic, paused_at=DatabaseTime(), **given)
 
 
@@ -126,7 +126,7 @@ class TestPausedByAnOperator:
         with transaction.atomic():
             assert resume(BAD) is TopicState.PAUSED
             transaction.set_rollback(True)
-        assert not the_pause().is_resuming
+        assert the_pause().mode == TopicState.PAUSED
 
     def test_pause_and_resume_say_how_they_found_the_topic(self):
         assert resume(BAD) is TopicState.ACTIVE
@@ -136,7 +136,7 @@ class TestPausedByAnOperator:
         assert resume(BAD) is TopicState.PAUSED
         assert resume(BAD) is TopicState.RESUMING
         assert pause(BAD) is TopicState.RESUMING
-        assert not the_pause().is_resuming
+        assert the_pause().mode == TopicState.PAUSED
         refused_by_breaker(GOOD)
         assert resume(GOOD) is TopicState.REFUSED
 
@@ -201,7 +201,7 @@ class TestProbes:
         """Each of them would otherwise need 20 refusals of its own."""
         many(30)
         drained(peer.url, BACKOFF=(HOUR, HOUR))
-        assert the_pause().paused_by == ""
+        assert the_pause().mode == TopicState.REFUSED
         sent = len(peer.published)
         many(200)
         drained(peer.url, BACKOFF=(HOUR, HOUR))
@@ -256,12 +256,13 @@ class TestProbes:
         assert state_of(other) == State.READY
 
     @pytest.mark.parametrize("paused_by", ["", "ada"])
-    def test_topic_that_is_refused_while_it_is_resumed_is_paused_again(self, paused_by):
-        refused_by_breaker(paused_by=paused_by, is_resuming=True, probe_at=None)
+    @pytest.mark.parametrize("mode", ["resuming", "limited"])
+    def test_topic_that_is_refused_while_its_messages_are_sent_is_paused_again(self, paused_by, mode):
+        refused_by_breaker(paused_by=paused_by, mode=mode, probe_at=None)
 
         assert paused_topics.pause_refused("default", BAD, FULL, 1.0, timedelta(seconds=1))
         row = the_pause()
-        assert (row.is_resuming, row.paused_by, row.pause_seconds) == (False, "", 1.0)
+        assert (row.mode, row.paused_by, row.pause_seconds) == (TopicState.REFUSED, "", 1.0)
         assert (row.reason, row.error_class) == ("full", "nacked")
         assert not paused_topics.pause_refused("default", BAD, FULL, 1.0, timedelta(seconds=1)), "another relay has done it"
 
@@ -275,7 +276,7 @@ class TestProbes:
             attempts = sum(of(BAD).values_list("attempts", flat=True))
             room += [True] * 5
             wait_until(lambda: count(BAD, State.PUBLISHED) == 5)
-            wait_until(lambda: not the_pause().is_resuming and not count(BAD, State.READY))
+            wait_until(lambda: the_pause().mode == TopicState.REFUSED and not count(BAD, State.READY))
 
         assert sum(of(BAD).values_list("attempts", flat=True)) <= attempts + 5 + 10 + 20 + 40
 

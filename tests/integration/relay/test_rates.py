@@ -48,7 +48,7 @@ def limited(count, allowed_at):
     """Messages that the rate of their topic has paused."""
     many(count)
     OutboxMessage.objects.update(state=State.PAUSED)
-    PausedTopic.objects.create(topic=LIMITED, paused_at=DatabaseTime(), is_resuming=True, allowed_at=allowed_at)
+    PausedTopic.objects.create(topic=LIMITED, paused_at=DatabaseTime(), mode=TopicState.LIMITED, allowed_at=allowed_at)
 
 
 def the_row():
@@ -185,12 +185,11 @@ class TestPausedAndLimited:
         with relaying(peer.url, **at("1/h")):
             wait_until(lambda: count(State.PAUSED) == 19)
             assert resume(LIMITED) is TopicState.LIMITED
-            assert the_row().allowed_at
+            assert the_row().mode == TopicState.LIMITED
             assert pause(LIMITED, by="ada") is TopicState.LIMITED
-            wait_until(lambda: the_row().paused_by == "ada")
-            assert the_row().allowed_at is None
+            assert (the_row().mode, the_row().paused_by) == (TopicState.PAUSED, "ada")
             assert resume(LIMITED) is TopicState.PAUSED
-            wait_until(lambda: the_row().allowed_at)
+            wait_until(lambda: the_row().mode == TopicState.LIMITED)
             wait_until(lambda: count(State.PUBLISHED) == 2)
 
         assert count(State.PAUSED) == 18
@@ -200,7 +199,7 @@ class TestPausedAndLimited:
         peer.script = lambda m: [lambda: (peer.ack if room else peer.nack)(m)]
         many(60)
         with relaying(peer.url, relays=2, MAX_ATTEMPTS=1000, **at("1000/s")):
-            wait_until(PausedTopic.objects.filter(topic=LIMITED, is_resuming=False, in_trial=[]).exists)
+            wait_until(PausedTopic.objects.filter(topic=LIMITED, mode=TopicState.REFUSED, in_trial=[]).exists)
             room.append(True)
             wait_until(lambda: set(states()) == {State.PUBLISHED})
             wait_until(lambda: not PausedTopic.objects.exists())
