@@ -77,7 +77,8 @@ def _has_rows_that_stay(alias: str, day: int) -> Callable[[], bool]:
 def _ended(alias: str) -> Q:
     ended = Q(pk__in=())
     for period, names in handler_rows.by_period(handler_rows.recorded_periods(alias, "retention")).items():
-        ended |= Q(handler__in=names, received_at__lt=DatabaseTime(-period))
+        until = DatabaseTime(-period)
+        ended |= Q(handler__in=names, received_at__lt=until) & ~Q(retried_at__gte=until)
     return ended
 
 
@@ -98,7 +99,7 @@ class Remains:
     Attributes:
         message: the field with the id of the message.
         at: the field with the instant from which they are kept, and `kept`, by alias, at least how long. Their primary keys are
-            in its order.
+            in its order, but for single ones.
         ended: by alias, the condition of rows that need not be kept, if that is not the same for all.
     """
 
@@ -117,7 +118,7 @@ class Remains:
         return QuerySet(self.model, using=alias).filter(old, self.ended(alias))
 
     def deletions(self, alias: str, *, chunk: int = 1000, walk: Walk | None = None) -> Iterator[int]:
-        """Delete them in small transactions, in the order of their keys, up to the first that are too young."""
+        """Delete them in small transactions, in the order of their keys, until all that are read are too young."""
         for rows in self._gone(alias, chunk, walk):
             yield rows.delete()[1].get(self.model._meta.label, 0)
 
@@ -129,14 +130,14 @@ class Remains:
         walk.begin()
         keys: QuerySet[Any] = QuerySet(self.model, using=alias).order_by("pk").values_list("pk", self.at)
         while found := list(keys.filter(pk__gt=walk.last)[:chunk]):
-            last, youngest = found[-1][0], max(at for _, at in found)
+            if min(at for _, at in found) >= until:
+                return
+            last = found[-1][0]
             messages = dict(self._old(alias).filter(pk__gte=found[0][0], pk__lte=last).values_list("pk", self.message))
             # Not by a condition on the messages, which would lock all of history.
             stored = days_by(InboxMessage.objects.using(alias), "pk", {*messages.values()}) if messages else {}
             gone = [pk for pk, message in messages.items() if message not in stored]
             yield self._old(alias).filter(pk__in=gone)
-            if youngest >= until:
-                return
             walk.last = last
 
 

@@ -31,7 +31,9 @@ class Receipt(models.Model):
     biz_id = NameField(_("biz-id"), max_length=NAME_LENGTH)
     message_id = models.CharField(_("message id"), max_length=NAME_LENGTH)
     digest = models.CharField(max_length=64)
+    # In the order of the ids, which is how old receipts are found. An operator's retry is an instant of its own.
     received_at = models.DateTimeField()
+    retried_at = models.DateTimeField(null=True)
 
     class Meta:
         default_permissions = ()

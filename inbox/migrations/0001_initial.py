@@ -85,6 +85,7 @@ class Migration(migrations.Migration):
                 ('message_id', models.CharField(max_length=255, verbose_name='message id')),
                 ('digest', models.CharField(max_length=64)),
                 ('received_at', models.DateTimeField()),
+                ('retried_at', models.DateTimeField(null=True)),
             ],
             options={
                 'default_permissions': (),

@@ -238,7 +238,7 @@ def _one_by_one(alias: str, rows: Iterable[int], decision: Decision, decide: Cal
 def _remember_longer(alias: str, rows: Sequence[int], decision: Decision) -> None:
     """Keep the receipts of messages that are run now for `RETENTION` from now on: one that was dead may be as old as that."""
     if decision.written["state"] == State.RETRYING:
-        Receipt.objects.using(alias).filter(pk__in=rows).update(received_at=DatabaseTime())
+        Receipt.objects.using(alias).filter(pk__in=rows).update(retried_at=DatabaseTime())
 
 
 def _name(message: InboxMessage) -> str:

@@ -174,7 +174,7 @@ def _show_conflict(alias: str, receipt: Receipt, row: NewRow) -> Earlier | None:
         same.update(digest=F("digest"))
         if receipts.days_of(alias, [receipt.pk]):
             return None
-        columns = {field.attname: getattr(receipt, field.attname) for field in Receipt._meta.concrete_fields}
+        columns = {name: getattr(receipt, name) for name in ("pk", *receipts.COPIED)}
         InboxMessage.objects.using(alias).create(**columns, **HANDLE.columns, body=b"", last_error=HISTORY_DROPPED)
         return count_duplicate(alias, row)
 

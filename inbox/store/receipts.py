@@ -4,6 +4,7 @@ The receipt outlives the message, whose history is dropped earlier.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from django.db import connections, transaction
@@ -42,8 +43,8 @@ def message(alias: str, pk: int) -> QuerySet[InboxMessage]:
 
 def days_of(alias: str, pks: Sequence[int]) -> dict[int, int]:
     """The days of the messages of these receipts, as far as they exist: most are settled soon after they are received."""
-    received = Receipt.objects.using(alias).filter(pk__in=pks).values_list("received_at", flat=True)
-    likely = {day for instant in received for day in soon_after(instant)}
+    instants = Receipt.objects.using(alias).filter(pk__in=pks).values_list("received_at", "retried_at")
+    likely = {day for instant in chain(*instants) if instant for day in soon_after(instant)}
     return days_by(InboxMessage.objects.using(alias), "pk", pks, likely)
 
 
@@ -89,7 +90,7 @@ def create(alias: str, **columns: Any) -> InboxMessage:
     return InboxMessage.objects.using(alias).create(pk=receipt.pk, **columns)
 
 
-COPIED = [field.name for field in Receipt._meta.concrete_fields if not field.primary_key]
+COPIED = ["handler", "topic", "biz_id", "message_id", "digest", "received_at"]
 """The columns of a receipt that its message has as well."""
 
 

@@ -227,6 +227,26 @@ def test_receipt_of_an_old_dead_letter_is_kept_for_its_retention_after_it_was_re
     assert (states(), receipts()) == (set(), {"tests.dead"})
 
 
+def test_receipts_behind_those_of_many_retried_dead_letters_are_deleted(handles, monkeypatch):
+    """Also behind one of an instant that the clock has not reached: it was ahead then."""
+    monkeypatch.setattr("inbox.housekeeping.CHUNK", 4)
+    dead, done = handles(fails, name="tests.dead", retry=Retry(max_attempts=1)), handles(the_effect, name="tests.done")
+    for _ in range(10):
+        deliver(dead)
+    for _ in range(12):
+        deliver(done)
+    make_older(InboxMessage.objects.all(), YEARS)
+    ahead = Receipt.objects.filter(handler="tests.done").first()
+    Receipt.objects.filter(pk=ahead.pk).update(received_at=DatabaseTime(YEARS))
+    for pk in InboxMessage.objects.filter(handler="tests.dead").values_list("pk", flat=True):
+        assert retry("default", pk)
+
+    Housekeeper("default").drain(StopRequest())
+
+    assert Receipt.objects.filter(handler="tests.dead").count() == 10
+    assert Receipt.objects.get(handler="tests.done") == ahead
+
+
 class TestConflictWithoutHistory:
     @pytest.fixture
     def handler(self, handles):
