@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from inbox.errors import InboxError, Reject, RetryLater, UnknownHandler
 from inbox.handlers.decorator import batch_handler, idempotent_handler, leased_handler
+from inbox.handlers.kinds import Batch, Lease
 from inbox.handlers.message import Message
-from inbox.handlers.options import Backoff, Batch, Lease, Ordered, Retry, Shed
+from inbox.handlers.options import Backoff, Ordered, Retry, Shed
 
 if TYPE_CHECKING:
     from inbox.operators.pausing import HandlerState, pause, resume

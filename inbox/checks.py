@@ -207,8 +207,9 @@ def _longest_silence(handler: Handler, options: InboxOptions) -> tuple[timedelta
         return handler.lease.limit, f"its lease is in Redis and has limit={handler.lease.limit}"
     if handler.timeout is None:
         return timedelta(), ""
-    also = f", group_commit={handler.group_commit}" if handler.group_commit > 1 else ""
-    return handler.timeout * handler.group_commit, f"timeout={handler.timeout}{also}"
+    calls = 1 if handler.kind.gets_list else handler.kind.size
+    also = f", group_commit={calls}" if calls > 1 else ""
+    return handler.timeout * calls, f"timeout={handler.timeout}{also}"
 
 
 @register(Tags.database)

@@ -94,8 +94,8 @@ class Consumer:
         watchdog: Watchdog,
         runner: Runner | None = None,
     ) -> None:
-        self._handlers = [handler for handler in handlers if not handler.all_of]
-        self._joins = [handler for handler in handlers if handler.all_of]
+        self._handlers = [handler for handler in handlers if not handler.kind.all_of]
+        self._joins = [handler for handler in handlers if handler.kind.all_of]
         self._options = options
         self._stop = stop
         self._watchdog = watchdog

@@ -75,9 +75,7 @@ class Unanswered(Exception):
 
 def size_of(handler: Handler) -> int:
     """How many deliveries of this handler one worker takes at once."""
-    if handler.is_stored_first:
-        return STORED_AT_ONCE
-    return handler.batch.size if handler.batch else handler.group_commit
+    return STORED_AT_ONCE if handler.is_stored_first else handler.kind.size
 
 
 def prefetch_of(handler: Handler, options: InboxOptions) -> int:
@@ -106,7 +104,7 @@ class Lane:
         self._waiting: list[Delivery] = []
         self._checked = 0  # so many of the first ones are not dropped by load shedding
         self._most = size_of(handler)
-        self._wait = handler.batch.wait.total_seconds() if handler.batch else 0.0
+        self._wait = handler.kind.wait.total_seconds()
         # An ordered handler's messages are only stored here; its limits apply where they are run.
         self._limiter = None if handler.ordered else limiter_of(handler)
         self.slots = UNLIMITED if handler.ordered else slots_of(handler)

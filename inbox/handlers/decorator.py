@@ -25,11 +25,10 @@ from exactly_once.wire.identity import origin
 from exactly_once.wire.text import did_you_mean, why_no_topic, why_unfit
 from inbox.errors import NotCallable
 from inbox.handlers.handler import Handler, value_at, why_contradictory
+from inbox.handlers.kinds import PLAIN, Batch, Group, Kind, Lease
 from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import (
     AS_THE_SETTINGS,
-    Batch,
-    Lease,
     Ordered,
     Retry,
     Shed,
@@ -75,9 +74,10 @@ def registering(
     shed: Shed | None = None,
     start_from: StartFrom = "now",
     ordered: bool | Ordered = False,
-    **more: Any,
+    kind: Kind = PLAIN,
+    publishes: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:
-    """Validate the common options and return the decorator. `more`: valid options of one public decorator."""
+    """Validate the common options and return the decorator."""
     _require_handleable(topics)
     kept = kept_name(name, renamed_from)
     _require_valid(timeout=timeout, retry=retry, concurrency=concurrency, shed=shed)
@@ -93,11 +93,12 @@ def registering(
         concurrency=concurrency,
         shed=shed,
         start_from=start_from,
-        **more,
+        kind=kind,
+        publishes=publishes,
     )
 
     def decorate(function: Function) -> Function:
-        refuse_not_callable(function, "messages" if "batch" in more else "message")
+        refuse_not_callable(function, "messages" if kind.gets_list else "message")
         if biz_id is not None and not isinstance(biz_id, str) and not callable(biz_id):
             raise TypeError(f"biz_id is {biz_id!r}: it must be a function of the message, or the path of a payload field.")
         if inspect.iscoroutinefunction(biz_id):
@@ -188,7 +189,8 @@ def idempotent_handler(
     """
     require_count("group_commit", group_commit)
     published = require_topics("publishes", publishes)
-    return registering(topics, publishes=published, ordered=ordered, group_commit=group_commit, **options)
+    kind = Group(size=group_commit) if group_commit > 1 else PLAIN
+    return registering(topics, publishes=published, ordered=ordered, kind=kind, **options)
 
 
 @_takes_common_options
@@ -207,7 +209,7 @@ def batch_handler(
 
     The other arguments and the exceptions are those of `idempotent_handler`.
     """
-    return registering(topics, batch=Batch(size=size, wait=wait), **options)
+    return registering(topics, kind=Batch(size=size, wait=wait), **options)
 
 
 @_takes_common_options
@@ -226,7 +228,7 @@ def leased_handler(
     """
     lease = Lease() if lease is None else lease
     require_value("lease", lease, Lease, "Lease(duration=timedelta(minutes=10))")
-    return registering(topics, lease=lease, ordered=ordered, **options)
+    return registering(topics, kind=lease, ordered=ordered, **options)
 
 
 def database_of(using: str | None) -> str:

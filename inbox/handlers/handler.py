@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from decimal import Decimal
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 from uuid import UUID
 
@@ -17,8 +17,9 @@ from exactly_once.wire.identity import origin
 from exactly_once.wire.text import fit
 from inbox.conf import inbox_options
 from inbox.errors import NotCallable
+from inbox.handlers.kinds import PLAIN, Kind, Lease
 from inbox.handlers.message import BizId, Message
-from inbox.handlers.options import AS_THE_SETTINGS, Batch, Lease, Ordered, Retry, Shed, StartFrom
+from inbox.handlers.options import AS_THE_SETTINGS, Ordered, Retry, Shed, StartFrom
 from inbox.handlers.timeouts import bounded
 
 
@@ -34,20 +35,13 @@ class Handler:
         using: the database alias of its inbox row and its effect.
         timeout: the longest run of the function; None: unbounded.
         retry: the maximum attempts and the delays between them.
+        kind: how its messages are run.
         ordered: messages of one key are handled one at a time, in the order of publishing; None: in any order.
-        batch: the function gets lists of messages; None: one message.
-        lease: the function runs outside any transaction, guarded by a lease; None: inside one.
-        group_commit: the maximum number of calls that share one transaction.
         rate_limit: the maximum number of messages per second in all processes together; None: unlimited.
         concurrency: the maximum number of threads of one process that run it at a time; None: the default of the process.
         shed: which messages may be dropped when too many wait; None: no message.
-        all_of: the topics that it joins. They are stored by `inbox.contrib.joins`, so it has no queue. (): it joins none.
-        gather: what the function of a join gets, made of its messages.
-        collects_for: the join whose messages it stores, in READ COMMITTED transactions whatever the database's default;
-            "": none.
         publishes: the topics that it is declared to publish.
         start_from: since when it gets the messages that were published before it existed.
-        pulled: its messages are stored, and clients of `inbox.contrib.http` claim them. No process calls the function.
     """
 
     name: str
@@ -57,19 +51,13 @@ class Handler:
     using: str
     timeout: timedelta | None = None
     retry: Retry = AS_THE_SETTINGS
+    kind: Kind = PLAIN
     ordered: Ordered | None = None
-    batch: Batch | None = None
-    lease: Lease | None = None
-    group_commit: int = 1
     rate_limit: float | None = None
     concurrency: int | None = None
     shed: Shed | None = None
-    all_of: tuple[str, ...] = ()
-    gather: Callable[[Sequence[Message]], Any] | None = None
-    collects_for: str = ""
     publishes: tuple[str, ...] = ()
     start_from: StartFrom = "now"
-    pulled: bool = False
 
     @property
     def identity(self) -> tuple[str, str, str]:
@@ -89,7 +77,20 @@ class Handler:
     @cached_property
     def is_stored_first(self) -> bool:
         """Are its messages stored before they are handled?"""
-        return self.ordered is not None or self.pulled
+        return self.ordered is not None or not self.kind.is_called
+
+    @cached_property
+    def lease(self) -> Lease | None:
+        """The terms of the lease under which the function runs outside any transaction; None: inside one."""
+        return self.kind if isinstance(self.kind, Lease) else None
+
+    @cached_property
+    def pulled(self) -> bool:
+        return not self.kind.is_called
+
+    @cached_property
+    def batch(self) -> bool:
+        return self.kind.gets_list
 
     @property
     def skips_dead(self) -> bool:
@@ -120,10 +121,8 @@ class Handler:
                 os._exit(1)
 
     def _call(self, messages: tuple[Message, ...]) -> object:
-        given: Any = list(messages) if self.batch or self.gather else messages[0]
-        function = partial(_gathered, self.function, self.gather) if self.gather else self.function
-        hooks = inbox_options().around
-        result = _called_around(hooks, messages, lambda: function(given)) if hooks else function(given)
+        function, given, hooks = self.function, self.kind.given, inbox_options().around
+        result = _called_around(hooks, messages, lambda: function(given(messages))) if hooks else function(given(messages))
         if result is not None and (inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator)):
             if inspect.iscoroutine(result):
                 result.close()
@@ -143,10 +142,6 @@ class Handler:
         if self.biz_id is None:
             return message.biz_id
         return as_biz_id(self.biz_id(message))
-
-
-def _gathered(function: Callable[..., Any], gather: Callable[[Sequence[Message]], Any], messages: Sequence[Message]) -> object:
-    return function(gather(messages))
 
 
 def _called_around(hooks: Sequence[Callable[..., Any]], messages: Sequence[Message], call: Callable[[], object]) -> object:
@@ -205,14 +200,14 @@ def value_at(path: str, given: object, missing: str) -> object:
 
 def why_contradictory(handler: Handler) -> str | None:
     """Why these options contradict each other, with the remedy; None if they do not."""
-    if handler.ordered is not None and handler.group_commit > 1:
+    if handler.ordered is not None and handler.kind.size > 1:
         return (
-            f"group_commit={handler.group_commit} runs several messages in one transaction, but an ordered handler runs one "
+            f"group_commit={handler.kind.size} runs several messages in one transaction, but an ordered handler runs one "
             "message of a key at a time; remove one of the two options"
         )
     if handler.ordered is not None and handler.shed is not None:
         return "shed drops messages, but an ordered handler must handle every message of a key; remove shed or ordered"
-    if handler.pulled and (handler.retry.dead_on or handler.retry.retry_on):
+    if not handler.kind.is_called and (handler.retry.dead_on or handler.retry.retry_on):
         return "its messages are handled by clients, which raise no exceptions here; remove dead_on and retry_on from its retry"
     if handler.lease is not None and handler.timeout is not None and handler.timeout > handler.lease.limit:
         return (

@@ -218,50 +218,6 @@ class Ordered:
         require_count("partitions", self.partitions)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """The function gets a list of messages, in one transaction.
-
-    Attributes:
-        size: the maximum number of messages in a list.
-        wait: the longest wait for a list to fill, counted from its first message.
-
-    Raises:
-        TypeError: `size` is not a whole number, or `wait` is not a timedelta.
-        ValueError: `size` is less than 1, or `wait` is not longer than zero.
-    """
-
-    size: int = 100
-    wait: timedelta = timedelta(seconds=0.2)
-
-    def __post_init__(self) -> None:
-        require_count("size", self.size)
-        require_duration("wait", self.wait)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lease:
-    """The function runs outside any transaction, for effects outside the database. Each message has one owner at a time.
-
-    Attributes:
-        duration: the time without a heartbeat after which another process may run the message. Heartbeats extend the lease.
-        limit: the longest run. After that the lease is no longer extended.
-
-    Raises:
-        TypeError: one of them is not a timedelta.
-        ValueError: one of them is not longer than zero, or `limit` is shorter than `duration`.
-    """
-
-    duration: timedelta = timedelta(minutes=10)
-    limit: timedelta = timedelta(hours=1)
-
-    def __post_init__(self) -> None:
-        require_duration("duration", self.duration)
-        require_duration("limit", self.limit)
-        if self.limit < self.duration:
-            raise ValueError(f"limit is {self.limit}, shorter than duration, {self.duration}: make it at least as long.")
-
-
 StartFrom = Literal["beginning", "now"] | datetime
 """What a new handler gets of the messages that were published before: all, none, or those since an instant."""
 

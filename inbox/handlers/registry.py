@@ -47,7 +47,7 @@ class Registry:
                 close = " or ".join(map(repr, difflib.get_close_matches(name, self._handlers)))
                 known = f"did you mean {close}?" if close else f"known: {', '.join(self._handlers) or 'none'}."
                 raise UnknownHandler(f"No handler is called {name!r}; {known}")
-        return [handler for handler in self.all() if {handler.name, handler.collects_for} & {*chosen}]
+        return [handler for handler in self.all() if {handler.name, handler.kind.collects_for} & {*chosen}]
 
     def topics_of(self, name: str) -> tuple[str, ...]:
         """The topics of a handler; none, if it is not one of this process."""
@@ -60,7 +60,7 @@ class Registry:
 
     def for_topic(self, topic: str) -> list[Handler]:
         """The handlers that a message of this topic is delivered to."""
-        return [handler for handler in self._handlers.values() if topic in handler.topics and not handler.all_of]
+        return [handler for handler in self._handlers.values() if topic in handler.topics and not handler.kind.all_of]
 
 
 registry = Registry()

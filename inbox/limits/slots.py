@@ -98,7 +98,7 @@ def slots_of(handler: Handler) -> Slots:
 
 def limited_by_default(handlers: Sequence[Handler], threads: int) -> list[Handler]:
     """The handlers of a process with so many threads, each with a `concurrency` that the process can reach."""
-    is_only_one = sum(not handler.pulled for handler in handlers) == 1
+    is_only_one = sum(handler.kind.is_called for handler in handlers) == 1
     count = threads if is_only_one else max(threads - 1, 1)
     return [replace(handler, concurrency=min(handler.concurrency or count, threads)) for handler in handlers]
 

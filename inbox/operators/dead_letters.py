@@ -46,7 +46,7 @@ class InboxLetters(Letters):
         handler = registry.get(values["handler"])
         if not may_exist(values["handler"]):
             raise Refused(_("this project has no handler %(handler)s") % {"handler": values["handler"]})
-        if handler is not None and handler.all_of:
+        if handler is not None and handler.kind.all_of:
             raise Refused(_("it is the row of a join's run, and the messages of the run are not in the file"))
         if handler is not None and handler.using != alias:
             raise Refused(_("the database of its handler is %(alias)s; use --database") % {"alias": handler.using})

@@ -97,11 +97,7 @@ def why_not(stored: InboxMessage) -> str:
         return f"it is {stored.get_state_display().lower()}, and only dead and retrying messages are run dry"
     if stored.topic.startswith(CELERY_TOPICS) or handler is None:
         return "this process does not know its handler"
-    if handler.pulled:
-        return "it is read over HTTP, so no handler of this project runs it"
-    if handler.lease is not None:
-        return "its handler runs under a lease, and effects outside the database cannot be rolled back"
-    return ""
+    return handler.kind.why_not_dry
 
 
 def dry_run(alias: str, pk: int, limit: timedelta) -> DryRun:

@@ -227,7 +227,7 @@ def _why_not_by_itself(row: NewRow) -> str:
     handler = registry.get(row.handler)
     if handler is None:
         return f"This process has no handler {row.handler!r}, which would run it."
-    if handler.collects_for:
+    if handler.kind.collects_for:
         return "A run of a join has one message of each topic. Publish it with the run id of another run."
     if reason := why_unfit(row.biz_id):
         return f"It would be stored under the biz-id {row.biz_id}, which is invalid: {reason}."
@@ -254,7 +254,7 @@ def _why_not_by_its_handler(stored: InboxMessage) -> str:
     handler = registry.get(stored.handler)
     if handler is None:
         return f"This process has no handler {stored.handler!r}, which is needed to identify the corrected message."
-    if handler.all_of:
+    if handler.kind.all_of:
         return (
             "It is the row of a join's run, which has no payload of its own, and another row would not belong to the run. Use "
             "the page of the run to enter missing messages, to wait longer, or to start without them."

@@ -30,8 +30,6 @@ from inbox.transactions.running import TRIES_AT_ONCE, DatabaseUnavailable, commi
 logger = escaping_logger(__name__)
 
 _SHORTEST_DELAY = timedelta(seconds=1)
-_NEVER_ENDED = "Its attempts never ended: its process died, or its database became unavailable."
-_NOT_ACKNOWLEDGED = "Its attempts never ended: no client acknowledged or released it before its lease ended."
 
 
 def store_failure(handler: Handler, row: NewRow, failure: Failure, options: InboxOptions) -> Outcome:
@@ -66,7 +64,7 @@ def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions
     made = stored.attempts - 1
     if made < handler.retry.most_attempts(options.retry):
         return None
-    error = stored.last_error or (_NOT_ACKNOWLEDGED if handler.pulled else _NEVER_ENDED)
+    error = stored.last_error or f"Its attempts never ended: {handler.kind.never_ended}."
     failure = Failure(
         error=error,
         error_class=stored.error_class or NEVER_ENDED,

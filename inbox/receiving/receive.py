@@ -281,7 +281,7 @@ def _begin(policy: Policy, arrivals: Sequence[Arrival], successor: Successor | N
     """The first statement of the transaction; fills `ran` with the arguments of the handler. None: there is nothing to run."""
     alias, first, longest_wait = policy.handler.using, arrivals[0], policy.options.DUPLICATE_TIMEOUT
     ran.clear()
-    if policy.handler.collects_for:
+    if policy.handler.kind.collects_for:
         read_committed(alias)
     if first.stored is not None:
         guard = claims.begin_stored(alias, first.stored, first.exclusive_key, successor, longest_wait=longest_wait)

@@ -49,9 +49,9 @@ def run_handler(handler: Callable[..., Any] | str, *messages: Any, **attributes:
         raise ValueError("run_handler() needs at least one message: a payload, or a Message from make_message().")
     first = messages[0]
     known = registered(handler, first.topic if isinstance(first, Message) else None)
-    if len(messages) > 1 and not (known.batch or known.all_of):
+    if len(messages) > 1 and not (known.kind.gets_list or known.kind.all_of):
         raise ValueError(f"The handler {known.name} takes one message at a time, but {len(messages)} were given.")
-    if (known.all_of or len(known.topics) > 1) and not isinstance(first, Message):
+    if (known.kind.all_of or len(known.topics) > 1) and not isinstance(first, Message):
         raise ValueError(f"The handler {known.name} needs messages from make_message(), because their topics matter.")
     prepared = [_message_for(known, message, attributes) for message in messages]
     if known.lease:

@@ -42,7 +42,7 @@ def registered(handler: Callable[..., Any] | str, topic: str | None = None) -> H
         ValueError: the function handles several topics, and `topic` does not say which.
     """
     known = [one for one in registry.all() if handler in (one.name, one.function, *_decorated(one))]
-    selected = [one for one in known if topic in {None, *one.topics, *one.all_of}]
+    selected = [one for one in known if topic in {None, *one.topics, *one.kind.all_of}]
     if len(selected) == 1:
         return selected[0]
     topics = ", ".join(sorted(repr(topic) for one in known for topic in one.topics))
@@ -62,7 +62,7 @@ def registered(handler: Callable[..., Any] | str, topic: str | None = None) -> H
 def _decorated(handler: Handler) -> list[object]:
     """The decorated function of an `async def` or of a join, which are wrapped, and that of `correlated` twice."""
     functions: list[object] = [getattr(getattr(handler.function, "awaitable", None), "__wrapped__", handler.function)]
-    while handler.all_of and (wrapped := getattr(functions[-1], "__wrapped__", None)):
+    while handler.kind.all_of and (wrapped := getattr(functions[-1], "__wrapped__", None)):
         functions.append(wrapped)
     return functions
 

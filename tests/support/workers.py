@@ -44,9 +44,9 @@ OF_THE_WORKERS = handler_of_the_workers("worker.work", JOB)
 NAMED_OF_THE_WORKERS = [
     handler_of_the_workers("worker.named", NAMED),
     handler_of_the_workers("named.named_and_ordered", NAMED_AND_ORDERED, ordered=Ordered()),
-    handler_of_the_workers("named.named_and_leased", NAMED_AND_LEASED, lease=Lease()),
+    handler_of_the_workers("named.named_and_leased", NAMED_AND_LEASED, kind=Lease()),
 ]
-LEASED_OF_THE_WORKERS = handler_of_the_workers("leased.work", LEASED_JOB, lease=Lease())
+LEASED_OF_THE_WORKERS = handler_of_the_workers("leased.work", LEASED_JOB, kind=Lease())
 STEP_OF_THE_WORKERS = handler_of_the_workers("ordered.step", STEP, ordered=Ordered())
 
 

@@ -10,6 +10,7 @@ from exactly_once.wire.retry import RetryPolicy
 from inbox import Backoff, Batch, Lease, Ordered, Retry, Shed, batch_handler, idempotent_handler, leased_handler
 from inbox.contrib.http import subscribe
 from inbox.errors import Reject, RetryLater, StepInterrupted, TransactionEnded
+from inbox.handlers.kinds import PLAIN
 from inbox.handlers.registry import registry
 
 A_SECOND, A_MINUTE, AN_HOUR = timedelta(seconds=1), timedelta(minutes=1), timedelta(hours=1)
@@ -198,9 +199,9 @@ class TestCombinations:
         plain = registered(idempotent_handler)
 
         assert (leased.retry, leased.ordered, leased.lease, leased.concurrency) == (retry, order, lease, 3)
-        assert (leased.skips_dead, leased.partitions, leased.batch) == (True, 4, None)
-        assert (batched.batch, batched.lease, batched.ordered) == (Batch(size=7, wait=A_SECOND), None, None)
-        assert (plain.batch, plain.lease, plain.ordered, plain.retry, plain.concurrency) == (None, None, None, Retry(), None)
+        assert (leased.skips_dead, leased.partitions) == (True, 4)
+        assert (batched.kind, batched.ordered) == (Batch(size=7, wait=A_SECOND), None)
+        assert (plain.kind, plain.ordered, plain.retry, plain.concurrency) == (PLAIN, None, Retry(), None)
 
     @every_decorator
     def test_every_decorator_takes_the_options_that_all_handlers_have(self, decorator):

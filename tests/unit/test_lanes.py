@@ -11,6 +11,7 @@ from inbox.consumer import lanes
 from inbox.consumer.channels import Acks
 from inbox.consumer.lanes import CHECKED_AT_ONCE, LOAD_BYTES, STORED_AT_ONCE, Delivery, Lane, prefetch_of, size_of
 from inbox.handlers.handler import Handler
+from inbox.handlers.kinds import Group
 from inbox.limits import shedder
 from inbox.limits.shedder import shedder_of
 from inbox.limits.slots import slots_of
@@ -53,7 +54,7 @@ class TestPlainHandler:
 
 
 def test_group_commit_takes_what_is_available_without_waiting():
-    lane = a_lane(7, group_commit=5)
+    lane = a_lane(7, kind=Group(size=5))
 
     assert not lane.is_filling
     assert [numbers(lane.take(0.0)) for _ in range(3)] == [[0, 1, 2, 3, 4], [5, 6], []]
@@ -61,7 +62,7 @@ def test_group_commit_takes_what_is_available_without_waiting():
 
 class TestBatch:
     def test_an_incomplete_batch_is_taken_after_the_wait_of_its_oldest_delivery(self):
-        lane = a_lane(1, batch=Batch(size=3, wait=timedelta(seconds=10)), at=100.0)
+        lane = a_lane(1, kind=Batch(size=3, wait=timedelta(seconds=10)), at=100.0)
         put(lane, 1, at=109.0)
 
         assert (lane.take(109.0), lane.seconds_left(109.0)) == ([], 1.0)
@@ -69,7 +70,7 @@ class TestBatch:
         assert numbers(lane.take(110.0)) == [0, 1]
 
     def test_only_a_delivery_between_the_first_and_the_last_of_a_batch_needs_no_worker(self):
-        lane, filling = a_lane(batch=Batch(size=4)), []
+        lane, filling = a_lane(kind=Batch(size=4)), []
         for number in range(5):
             put(lane, number)
             filling.append(lane.is_filling)
@@ -119,7 +120,7 @@ class TestRateLimit:
         return tokens
 
     def test_a_load_takes_no_more_deliveries_than_there_are_tokens(self, tokens):
-        lane = a_lane(10, group_commit=5, rate_limit=1.0)
+        lane = a_lane(10, kind=Group(size=5), rate_limit=1.0)
 
         assert numbers(lane.take(0.0)) == [0, 1, 2]
         assert (lane.take(0.0), lane.seconds_left(0.0)) == ([], 7.0)
@@ -128,14 +129,14 @@ class TestRateLimit:
         assert tokens.tokens == 4
 
     def test_a_batch_that_is_not_due_takes_no_tokens(self, tokens):
-        lane = a_lane(2, batch=Batch(size=5, wait=timedelta(seconds=10)), rate_limit=1.0)
+        lane = a_lane(2, kind=Batch(size=5, wait=timedelta(seconds=10)), rate_limit=1.0)
 
         assert (lane.take(1.0), tokens.tokens) == ([], 3)
         assert lane.seconds_left(1.0) == 9.0
 
     def test_a_rate_limited_batch_waits_for_both_its_batch_and_its_tokens(self, tokens):
         tokens.tokens = 0
-        lane = a_lane(2, batch=Batch(size=5, wait=timedelta(seconds=5)), rate_limit=1.0)
+        lane = a_lane(2, kind=Batch(size=5, wait=timedelta(seconds=5)), rate_limit=1.0)
 
         assert lane.seconds_left(0.0) == 7.0
 
@@ -250,14 +251,14 @@ class TestPrefetch:
         ("given", "size", "prefetch"),
         [
             ({}, 1, 50),
-            ({"batch": Batch(size=20)}, 20, 50),
-            ({"batch": Batch(size=100)}, 100, 200),
-            ({"group_commit": 50}, 50, 100),
+            ({"kind": Batch(size=20)}, 20, 50),
+            ({"kind": Batch(size=100)}, 100, 200),
+            ({"kind": Group(size=50)}, 50, 100),
             ({"ordered": Ordered()}, STORED_AT_ONCE, 2 * STORED_AT_ONCE),
             ({"rate_limit": 2000.0}, 1, 50),
             ({"rate_limit": 5.0}, 1, 10),
             ({"rate_limit": 1 / 3600}, 1, 1),
-            ({"rate_limit": 5.0, "batch": Batch(size=30)}, 30, 60),
+            ({"rate_limit": 5.0, "kind": Batch(size=30)}, 30, 60),
         ],
         ids=str,
     )
@@ -270,7 +271,7 @@ class TestPrefetch:
         assert prefetch_of(a_handler(ordered=Ordered()), InboxOptions(PREFETCH=5)) == 20
 
 
-@pytest.mark.parametrize("options", [{"ordered": Ordered()}, {"batch": Batch(size=10)}, {"group_commit": 10}], ids=str)
+@pytest.mark.parametrize("options", [{"ordered": Ordered()}, {"kind": Batch(size=10)}, {"kind": Group(size=10)}], ids=str)
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [([LOAD_BYTES // 2] * 4, [[0, 1], [2, 3]]), ([2 * LOAD_BYTES, 1, 2 * LOAD_BYTES], [[0], [1], [2]])],

@@ -181,7 +181,7 @@ def test_lanes_take_turns():
 
 
 def test_a_lane_that_waits_for_its_batch_does_not_hold_up_another_lane():
-    batch, single, work = a_lane("batch", batch=Batch(size=10, wait=timedelta(hours=1))), a_lane("single"), Work()
+    batch, single, work = a_lane("batch", kind=Batch(size=10, wait=timedelta(hours=1))), a_lane("single"), Work()
     with running([batch, single], receive=work) as pool:
         pool.put(batch, a_delivery(batch))
         pool.put(single, a_delivery(single))
@@ -189,7 +189,7 @@ def test_a_lane_that_waits_for_its_batch_does_not_hold_up_another_lane():
 
 
 def test_idle_worker_takes_a_batch_that_becomes_full():
-    lane, work, idle = a_lane(batch=Batch(size=10, wait=timedelta(hours=1))), Work(), []
+    lane, work, idle = a_lane(kind=Batch(size=10, wait=timedelta(hours=1))), Work(), []
     with running([lane], receive=work, on_idle=lambda: idle.append(len(lane))) as pool:
         wait_until(lambda: idle)
         for number in range(10):
@@ -200,7 +200,7 @@ def test_idle_worker_takes_a_batch_that_becomes_full():
 
 
 def test_incomplete_batch_is_run_at_once_while_draining():
-    lane, work = a_lane(batch=Batch(size=10, wait=timedelta(hours=1))), Work()
+    lane, work = a_lane(kind=Batch(size=10, wait=timedelta(hours=1))), Work()
     with running([lane], receive=work) as pool:
         pool.put(lane, a_delivery(lane))
         pool.hurry()

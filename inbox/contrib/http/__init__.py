@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 
 from inbox.handlers.decorator import registering
+from inbox.handlers.kinds import Pulled
 from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import Ordered, Retry, StartFrom
 
@@ -56,7 +57,7 @@ def subscribe(
             f"The name {name!r} cannot be part of a URL: set name= to letters, digits, dots, hyphens, underscores and tildes."
         )
     register = registering(
-        [topic], biz_id=biz_id, name=name, using=using, retry=retry, start_from=start_from, ordered=ordered, pulled=True
+        [topic], biz_id=biz_id, name=name, using=using, retry=retry, start_from=start_from, ordered=ordered, kind=Pulled()
     )
     register(_of_clients)
 

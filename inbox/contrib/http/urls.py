@@ -161,7 +161,7 @@ urlpatterns = api.patterns
 def _subscription(request: HttpRequest, name: str) -> Handler:
     require(request, "read", name)
     handler = registry.get(name)
-    if handler is None or not handler.pulled:
+    if handler is None or handler.kind.is_called:
         raise Problem(
             HTTPStatus.NOT_FOUND, f"There is no subscription {name}: the handlers.py of an installed app must call subscribe()."
         )

@@ -29,6 +29,7 @@ from inbox.contrib.joins.store import TOPIC
 from inbox.errors import Reject
 from inbox.handlers.decorator import Function, database_of, kept_name, refuse_not_callable, registering, require_topics
 from inbox.handlers.handler import Handler
+from inbox.handlers.kinds import Collector, Joined
 from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import Retry, require_duration
 from inbox.handlers.registry import registry
@@ -131,11 +132,12 @@ def correlated(
 
 
 def _register(join: Definition, function: Callable[[Join], Any], correlate: BizId | str, **options: Any) -> None:
+    register = partial(registering, biz_id=correlate, using=join.using)
     for collector, topic in join.collectors.items():
-        collecting = registering([topic], biz_id=correlate, name=collector, using=join.using, collects_for=join.name)
+        collecting = register([topic], name=collector, kind=Collector(collects_for=join.name))
         collecting(update_wrapper(partial(collect, join), collect))
-    options |= {"all_of": join.topics, "gather": partial(gather, join)}
-    registering([TOPIC], biz_id=correlate, name=join.name, using=join.using, **options)(function)
+    kind = Joined(all_of=join.topics, given=partial(gather, join))
+    register([TOPIC], name=join.name, kind=kind, **options)(function)
 
 
 def _answering(join: Definition, function: Callable[..., Any], on_timeout: Callable[..., Any] | None) -> Callable[[Join], Any]:
@@ -195,13 +197,13 @@ def check_tables(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
 
 
 def _joins() -> list[Handler]:
-    return [handler for handler in registry.all() if handler.all_of]
+    return [handler for handler in registry.all() if handler.kind.all_of]
 
 
 def _never_published(join: Handler) -> Iterator[tuple[str, set[str]]]:
     """The topics of a join whose declared publishers all run after it, with these publishers."""
     after = {handler.name for handler in _after(join)}
-    for topic in join.all_of:
+    for topic in join.kind.all_of:
         publishers = {handler.name for handler in registry.all() if topic in handler.publishes}
         if publishers and publishers <= after:
             yield topic, publishers
@@ -214,6 +216,6 @@ def _after(join: Handler) -> list[Handler]:
         found += [
             handler
             for handler in registry.all()
-            if handler not in found and {*earlier.publishes} & {*handler.topics, *handler.all_of}
+            if handler not in found and {*earlier.publishes} & {*handler.topics, *handler.kind.all_of}
         ]
     return found

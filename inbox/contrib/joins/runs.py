@@ -262,7 +262,7 @@ def missing(run: Any) -> tuple[str, ...]:
     """The topics that a `Run` waits for; () also if this process has no such join."""
     join = registry.get(run.handler)
     come = {part.topic for part in run.parts.all()}
-    return tuple(topic for topic in join.all_of if topic not in come) if join else ()
+    return tuple(topic for topic in join.kind.all_of if topic not in come) if join else ()
 
 
 def _decide(alias: str, pk: int, decide: Callable[[Run], bool]) -> bool:

@@ -29,8 +29,8 @@ from inbox.contrib.outgoing_webhooks.models import PREFIX, Endpoint, State
 from inbox.contrib.outgoing_webhooks.posting import SUCCESS, Answer, NoAnswer, post
 from inbox.errors import Reject, RetryLater
 from inbox.handlers.handler import Handler
+from inbox.handlers.kinds import Lease
 from inbox.handlers.message import Message
-from inbox.handlers.options import Lease
 
 _HEADERS = {"Content-Type": "application/json", "User-Agent": "django-exactly-once"}
 _TIMEOUT, _LEASE = timedelta(seconds=15), timedelta(minutes=1)
@@ -53,7 +53,7 @@ def handler_of(alias: str, endpoint: Endpoint) -> Handler:
         function=update_wrapper(partial(_deliver, alias, endpoint.pk), _deliver),
         biz_id=None,
         using=alias,
-        lease=Lease(duration=_LEASE, limit=2 * _LEASE),
+        kind=Lease(duration=_LEASE, limit=2 * _LEASE),
         concurrency=1 if endpoint.failures else endpoint.concurrency,
     )
 

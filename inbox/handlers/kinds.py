@@ -1,0 +1,123 @@
+"""The kinds of handlers: what differs in how their messages are run.
+
+A handler has one kind, which is made when it is registered and answers for it. The order of a key is not a kind: messages that
+are run in order may be run in a transaction, under a lease or by clients. With subclasses of `Handler` instead, each of these
+would be a class, and every copy of a handler, such as one that a test observes, would have to be of its class.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from operator import itemgetter
+from typing import Any
+
+from inbox.handlers.message import Message
+from inbox.handlers.options import require_count, require_duration
+
+
+class Kind:
+    """One message in one transaction.
+
+    Attributes:
+        size: the maximum number of messages in one transaction.
+        wait: the longest wait for that many, counted from the first.
+        given: returns the argument of the function for a call with these messages.
+        gets_list: one call takes all messages of a transaction.
+        is_called: processes call the function. Otherwise clients of `inbox.contrib.http` claim its stored messages.
+        all_of: the topics that it joins. Their messages are stored by its collectors, so it has no queue.
+        collects_for: the join whose messages it stores, in READ COMMITTED transactions whatever the database's default;
+            "": none.
+        never_ended: the usual reasons why an attempt never ends.
+        why_not_dry: why a message cannot be run and rolled back; "" if it can.
+    """
+
+    size: int = 1
+    wait: timedelta = timedelta()
+    given: Callable[[Sequence[Message]], Any] = itemgetter(0)
+    gets_list: bool = False
+    is_called: bool = True
+    all_of: tuple[str, ...] = ()
+    collects_for: str = ""
+    never_ended: str = "its process died, or its database became unavailable"
+    why_not_dry: str = ""
+
+
+PLAIN = Kind()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group(Kind):
+    """Several calls share one transaction."""
+
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Kind):
+    """The function gets a list of messages, in one transaction.
+
+    Attributes:
+        size: the maximum number of messages in a list.
+        wait: the longest wait for a list to fill, counted from its first message.
+
+    Raises:
+        TypeError: `size` is not a whole number, or `wait` is not a timedelta.
+        ValueError: `size` is less than 1, or `wait` is not longer than zero.
+    """
+
+    size: int = 100
+    wait: timedelta = timedelta(seconds=0.2)
+    given = list
+    gets_list = True
+
+    def __post_init__(self) -> None:
+        require_count("size", self.size)
+        require_duration("wait", self.wait)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease(Kind):
+    """The function runs outside any transaction, for effects outside the database. Each message has one owner at a time.
+
+    Attributes:
+        duration: the time without a heartbeat after which another process may run the message. Heartbeats extend the lease.
+        limit: the longest run. After that the lease is no longer extended.
+
+    Raises:
+        TypeError: one of them is not a timedelta.
+        ValueError: one of them is not longer than zero, or `limit` is shorter than `duration`.
+    """
+
+    duration: timedelta = timedelta(minutes=10)
+    limit: timedelta = timedelta(hours=1)
+    never_ended = "the process died, or the lease store became unavailable"
+    why_not_dry = "its handler runs under a lease, and effects outside the database cannot be rolled back"
+
+    def __post_init__(self) -> None:
+        require_duration("duration", self.duration)
+        require_duration("limit", self.limit)
+        if self.limit < self.duration:
+            raise ValueError(f"limit is {self.limit}, shorter than duration, {self.duration}: make it at least as long.")
+
+
+class Pulled(Kind):
+    """The messages are stored, and clients claim them."""
+
+    is_called = False
+    never_ended = "no client acknowledged or released it before its lease ended"
+    why_not_dry = "it is read over HTTP, so no handler of this project runs it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined(Kind):
+    """The function gets what `given` makes of a message that stands for a run. See `inbox.contrib.joins`."""
+
+    all_of: tuple[str, ...]
+    given: Callable[[Sequence[Message]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collector(Kind):
+    """The messages of one topic are stored for a join."""
+
+    collects_for: str
