@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from exactly_once.wire.envelope import Envelope
 from inbox.handlers.handler import Handler
-from inbox.handlers.message import Message
 from inbox.handlers.kinds import Lease as Terms
+from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.store.message_rows import Failure, NewRow, OrderedKey, order_of
 
