@@ -34,7 +34,7 @@ from inbox.receiving.reading import read
 from inbox.states import Outcome
 
 WARM_UP, TRACED = 3, 5
-GROUP, BATCH = 50, 100
+IN_TURN, GROUP, BATCH = 10, 50, 100
 TOPIC = "benchmarks.traced"
 
 
@@ -42,6 +42,7 @@ def paths() -> dict[str, Trace]:
     """By its name, the trace of each way. Needs Django, and the tables of the default database outside any transaction."""
     return {
         "fresh delivery": _traced(_Handled()),
+        f"{IN_TURN} fresh deliveries in turn": _traced(_InTurn(), count=IN_TURN),
         f"group commit of {GROUP}": _traced(_Handled(group_commit=GROUP), count=GROUP),
         f"batch of {BATCH}": _traced(_Handled(size=BATCH), count=BATCH),
         "stored message": _traced(_Stored()),
@@ -129,6 +130,14 @@ class _Handled:
             delivery_info={"routing_key": TOPIC, "redelivered": False},
         )
         return Delivery(Acks(None, multiple=False), self.handler, message, monotonic())
+
+
+class _InTurn(_Handled):
+    """Fresh deliveries that one worker takes one by one, from the first to the last answer."""
+
+    def go(self) -> None:
+        waiting = iter(self.load)
+        self.reception.receive([next(waiting)], more=lambda: next(waiting, None))
 
 
 class _Ordered(_Handled):

@@ -18,9 +18,10 @@ import re
 import select
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import DataError, OperationalError
@@ -148,13 +149,7 @@ class PreparedStatement:
             django.db.Error: PostgreSQL refused the statement, or the connection was lost.
         """
         (result,) = _run(connection, [(self, parameters)])
-        rows: list[list[Any]] = []
-        for row in range(result.ntuples):
-            rows.append([])
-            for column in range(result.nfields):
-                value = result.get_value(row, column)
-                rows[row].append(None if value is None else value.decode())
-        return StatementResult(rows, result.command_tuples or 0)
+        return _read(result)
 
     def execute_and_commit(
         self, connection: BaseDatabaseWrapper, parameters: Sequence[Any], *, before: Sequence[bytes] = ()
@@ -204,6 +199,42 @@ class PreparedStatement:
         _, found = _run(connection, [(self, parameters), (following, its_parameters)], commit=True)
         return _rows_of(connection, found)
 
+    def commit_and_send(
+        self,
+        connection: BaseDatabaseWrapper,
+        parameters: Sequence[Any],
+        following: Prepared,
+    ) -> Callable[[], StatementResult]:
+        """As `execute_and_commit`, and send with it the first statement of the next transaction: one round trip for both.
+
+        The next transaction begins only if this one has committed. Call it only if `may_begin`.
+
+        Returns:
+            what waits for the answer of `following`, and must be called before anything else uses the connection.
+        """
+        statement, its_parameters = following
+        session = _session(connection)
+        raw: Any = connection.connection
+        with connection.wrap_database_errors:
+            try:
+                given = self._prepared(raw, session, parameters)
+                following_given = statement._prepared(raw, session, its_parameters)  # noqa: SLF001 - of this class
+                # A handler may have ended the transaction: the statement proves that, in a transaction that can be rolled back.
+                _committed_and_sent(raw, [_BEGIN] if _is_to_begin(raw) else [], given, following_given)
+            except Exception as error:
+                _raise_if_lost(error, session)
+                raise
+
+        def answer() -> StatementResult:
+            with connection.wrap_database_errors:
+                try:
+                    return _read(_checked(raw, _end_of_pipeline(raw))[-1])
+                except Exception as error:
+                    _raise_if_lost(error, session)
+                    raise
+
+        return answer
+
     def _prepared(self, raw: Any, session: _Session, parameters: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments of libpq for one more run; prepare it if necessary."""
         runs = session.runs
@@ -219,6 +250,8 @@ class PreparedStatement:
         return self._name, _adapted(parameters), self._formats, self._result_format
 
 
+Prepared = tuple[PreparedStatement, Sequence[Any]]
+"""A statement with its parameters."""
 _names: set[bytes] = set()
 """Of all statements of this process."""
 
@@ -281,6 +314,16 @@ def _raise_if_lost(error: Exception, session: _Session) -> None:
         raise StatementLost(str(error)) from None
 
 
+def _read(result: Any) -> StatementResult:
+    rows: list[list[Any]] = []
+    for row in range(result.ntuples):
+        rows.append([])
+        for column in range(result.nfields):
+            value = result.get_value(row, column)
+            rows[row].append(None if value is None else value.decode())
+    return StatementResult(rows, result.command_tuples or 0)
+
+
 def _rows_of(connection: BaseDatabaseWrapper, result: Any) -> list[tuple[Any, ...]]:
     from psycopg.adapt import Transformer  # noqa: PLC0415 - an extra
 
@@ -309,6 +352,12 @@ def _array(values: Sequence[bytes]) -> bytes:
     """A `bytea[]` in PostgreSQL's binary format: dimensions, is any NULL, type, length, first index; then each element."""
     elements = (struct.pack("!i", len(value)) + value for value in values)
     return struct.pack("!5i", 1, 0, _OID_OF_BYTEA, len(values), 1) + b"".join(elements)
+
+
+def may_begin(connection: BaseDatabaseWrapper) -> bool:
+    """May the next transaction begin without settings of its own? Call it only if `is_usable`."""
+    raw: Any = connection.connection
+    return raw.isolation_level is raw.read_only is raw.deferrable is None
 
 
 def _is_to_begin(raw: Any) -> bool:
@@ -342,10 +391,46 @@ def _pipelined(raw: Any, before: Sequence[bytes], prepared: Sequence[tuple[Any, 
     return _checked(raw, results)[len(before) : len(before) + len(prepared)]
 
 
-def _results(pgconn: Any) -> list[Any]:
-    """The results of a pipeline up to its end. PQgetResult itself would wait with Python's global lock held."""
+def _committed_and_sent(raw: Any, before: Sequence[bytes], last: tuple[Any, ...], first: tuple[Any, ...]) -> None:
+    """Send the last statement of a transaction, COMMIT, BEGIN and the first one of the next; return when it has committed.
+
+    They share one pipeline, in which nothing runs after an error, so the next transaction begins only after the commit. The
+    server sends its answers when it is asked to, or at the end.
+    """
+    pgconn = raw.pgconn
+    try:
+        pgconn.enter_pipeline_mode()
+        for statement in before:
+            pgconn.send_query_params(statement, None)
+        pgconn.send_query_prepared(*last)
+        pgconn.send_query_params(_COMMIT, None)
+        pgconn.send_flush_request()
+        pgconn.send_query_params(_BEGIN, None)
+        pgconn.send_query_prepared(*first)
+        pgconn.pipeline_sync()
+        answers = _results(pgconn, len(before) + 2)
+    except BaseException:
+        raw.close()
+        raise
+    if any(answer.error_message for answer in answers):
+        _end_of_pipeline(raw)
+        _checked(raw, answers)
+
+
+def _end_of_pipeline(raw: Any) -> list[Any]:
+    try:
+        results = _results(raw.pgconn)
+        raw.pgconn.exit_pipeline_mode()
+    except BaseException:
+        raw.close()
+        raise
+    return results
+
+
+def _results(pgconn: Any, number: float = inf) -> list[Any]:
+    """The results of a pipeline, so many or up to its end. PQgetResult itself would wait with Python's global lock held."""
     results: list[Any] = []
-    while True:
+    while len(results) < number:
         while (unsent := pgconn.flush()) or pgconn.is_busy():
             poll = select.poll()
             poll.register(pgconn.socket, select.POLLIN | (select.POLLOUT if unsent else 0))
@@ -356,6 +441,7 @@ def _results(pgconn: Any) -> list[Any]:
             if result.status == _PIPELINE_SYNC:
                 return results
             results.append(result)
+    return results
 
 
 def _checked(raw: Any, results: list[Any]) -> list[Any]:

@@ -137,6 +137,13 @@ class Lane:
         self._checked = max(0, self._checked - most)
         return self._remove(0, most)
 
+    def take_next(self, now: float) -> Delivery | None:
+        """The next delivery for the worker that has run one, and keeps its slot; None if there is none that it can run now."""
+        if not self._ready or now < self._paused_until or (self._limiter is not None and not self._limiter.take(1)):
+            return None
+        self._checked = max(0, self._checked - 1)
+        return self._remove(0, 1)[0]
+
     def seconds_left(self, now: float, *, hurry: bool = False) -> float:
         """Seconds until a load may be ready; infinite if it needs another delivery, or a worker to finish."""
         if not self._ready or self._is_running or not self.slots.is_free:

@@ -27,6 +27,7 @@ from inbox.limits import slots
 logger = escaping_logger(__name__)
 
 _LONGEST_WAIT_SECONDS = 0.5
+_CHAIN_SECONDS = 0.01
 
 
 class Pool:
@@ -259,13 +260,23 @@ class Pool:
         return partial(self.run, lane, load, do)
 
     def _receive_for(self, lane: Lane, load: list[Delivery]) -> None:
+        more = partial(self._next_delivery, lane, monotonic() + _CHAIN_SECONDS)
         try:
-            self._reception.receive(load)
+            self._reception.receive(load, more)
         except Unanswered as left:
             lane.give_back_tokens(len(left.load))
             raise
         finally:
             lane.slots.leave()
+
+    def _next_delivery(self, lane: Lane, until: float) -> Delivery | None:
+        """The next delivery of a lane for the thread that has just run one of it."""
+        with self._changed:
+            now = monotonic()
+            is_stopping = self._closing or self._runner.stop
+            if now >= until or is_stopping or lane.handler.using in self._probe_at or self._runner.is_paused(lane.handler):
+                return None
+            return lane.take_next(now)
 
     def _check_for(self, lane: Lane, load: list[Delivery]) -> None:
         to_handle = self._reception.check(load)

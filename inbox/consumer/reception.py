@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import kombu
 from django.db import DatabaseError, connections
@@ -22,6 +22,7 @@ from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
 from inbox.receiving.admit import admit
+from inbox.receiving.in_hand import Name, in_hand
 from inbox.receiving.outages import make_refunds
 from inbox.receiving.outcomes import failure_of, store_failure
 from inbox.receiving.parking import park
@@ -42,8 +43,57 @@ _TIMED = (Outcome.HANDLED, Outcome.STORED)
 _MOST_KEYS = 10_000
 _UNREADABLE_SECONDS = 1.0
 Answers = Sequence[tuple[Delivery, Outcome]]
-_Run = Callable[[list[Delivery]], list[Outcome] | None]
-"""Runs a part of a load; None if it must be run in smaller parts."""
+_More = Callable[[], Delivery | None]
+_LARGEST_BEHIND = 64 * 1024
+"""Bytes of the largest body that is decoded while the transaction of another message is open."""
+
+
+class _Run(NamedTuple):
+    """How a part of a load is run.
+
+    Attributes:
+        do: returns None if the part must be run in smaller parts.
+        handles: it calls the handler.
+    """
+
+    do: Callable[[list[Delivery]], list[Outcome] | None]
+    handles: bool = False
+
+
+_Parts = deque[tuple[list[Delivery], _Run]]
+
+
+class _Behind:
+    """The deliveries behind the only one of `part`. Each takes its place when the one before it has had its effect.
+
+    Attributes:
+        left: one that was taken, and is to be received by itself.
+        held: those that this process has in hand.
+    """
+
+    def __init__(
+        self, more: _More, read: Callable[[Delivery], Arrival], handled: Callable[[Sequence[Delivery]], object]
+    ) -> None:
+        self._more, self._read, self._handled = more, read, handled
+        self.part: list[Delivery] = []
+        self.left: list[Delivery] = []
+        self.held: set[Name] = set()
+
+    def take(self) -> Arrival | None:
+        if self.left or (one := self._more()) is None:
+            return None
+        self.left.append(one)
+        if one.redelivered or not one.acks.is_open or one.size > _LARGEST_BEHIND:
+            return None
+        one.arrival = self._read(one)
+        if one.arrival.refused or one.arrival.unread or (names := in_hand.take([one.arrival.row])) is None:
+            return None
+        self.held |= names
+        return one.arrival
+
+    def advance(self) -> None:
+        self._handled([*self.part])
+        self.part[0] = self.left.pop()
 
 
 class Reception:
@@ -63,21 +113,33 @@ class Reception:
         self._refusals: defaultdict[str, Reminder] = defaultdict(Reminder)
         self._counting = threading.Lock()
         self._latest: OrderedDict[tuple[object, str], str] = OrderedDict()
+        self._storing = _Run(self._store)
         self.outcomes: Counter[Outcome] = Counter()
 
     def close(self) -> None:
         """Begin no more runs."""
         self._closing = True
 
-    def receive(self, load: list[Delivery]) -> None:
+    def receive(self, load: list[Delivery], more: _More | None = None) -> None:
         """Run a load until each delivery is answered, or is left with the broker; one that has waited too long is stored.
+
+        Args:
+            more: takes the next delivery of the queue, for this thread; None if there is none that it should run now.
 
         Raises:
             Unanswered: the database is unavailable, so these deliveries are unchanged. This thread does not wait for the
                 database, because handlers of other databases need it.
         """
         handler = load[0].handler
-        self._run_all(handler, self._parts(handler, self._read_all(handler, load)))
+        behind = _Behind(more, self._read, self._handled) if more is not None and handler.may_follow else None
+        try:
+            parts = self._parts(handler, self._read_all(handler, load), behind)
+            self._run_all(handler, parts, () if behind is None else behind.left)
+        finally:
+            if behind is not None:
+                in_hand.end(behind.held)
+        if behind is not None and behind.left:
+            self.receive(behind.left)
 
     def check(self, load: list[Delivery]) -> list[Delivery]:
         """Shed the droppable deliveries of a load, and store each as shed; return the others, in order.
@@ -93,7 +155,7 @@ class Reception:
             if shedder is not None and shedder.is_shedding and not (arrival.refused or arrival.unread):
                 reason = shedder.why_shed(message_of(arrival.envelope, self._options, biz_id=arrival.row.biz_id))
             (shed[reason] if reason else to_handle).append(one)
-        self._run_all(handler, deque((some, partial(self._shed, reason)) for reason, some in shed.items()), to_handle)
+        self._run_all(handler, deque((some, _Run(partial(self._shed, reason))) for reason, some in shed.items()), to_handle)
         return to_handle
 
     def probe(self, alias: str) -> float:
@@ -108,7 +170,7 @@ class Reception:
             return _UNREADABLE_SECONDS
         return 0.0
 
-    def _run_all(self, handler: Handler, parts: deque[tuple[list[Delivery], _Run]], others: Sequence[Delivery] = ()) -> None:
+    def _run_all(self, handler: Handler, parts: _Parts, others: Sequence[Delivery] = ()) -> None:
         """Run and answer all parts of a load.
 
         Raises:
@@ -116,9 +178,9 @@ class Reception:
         """
         while parts:
             part, run = parts.popleft()
-            if not handler.ordered and monotonic() - part[0].at > self._options.longest_silence and run == self._receive:
+            if not handler.ordered and monotonic() - part[0].at > self._options.longest_silence and run.handles:
                 # It must be stored and not run, before the broker's `consumer_timeout`.
-                run = self._store
+                run = self._storing
             halve = bool(handler.batch)
             try:
                 ended = self._run_part(part, run)
@@ -136,24 +198,32 @@ class Reception:
                 smaller = [part[:half], part[half:]] if halve else [[one] for one in part]
                 parts.extendleft((some, run) for some in reversed(smaller))
 
-    def _parts(self, handler: Handler, load: list[Delivery]) -> deque[tuple[list[Delivery], _Run]]:
+    def _parts(self, handler: Handler, load: list[Delivery], behind: _Behind | None = None) -> _Parts:
         """Split the load into parts that run the same way."""
         if handler.is_stored_first:
-            return deque([(load, self._store)] if load else [])
-        parts: deque[tuple[list[Delivery], _Run]] = deque()
+            return deque([(load, self._storing)] if load else [])
+        parts: _Parts = deque()
+        receiving = _Run(partial(self._receive, behind), handles=True)
         together: list[Delivery] = []
         for one in load:
             if one.arrival.refused or one.arrival.unread or handler.lease:
-                parts.append(([one], self._receive))
+                parts.append(([one], receiving))
             else:
                 together.append(one)
         if together:
-            parts.appendleft((together, self._receive))
+            parts.appendleft((together, receiving))
         return parts
 
-    def _receive(self, part: list[Delivery]) -> list[Outcome] | None:
+    def _receive(self, behind: _Behind | None, part: list[Delivery]) -> list[Outcome] | None:
         handler, arrivals = part[0].handler, [one.arrival for one in part]
-        return receive(handler, arrivals, self._options, acknowledge=partial(self._acknowledge, part[0]))
+        if behind is not None:
+            behind.part = part
+        return receive(handler, arrivals, self._options, acknowledge=partial(self._acknowledge, part[0]), queue=behind)
+
+    def _handled(self, part: Sequence[Delivery]) -> None:
+        outcomes = [Outcome.HANDLED] * len(part)
+        self._count(part, outcomes)
+        self._answer(list(zip(part, outcomes, strict=True)))
 
     def _store(self, part: list[Delivery]) -> list[Outcome]:
         stored = admit(part[0].handler, [one.arrival for one in part], self._options)
@@ -176,9 +246,7 @@ class Reception:
             return True
         if (outcomes := self._run(part, run)) is None:
             return False
-        with self._counting:
-            self.outcomes.update(outcomes)
-        _time(part, outcomes)
+        self._count(part, outcomes)
         for one, outcome in zip(part, outcomes, strict=True) if handler.ordered else ():
             if outcome is Outcome.STORED:
                 self._check_order(one)
@@ -187,10 +255,22 @@ class Reception:
             self._answer(list(zip(part, outcomes, strict=True)))
         return True
 
+    def _count(self, part: Sequence[Delivery], outcomes: Sequence[Outcome]) -> None:
+        """Count outcomes, and the latencies of first deliveries. The effect of a stored message is timed where it is run."""
+        with self._counting:
+            self.outcomes.update(outcomes)
+        handler, now, received = part[0].handler, monotonic(), []
+        for one, outcome in zip(part, outcomes, strict=True):
+            if outcome in _TIMED and not one.redelivered:
+                envelope = one.arrival.envelope
+                received.append((envelope.deliver_at or envelope.created_at, now - one.at, outcome is Outcome.HANDLED))
+        if received:
+            counting.time_received(handler.using, handler.name, received)
+
     def _run(self, part: list[Delivery], run: _Run) -> list[Outcome] | None:
         handler = part[0].handler
         try:
-            outcomes = run(part)
+            outcomes = run.do(part)
         except DatabaseUnavailable:
             raise
         except BaseException as error:
@@ -208,7 +288,7 @@ class Reception:
             return [self._failed(one, error) for one in part]
         if self._outages.items:
             self._outages.end(handler.name)
-        if self._outages.beside and run == self._receive and outcomes is not None:
+        if self._outages.beside and run.handles and outcomes is not None:
             self._outages.end_beside(handler.name)
         if outcomes is not None and Outcome.DEFERRED in outcomes:
             return [self._deferred(one) if was is Outcome.DEFERRED else was for one, was in zip(part, outcomes, strict=True)]
@@ -322,17 +402,6 @@ class Reception:
             return read(handler, envelope, self._options, refused=refused, redelivered=delivery.redelivered)
         except Unidentifiable:
             return read_unread(handler, envelope, self._options, redelivered=delivery.redelivered)
-
-
-def _time(part: Sequence[Delivery], outcomes: Sequence[Outcome]) -> None:
-    """Count the latencies of first deliveries. The effect of a stored message is timed where it is run."""
-    handler, now, received = part[0].handler, monotonic(), []
-    for one, outcome in zip(part, outcomes, strict=True):
-        if outcome in _TIMED and not one.redelivered:
-            envelope = one.arrival.envelope
-            received.append((envelope.deliver_at or envelope.created_at, now - one.at, outcome is Outcome.HANDLED))
-    if received:
-        counting.time_received(handler.using, handler.name, received)
 
 
 def envelope_of(message: kombu.Message) -> Envelope:

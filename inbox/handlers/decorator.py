@@ -24,7 +24,7 @@ from exactly_once.packages import label_of, name_of
 from exactly_once.wire.identity import origin
 from exactly_once.wire.text import did_you_mean, why_no_topic, why_unfit
 from inbox.errors import NotCallable
-from inbox.handlers.handler import Handler, value_at, why_contradictory
+from inbox.handlers.handler import Handler, PayloadField, why_contradictory
 from inbox.handlers.kinds import PLAIN, Batch, Group, Kind, Lease
 from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import (
@@ -109,7 +109,7 @@ def registering(
         handler_name = kept or name_of(function, "handler")
         if reason := why_unfit(handler_name):
             raise ValueError(f"The name {handler_name!r} cannot be the name of a handler: {reason}.")
-        handler = make(name=handler_name, function=runnable, biz_id=_biz_id_at(biz_id) if isinstance(biz_id, str) else biz_id)
+        handler = make(name=handler_name, function=runnable, biz_id=PayloadField(biz_id) if isinstance(biz_id, str) else biz_id)
         if reason := why_contradictory(handler):
             raise ValueError(f"The handler {handler_name} cannot be registered: {reason}.")
         registry.add(handler)
@@ -303,15 +303,6 @@ def _as_ordered(ordered: bool | Ordered) -> Ordered | None:
         return Ordered() if ordered else None
     require_value("ordered", ordered, Ordered, 'Ordered(on_dead="skip")')
     return ordered
-
-
-def _biz_id_at(path: str) -> BizId:
-    """A function that returns the payload field at `path`."""
-
-    def biz_id(message: Message) -> object:
-        return value_at(path, message.payload, "the payload has no field")
-
-    return biz_id
 
 
 def _as_coroutine(function: Callable[..., Any], limit: timedelta | None) -> Callable[..., Coroutine[Any, Any, Any]]:

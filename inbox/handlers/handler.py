@@ -92,6 +92,15 @@ class Handler:
     def batch(self) -> bool:
         return self.kind.gets_list
 
+    @cached_property
+    def may_follow(self) -> bool:
+        """May its next message be read and begun in the round trip that commits the one before it?
+
+        Not if the user's code reads it, which may query, or if it has a transaction of its own kind.
+        """
+        is_plain = self.kind is PLAIN and not self.is_stored_first
+        return is_plain and (self.biz_id is None or isinstance(self.biz_id, PayloadField))
+
     @property
     def skips_dead(self) -> bool:
         """Does a key continue without a dead letter?"""
@@ -187,6 +196,16 @@ def as_biz_id(named: object) -> str:
             "unrelated messages do not share one"
         )
     return fit(str(named))
+
+
+@dataclass(frozen=True)
+class PayloadField:
+    """A `biz_id` function that returns the payload's field at `path`."""
+
+    path: str
+
+    def __call__(self, message: Message) -> object:
+        return value_at(self.path, message.payload, "the payload has no field")
 
 
 def value_at(path: str, given: object, missing: str) -> object:

@@ -24,7 +24,7 @@ from inbox.store.message_rows import NewRow
 _REMEMBERED_WAITS = 5
 """A multiple of the wait, so that duplicates of one message occupy a worker for at most a sixth of its time."""
 
-_Name = tuple[str, str, str]
+Name = tuple[str, str, str]
 """Handler, topic and biz-id."""
 
 
@@ -33,11 +33,11 @@ class InHand:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holders: Counter[_Name] = Counter()
-        self._after: defaultdict[_Name, list[Callable[[], object]]] = defaultdict(list)
-        self._elsewhere: dict[_Name, float] = {}
+        self._holders: Counter[Name] = Counter()
+        self._after: defaultdict[Name, list[Callable[[], object]]] = defaultdict(list)
+        self._elsewhere: dict[Name, float] = {}
 
-    def take(self, rows: Iterable[NewRow]) -> set[_Name] | None:
+    def take(self, rows: Iterable[NewRow]) -> set[Name] | None:
         """Hold these messages while they are handled, until `end` is called with the result. None: one of them is being handled
         by this process, or was recently found to be handled by another one.
         """
@@ -51,7 +51,7 @@ class InHand:
                 self._holders[name] = 1
         return names
 
-    def end(self, names: Iterable[_Name]) -> None:
+    def end(self, names: Iterable[Name]) -> None:
         """Their run has ended."""
         callbacks: list[Callable[[], object]] = []
         with self._lock:

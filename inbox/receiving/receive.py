@@ -29,13 +29,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from django.db import connections
 
 from exactly_once.failures import NEVER_ENDED
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import drop_unusable_connections, is_inside_a_transaction
+from exactly_once.sql.prepared_statements import Prepared, StatementResult
 from exactly_once.wire.body import Undecodable
 from exactly_once.wire.text import describe
 from inbox import metrics, signals
@@ -67,6 +68,7 @@ from inbox.transactions.running import (
     outage_in,
     read_committed,
     run_with_reruns,
+    statements_of_ours,
 )
 from inbox.transactions.sessions import SessionChanges, autocommit
 
@@ -77,12 +79,23 @@ _KEY_BUSY_BACKOFF = timedelta(seconds=0.5)
 _NEVER_ENDED = "Its attempts never ended: the process died, or the lease store became unavailable."
 
 
+class Queue(Protocol):
+    """The deliveries behind the single one that is received."""
+
+    def take(self) -> Arrival | None:
+        """The next one, if it can be run as this one is."""
+
+    def advance(self) -> None:
+        """This one has had its effect. It is replaced in the list of arrivals by the one that was taken."""
+
+
 def receive(
     handler: Handler,
-    arrivals: Sequence[Arrival],
+    arrivals: list[Arrival],
     options: InboxOptions,
     *,
     acknowledge: Callable[[], object] | None = None,
+    queue: Queue | None = None,
 ) -> list[Outcome] | None:
     """Process deliveries to their outcomes; returns them in their order.
 
@@ -92,6 +105,8 @@ def receive(
         arrivals: one that is refused, unread, redelivered or leased is given alone.
         acknowledge: called if the delivery may be acknowledged before the handler runs: under a lease in the database, its row
             and body are committed, and the run may take longer than the broker waits for an acknowledgement.
+
+        queue: more deliveries, which may be run after a single one, too. The outcome that is returned is that of the last.
 
     Raises:
         DatabaseUnavailable: the database does not answer; nothing was decided.
@@ -106,9 +121,9 @@ def receive(
         if (held := in_hand.take([arrival.row for arrival in arrivals])) is not None:
             if first.unread or first.row.redelivered:
                 return [_receive_carefully(handler, first, options)]
-            return run(Policy(handler, options), arrivals)
+            return run(Policy(handler, options), arrivals, queue=queue)
     except ConcurrentDuplicate:
-        in_hand.remember_elsewhere(first.row, options.DUPLICATE_TIMEOUT)
+        in_hand.remember_elsewhere(arrivals[0].row, options.DUPLICATE_TIMEOUT)
     finally:
         if held:
             in_hand.end(held)
@@ -234,7 +249,42 @@ class Policy:
         return Outcome.DUPLICATE if arrival.stored is not None else duplicate(self.handler, arrival.row)
 
 
-def run(policy: Policy, arrivals: Sequence[Arrival], successor: Successor | None = None) -> list[Outcome] | None:
+class _Chain:
+    """Fresh deliveries, each begun by the round trip that commits the one before it. The current one is in `arrivals`."""
+
+    def __init__(self, policy: Policy, arrivals: list[Arrival], ran: dict[int, Message], queue: Queue) -> None:
+        self._policy, self._arrivals, self._ran, self._queue = policy, arrivals, ran, queue
+        self._connection = connections[policy.handler.using]
+        self._next = arrivals[0]
+
+    def take(self) -> Prepared | None:
+        # What a receiver of the signal does must not be part of the next transaction.
+        if signals.message_handled.receivers or (arrival := self._queue.take()) is None:
+            return None
+        self._next = arrival
+        return fresh.first_statement(arrival.row, self._policy.options.DUPLICATE_TIMEOUT)
+
+    def begin(self, answer: Callable[[], StatementResult]) -> Guard | None:
+        try:
+            self._policy.settle_success([*self._ran.values()])
+            self._ran.clear()
+            self._arrivals[0] = self._next
+            self._queue.advance()
+        finally:
+            with statements_of_ours:
+                guard = fresh.begun(self._connection, self._next.row, answer)
+        if guard is not None:
+            self._ran[0] = self._policy.message_for_run(self._next)
+        return guard
+
+
+def run(
+    policy: Policy,
+    arrivals: list[Arrival],
+    successor: Successor | None = None,
+    *,
+    queue: Queue | None = None,
+) -> list[Outcome] | None:
     """Run fresh deliveries, or one stored message whose attempt was claimed, in one transaction; returns the outcome of each.
 
     None: several have failed together, without any effect, and are to be run in smaller parts.
@@ -248,12 +298,18 @@ def run(policy: Policy, arrivals: Sequence[Arrival], successor: Successor | None
         ConcurrentDuplicate: another transaction is handling the single message, or has locked its row.
         KeyBusy: another message of its key is being run.
     """
-    handler, first, single = policy.handler, arrivals[0], len(arrivals) == 1
-    stored, ran = first.stored, dict[int, Message]()
+    handler, single = policy.handler, len(arrivals) == 1
+    stored, ran = arrivals[0].stored, dict[int, Message]()
     attempt = policy.attempt if stored is None else stored.attempts
-    of = first.row.message_id if single else f"{len(arrivals)} messages"
     begin, call_all = partial(_begin, policy, arrivals, successor, ran), partial(_call_all, policy, arrivals, ran)
-    once = partial(in_transaction, handler, begin, call_all, of=of, attempt=attempt, durable=policy.durable)
+    # Only the first time, so that each message has its own reruns.
+    chains = [] if queue is None else [_Chain(policy, arrivals, ran, queue)]
+
+    def once() -> None:
+        following = chains.pop() if chains else None
+        of = partial(_names, arrivals)
+        in_transaction(handler, begin, call_all, of=of, attempt=attempt, durable=policy.durable, following=following)
+
     try:
         # A handler that loses its session at every run is rerun once in the first attempt, never in later ones.
         run_with_reruns(handler.using, once, reruns=single and policy.attempt == attempt == 1)
@@ -273,8 +329,12 @@ def run(policy: Policy, arrivals: Sequence[Arrival], successor: Successor | None
     if ran:
         policy.settle_success([*ran.values()])
     if single:
-        return [Outcome.HANDLED if ran else policy.settle_duplicate(first)]
+        return [Outcome.HANDLED if ran else policy.settle_duplicate(arrivals[0])]
     return [Outcome.HANDLED if index in ran else _duplicate(policy, arrival) for index, arrival in enumerate(arrivals)]
+
+
+def _names(arrivals: Sequence[Arrival]) -> str:
+    return arrivals[0].row.message_id if len(arrivals) == 1 else f"{len(arrivals)} messages"
 
 
 def _begin(policy: Policy, arrivals: Sequence[Arrival], successor: Successor | None, ran: dict[int, Message]) -> Guard | None:

@@ -13,7 +13,7 @@ The rows are numbered in the order in which they are given. Rows that exist alre
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from typing import Annotated, NamedTuple, TypedDict, Unpack, get_type_hints
@@ -25,7 +25,7 @@ from exactly_once.failures import DEFERRED
 from exactly_once.sql.connections import execute, is_outermost, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.now import NOW, NOW_AFTER
-from exactly_once.sql.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
+from exactly_once.sql.prepared_statements import PLANNED_SINGLY, Prepared, PreparedStatement, StatementResult, is_usable
 from inbox.conf import inbox_options
 from inbox.states import INSERTED, State
 from inbox.store.dialect import BOUND, RECEIPTS, TABLE, UNBOUND, adapted, as_bound, locked_means_busy, run
@@ -227,6 +227,22 @@ def begin_fresh(
         emptied=tuple([rows[index] for index in begun]) if is_emptied else (),
         result=values.get("result"),
     )
+
+
+def first_statement(row: NewRow, duplicate_timeout: timedelta) -> Prepared:
+    """What `begin_fresh` executes for one row, where that is to be settled."""
+    stored = row if inbox_options().keeps_successes else emptied(row)
+    return _ONE, [*columns_of(stored), State.DONE, 1, None, None, None, as_bound(duplicate_timeout)]
+
+
+def begun(connection: BaseDatabaseWrapper, row: NewRow, answer: Callable[[], StatementResult]) -> Guard | None:
+    """What `begin_fresh` returns and raises, by the answer to the `first_statement`."""
+    with locked_means_busy:
+        ((pk, transaction_id, _),) = answer().rows
+    if pk is None:
+        return None
+    content = () if inbox_options().keeps_successes else (row,)
+    return Guard(connection, (int(pk),), transaction_id, begun=(0,), is_settled=True, emptied=content)
 
 
 def in_lock_order(rows: Sequence[NewRow]) -> Sequence[int]:

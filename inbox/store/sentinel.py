@@ -5,7 +5,7 @@ acknowledges would lose the message.
 """
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError, transaction
@@ -15,7 +15,15 @@ from exactly_once.sql.connections import fetch, is_outermost, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
 from exactly_once.sql.partitions import lately
-from exactly_once.sql.prepared_statements import PreparedStatement, execute_script, is_in_transaction, is_usable
+from exactly_once.sql.prepared_statements import (
+    Prepared,
+    PreparedStatement,
+    StatementResult,
+    execute_script,
+    is_in_transaction,
+    is_usable,
+    may_begin,
+)
 from exactly_once.wire.text import describe
 from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
@@ -67,7 +75,9 @@ _FINISH_ON_SQLITE = (
 )
 
 
-def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bool = False) -> None:
+def finish(
+    guard: Guard, attempts: int, result: str | None = None, *, commit: bool = False, following: Prepared | None = None
+) -> Callable[[], StatementResult] | None:
     """received → done, as the last statement of the handler's transaction: the commit sentinel. It must hit every row.
 
     Of rows that were inserted as `done` the receipts are read instead: `xmin` is the transaction that inserted one, and
@@ -78,6 +88,10 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
     Args:
         result: the handler's result as JSON, if it must be stored.
         commit: also commit, in the same round trip, if `can_commit`. The caller's own commit has nothing to do then.
+        following: the first statement of the next transaction, if `can_follow`.
+
+    Returns:
+        what waits for its answer.
 
     Raises:
         TransactionBroken: this transaction cannot commit.
@@ -93,6 +107,9 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
         )
     refuse_if_ended(guard)
     try:
+        if following is not None:
+            connection.validate_no_broken_transaction()
+            return _PROVE_ONE.commit_and_send(connection, guard.rows, following)
         if commit:
             _finish_and_commit(connection, guard, attempts, result)
         elif _finish(connection, guard, attempts, result) != len(guard.rows):
@@ -109,6 +126,7 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
         record(connection.alias, guard.rows, was=guard.was, matters=FINISH.recorded)
         if guard.order is not None:
             promote_next(connection.alias, *guard.order)
+    return None
 
 
 def _remedy(error: Exception) -> str:
@@ -138,6 +156,11 @@ def can_commit(guard: Guard, result: str | None) -> bool:
         and connection.commit_on_exit
         and is_usable(connection)
     )
+
+
+def can_follow(guard: Guard) -> bool:
+    """May the next fresh delivery begin with the commit of this one, which `can_commit`?"""
+    return guard.is_settled and len(guard.rows) == 1 and may_begin(guard.connection)
 
 
 def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> int:

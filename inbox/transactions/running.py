@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
@@ -32,6 +32,7 @@ from exactly_once.sql.faults import (
     remedy,
     sqlstate_of,
 )
+from exactly_once.sql.prepared_statements import Prepared, StatementResult
 from exactly_once.sql.schema import is_missing, is_number_taken
 from exactly_once.telemetry import tracing
 from exactly_once.telemetry.tracing import Cause, handled
@@ -209,14 +210,28 @@ def committed(alias: str, write: Callable[Concatenate[str, _P], _T], *given: _P.
         raise
 
 
+class Following(Protocol):
+    """Deliveries that are run one after the other, each begun by the round trip that commits the one before it."""
+
+    def take(self) -> Prepared | None:
+        """The first statement of the next one's transaction; None if there is none that can be run now."""
+
+    def begin(self, answer: Callable[[], StatementResult]) -> Guard | None:
+        """The current one is committed, and the one that was taken is the current one. `answer` waits for its first statement.
+
+        None: it is a duplicate.
+        """
+
+
 def in_transaction(
     handler: Handler,
     begin: Callable[[], Guard | None],
     run: Callable[[], str | None],
     *,
-    of: str,
+    of: Callable[[], str],
     attempt: int,
     durable: bool,
+    following: Following | None = None,
 ) -> None:
     """Execute `begin`, `run` and the sentinel in one transaction, and commit it. If `begin` finds nothing, `run` is not called.
 
@@ -224,6 +239,8 @@ def in_transaction(
         run: returns the result that is stored with the row, as JSON; None if it has none.
         of: names its messages in the log.
         durable: refuse to run as a savepoint in a transaction of the caller.
+        following: more deliveries, each of which begins with the commit of the one before it. From then on everything here is
+            about that one, also an error.
     """
     committed: list[bool] = []
     proved = False
@@ -239,33 +256,40 @@ def in_transaction(
             connection.on_commit(partial(committed.append, True))
             with statements_of_ours:
                 guard = _timed(handler, begin) if metrics.BEGIN_SECONDS.is_attached else begin()
-            if guard is None:
-                return
-            try:
-                with supervision:
-                    result = run()
-            except BaseException:
-                sentinel.refuse_if_ended(guard)
-                proved = sentinel.is_rolled_back(guard)
-                raise
-            commits = sentinel.can_commit(guard, result)
-            try:
-                sentinel.finish(guard, attempt, result, commit=commits)
-            except BaseException as error:
-                # Unless the proof has failed, the answer that did not arrive may be that of the commit.
-                proved = commits and not isinstance(error, TransactionBroken | TransactionEnded)
-                raise
-            proved = True
+            while guard is not None:
+                try:
+                    with supervision:
+                        result = run()
+                except BaseException:
+                    sentinel.refuse_if_ended(guard)
+                    proved = sentinel.is_rolled_back(guard)
+                    raise
+                commits = sentinel.can_commit(guard, result)
+                # What a hook does after the commit must not be part of the next transaction.
+                is_alone = following is not None and commits and len(connection.run_on_commit) == 1 and not supervision.names
+                first = following.take() if following is not None and is_alone and sentinel.can_follow(guard) else None
+                try:
+                    answer = sentinel.finish(guard, attempt, result, commit=commits, following=first)
+                except BaseException as error:
+                    # Unless the proof has failed, the answer that did not arrive may be that of the commit.
+                    proved = commits and not isinstance(error, TransactionBroken | TransactionEnded)
+                    raise
+                if following is None or answer is None:
+                    proved = True
+                    break
+                guard = None
+                guard = following.begin(answer)
+                supervision = Supervision(handler)
         if not committed:
             refuse_if_uncommitted(handler.using)
     except BaseException as error:
         if not committed:
             # Rows that are left after the proof can only mean that the answer to our own commit was lost.
-            if guard is not None and not proved and _committed_by_itself(handler, guard, of):
-                logger.exception("%s: the run of %s failed after the handler had committed by itself.", handler.name, of)
+            if guard is not None and not proved and _committed_by_itself(handler, guard, of()):
+                logger.exception("%s: the run of %s failed after the handler had committed by itself.", handler.name, of())
                 raise TransactionEnded(ABANDONED, is_stored=True) from error
             raise
-        logger.exception("%s: an on_commit hook failed after the commit of %s; it is not rerun.", handler.name, of)
+        logger.exception("%s: an on_commit hook failed after the commit of %s; it is not rerun.", handler.name, of())
     finally:
         supervision.end_sessions()
 
