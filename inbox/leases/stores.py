@@ -23,7 +23,7 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.retry import Pause
 from inbox.conf import IN_THE_DATABASE, InboxOptions
-from inbox.handlers.options import Lease as Terms
+from inbox.handlers.kinds import Lease as Terms
 from inbox.states import Outcome
 from inbox.store import lease_rows
 from inbox.store.message_rows import Failure, NewRow
