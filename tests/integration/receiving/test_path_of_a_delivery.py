@@ -8,6 +8,7 @@ import pytest
 
 BUDGETS = {
     "fresh delivery": {"calls": 113, "modules": 21, "moves": 56, "round trips": 2},
+    "10 fresh deliveries in turn": {"calls": 950, "modules": 21, "moves": 494, "round trips": 11},
     "group commit of 50": {"calls": 1694, "modules": 21, "moves": 895, "round trips": 2},
     "batch of 100": {"calls": 2599, "modules": 21, "moves": 1149, "round trips": 2},
     "stored message": {"calls": 171, "modules": 28, "moves": 92, "round trips": 3},
