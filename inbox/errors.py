@@ -2,6 +2,8 @@
 
 from datetime import timedelta
 
+from exactly_once.wire.durations import parse_duration
+
 _LONGEST_DELAY = timedelta(days=3650)
 
 
@@ -19,27 +21,24 @@ class RetryLater(InboxError):
             RetryLater again, it becomes a dead letter with this reason; default: unbounded.
 
     Raises:
-        TypeError: `delay` or `give_up_after` is not a timedelta.
+        TypeError: `delay` or `give_up_after` is neither a timedelta nor text.
         ValueError: `delay` exceeds 3650 days, or `give_up_after` is not longer than zero.
     """
 
     def __init__(
         self,
-        delay: timedelta | None = None,
+        delay: timedelta | str | None = None,
         reason: str = "the handler raised RetryLater",
         *,
-        give_up_after: timedelta | None = None,
+        give_up_after: timedelta | str | None = None,
     ) -> None:
-        for name, given, example in (("delay", delay, "seconds=30"), ("give_up_after", give_up_after, "days=2")):
-            if given is not None and not isinstance(given, timedelta):
-                raise TypeError(f"RetryLater: {name} is {given!r}: it must be a timedelta, such as timedelta({example}).")
-        if delay is not None and delay > _LONGEST_DELAY:
+        self.delay = None if delay is None else parse_duration("RetryLater: delay", delay)
+        self.give_up_after = None if give_up_after is None else parse_duration("RetryLater: give_up_after", give_up_after)
+        if self.delay is not None and self.delay > _LONGEST_DELAY:
             raise ValueError(f"RetryLater: delay is {delay!r}: it must not exceed {_LONGEST_DELAY.days} days.")
-        if give_up_after is not None and give_up_after <= timedelta():
+        if self.give_up_after is not None and self.give_up_after <= timedelta():
             raise ValueError(f"RetryLater: give_up_after is {give_up_after!r}: it must be longer than zero.")
         super().__init__(reason)
-        self.delay = delay
-        self.give_up_after = give_up_after
 
 
 class Reject(InboxError):

@@ -32,6 +32,7 @@ from exactly_once.process.clock import utcnow
 from exactly_once.sql.connections import is_inside_a_transaction
 from exactly_once.telemetry import tracing
 from exactly_once.telemetry.tracing import OUTER_CORRELATION, caused_by, current_cause
+from exactly_once.wire.durations import parse_duration
 from exactly_once.wire.envelope import RESERVED_HEADERS, HeaderValue, headers_as_json, is_reserved
 from exactly_once.wire.identity import new_message_id, new_message_ids
 from exactly_once.wire.text import did_you_mean, why_no_topic, why_unfit
@@ -94,7 +95,7 @@ class Draft:
     priority: int = 0
     delay: timedelta | str | None = None
     deliver_at: datetime | None = None
-    expires_in: timedelta | None = None
+    expires_in: timedelta | str | None = None
     unique: bool = False
     strict_order: bool = False
 
@@ -108,7 +109,7 @@ class PrepareOptions(TypedDict, total=False):
     priority: int
     delay: timedelta | str | None
     deliver_at: datetime | None
-    expires_in: timedelta | None
+    expires_in: timedelta | str | None
 
 
 class PublishOptions(PrepareOptions, total=False):
@@ -142,10 +143,10 @@ def publish(topic: str, payload: Any, *, using: str | None = None, **options: Un
         key: messages with the same key keep their order, that of their rows; "" promises none.
         headers: text, whole numbers, floats and booleans that travel beside the payload.
         priority: 0 (default) to 9, higher first; not together with a key, whose order it would break.
-        delay: deliver no earlier than this long from now, by the database's clock; or a delay level, "2m", one of
-            `OUTBOX["DELAY_LEVELS"]`, as RocketMQ has them. The instant is stored: a later change of levels moves no message.
+        delay: deliver no earlier than this long from now, by the database's clock: a timedelta, or text such as "90s", "30m",
+            "2h" or "1d".
         deliver_at: deliver no earlier than this aware instant.
-        expires_in: once it has been due for this long it is not delivered any more; its state becomes `expired`.
+        expires_in: once it has been due for this long, it is not delivered any more; its state becomes `expired`.
         unique: at most one message per (topic, biz_id) that is published or may still be, as long as it is retained
             (`OUTBOX["KEEP_HISTORY"]` after it was published): a second call writes nothing and returns the first, with its
             state. After one that was cancelled or has expired, a new one is written.
@@ -474,11 +475,13 @@ def _flag(argument: str, value: object) -> bool:
     return value
 
 
-def _duration(argument: str, value: timedelta | None) -> timedelta | None:
-    if value is None:
+def _duration(argument: str, given: timedelta | str | None) -> timedelta | None:
+    if given is None:
         return None
-    if not isinstance(value, timedelta):
-        raise InvalidMessage(f"{argument} is {value!r}: it must be a timedelta, for example timedelta(minutes=20).")
+    try:
+        value = parse_duration(argument, given)
+    except (TypeError, ValueError) as error:
+        raise InvalidMessage(str(error)) from None
     if value < timedelta() or (argument == "expires_in" and not value):
         raise InvalidMessage(f"{argument} is {value!r}: it must not lie in the past.")
     if value > _LONGEST:
@@ -494,7 +497,7 @@ def due(delay: timedelta | str | None, deliver_at: datetime | None) -> timedelta
     """When to deliver a message: a duration from now, an instant, or None for now.
 
     Args:
-        delay: a duration, or the name of a delay level.
+        delay: a duration from now, also as text.
 
     Raises:
         InvalidMessage: it cannot be, or both are given.
@@ -503,16 +506,7 @@ def due(delay: timedelta | str | None, deliver_at: datetime | None) -> timedelta
         raise InvalidMessage(f"delay ({delay!r}) and deliver_at ({deliver_at!r}): only one of them can be given.")
     if deliver_at is not None:
         return _instant(deliver_at)
-    return _duration("delay", _of_level(delay) if isinstance(delay, str) else delay)
-
-
-def _of_level(name: str) -> timedelta:
-    delays = outbox_options().delays
-    if name not in delays:
-        raise InvalidMessage(
-            f"delay is {_short(name)}: it must be a timedelta, or one of OUTBOX['DELAY_LEVELS'], {', '.join(delays)}."
-        )
-    return delays[name]
+    return _duration("delay", delay)
 
 
 def _instant(value: datetime) -> datetime:

@@ -1,6 +1,5 @@
 """The `OUTBOX` setting as one frozen dataclass."""
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -20,8 +19,6 @@ from outbox.topic_options import TopicOptions, matching, merged, require_pattern
 
 _POLL_SECONDS_WITH_DOORBELL = 5.0
 _TOPICS_REMEMBERED = 10_000
-_LEVEL = re.compile(r"[1-9][0-9]{0,4}[smhd]")
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +58,6 @@ class OutboxOptions(AppOptions):
         EXCHANGE: the topic exchange that the relay publishes to.
         SOURCE: CloudEvents `source` of this service; "" derives "/<project>" from `ROOT_URLCONF`.
         BODY_LIMIT_BYTES: maximum size of the serialised payload for publish().
-        DELAY_LEVELS: the names that `delay` takes: "30s", "2m", "1h". The default is RocketMQ's.
         WHEEL: the options of the timing wheel, see `WheelOptions`.
         CHECKS: when and how often checkers are asked, see `CheckOptions`.
         CALLBACK_TIMEOUT: how long a callback may take before PostgreSQL ends its transaction and it is called again later.
@@ -77,10 +73,6 @@ class OutboxOptions(AppOptions):
     EXCHANGE: str = "outbox"
     SOURCE: str = ""
     BODY_LIMIT_BYTES: int = 1024 * 1024
-    DELAY_LEVELS: tuple[str, ...] = (
-        *("1s", "5s", "10s", "30s", "1m", "2m", "3m", "4m", "5m"),
-        *("6m", "7m", "8m", "9m", "10m", "20m", "30m", "1h", "2h"),
-    )
     WHEEL: WheelOptions = WheelOptions()
     CHECKS: CheckOptions = CheckOptions()
     CALLBACK_TIMEOUT: timedelta = timedelta(seconds=30)
@@ -99,19 +91,9 @@ class OutboxOptions(AppOptions):
             )
         if reason := why_no_exchange(self.EXCHANGE):
             raise ValueError(f"EXCHANGE is {quoted(self.EXCHANGE)}: {reason}.")
-        for level in self.DELAY_LEVELS:
-            if not _LEVEL.fullmatch(level) or self.DELAY_LEVELS.count(level) > 1:
-                raise ValueError(
-                    f"DELAY_LEVELS has {quoted(level)}: each must be a number and s, m, h or d, as in '2m', without duplicates."
-                )
         require_patterns(self.TOPICS, self._every_topic)
         if self.LISTEN_ALIAS and self.LISTEN_ALIAS not in connections:
             raise ValueError(f"LISTEN_ALIAS is {quoted(self.LISTEN_ALIAS)}, and DATABASES has: {', '.join(connections)}.")
-
-    @cached_property
-    def delays(self) -> dict[str, timedelta]:
-        """The delay levels by name, in their order."""
-        return {level: span_of(level) for level in self.DELAY_LEVELS}
 
     @cached_property
     def publish_hooks(self) -> dict[str, Callable[..., Any]]:
@@ -157,17 +139,6 @@ class OutboxOptions(AppOptions):
     @cached_property
     def source(self) -> str:
         return self.SOURCE or "/" + str(getattr(settings, "ROOT_URLCONF", "")).partition(".")[0]
-
-
-def span_of(text: str) -> timedelta:
-    """A duration in the format of a delay level: "30s", "90m", "2h", "1d".
-
-    Raises:
-        ValueError: it has another format.
-    """
-    if not _LEVEL.fullmatch(text):
-        raise ValueError(f"{text!r} is not a duration: write a number and s, m, h or d, as in '30m'.")
-    return timedelta(**{_UNITS[text[-1]]: int(text[:-1])})
 
 
 outbox_options = options.reader(OutboxOptions, "OUTBOX")

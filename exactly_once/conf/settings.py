@@ -1,8 +1,9 @@
 """Parse settings dictionaries into frozen dataclasses, and load the functions of the project that they name.
 
 Each field of the dataclass is one option with its type and its default; a field that is a dataclass itself takes a dictionary.
-Numbers and durations must be greater than zero. For a misspelt name the error suggests the nearest one. One error reports every
-problem of the dictionary. A value of the wrong type is not quoted, because it may contain a password.
+A duration is a `timedelta`, or text such as "90s". Numbers and durations must be greater than zero. For a misspelt name the
+error suggests the nearest one. One error reports every problem of the dictionary. A value of the wrong type is not quoted,
+because it may contain a password.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ import difflib
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from inspect import iscoroutinefunction
@@ -20,6 +22,7 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
 from exactly_once.conf.masking import kind, quoted
+from exactly_once.wire.durations import parse_duration
 from exactly_once.wire.text import describe, did_you_mean
 
 logger = logging.getLogger(__name__)  # noqa: TID251 - it logs names in the settings only
@@ -64,7 +67,9 @@ def parse(options: type[Options], setting: str, given: object) -> Options:
                 values[name] = parse(expected, f"{setting}[{name!r}]", given[name]) if given[name] != {} else defaults[name]
             except InvalidOptions as error:
                 problems += error.problems
-        elif reason := _why_refused(given[name], expected, defaults[name]):
+            continue
+        values[name] = _with_durations(given[name], expected)
+        if reason := _why_refused(values[name], expected, defaults[name]):
             problems.append(f"{setting}[{name!r}] is {reason}.")
     if problems:
         raise InvalidOptions(problems)
@@ -171,6 +176,17 @@ def _unknown(setting: str, name: object, types: Mapping[str, Any]) -> str:
     return f"{setting} has no option {quoted(name)}. {remedy}"
 
 
+def _with_durations(value: Any, expected: Any) -> Any:
+    """`value` with the durations that it has as text. Text that is none is left: it is refused without being quoted."""
+    if timedelta not in (expected, *get_args(expected)):
+        return value
+    if isinstance(value, list | tuple):
+        return type(value)(_with_durations(item, timedelta) for item in value)
+    with suppress(TypeError, ValueError):
+        return parse_duration("", value)
+    return value
+
+
 def _why_refused(value: Any, expected: Any, default: object) -> str:
     """What a value is, and what it must be; "" if it is that."""
     if not _fits(value, expected):
@@ -219,4 +235,6 @@ def _describe(expected: Any) -> str:
     if isinstance(expected, UnionType):
         return " or ".join(_describe(kind) if kind is not NoneType else "None" for kind in get_args(expected))
     name = getattr(expected, "__name__", str(expected))
+    if expected is timedelta:
+        return 'a timedelta, or text such as "90s"'
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

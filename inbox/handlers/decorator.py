@@ -52,7 +52,7 @@ class CommonOptions(TypedDict, total=False):
     name: str | None
     renamed_from: str | None
     using: str | None
-    timeout: timedelta | None
+    timeout: timedelta | str | None
     retry: Retry | None
     rate_limit: str | None
     concurrency: int | None
@@ -67,7 +67,7 @@ def registering(
     name: str | None = None,
     renamed_from: str | None = None,
     using: str | None = None,
-    timeout: timedelta | None = None,
+    timeout: timedelta | str | None = None,
     retry: Retry | None = None,
     rate_limit: str | None = None,
     concurrency: int | None = None,
@@ -80,13 +80,14 @@ def registering(
     """Validate the common options and return the decorator."""
     _require_handleable(topics)
     kept = kept_name(name, renamed_from)
-    _require_valid(timeout=timeout, retry=retry, concurrency=concurrency, shed=shed)
+    limit = None if timeout is None else require_duration("timeout", timeout)
+    _require_valid(retry=retry, concurrency=concurrency, shed=shed)
     require_start(start_from)
     make = partial(
         Handler,
         topics=tuple(topics),
         using=database_of(using),
-        timeout=timeout,
+        timeout=limit,
         retry=retry or AS_THE_SETTINGS,
         ordered=_as_ordered(ordered),
         rate_limit=None if rate_limit is None else per_second("rate_limit", rate_limit),
@@ -105,7 +106,7 @@ def registering(
             raise NotCallable(f"The biz_id of {origin(function)} is async: it must be a synchronous function of the message.")
         runnable: Callable[..., Any] = function
         if inspect.iscoroutinefunction(function):
-            runnable = async_to_sync(_as_coroutine(function, timeout))
+            runnable = async_to_sync(_as_coroutine(function, limit))
         handler_name = kept or name_of(function, "handler")
         if reason := why_unfit(handler_name):
             raise ValueError(f"The name {handler_name!r} cannot be the name of a handler: {reason}.")
@@ -195,7 +196,7 @@ def idempotent_handler(
 
 @_takes_common_options
 def batch_handler(
-    *topics: str, size: int = 100, wait: timedelta = timedelta(seconds=0.2), **options: Unpack[CommonOptions]
+    *topics: str, size: int = 100, wait: timedelta | str = timedelta(seconds=0.2), **options: Unpack[CommonOptions]
 ) -> Callable[[Function], Function]:
     """Handle the messages of `topics` in lists with the decorated function; each effect happens exactly once per biz-id.
 
@@ -287,9 +288,7 @@ def refuse_not_callable(function: Callable[..., Any], *arguments: str) -> None:
             raise NotCallable(f"{origin(function)} has the parameters {signature}, but {called}.") from error
 
 
-def _require_valid(*, timeout: object, retry: object, concurrency: object, shed: object) -> None:
-    if timeout is not None:
-        require_duration("timeout", timeout)
+def _require_valid(*, retry: object, concurrency: object, shed: object) -> None:
     if retry is not None:
         require_value("retry", retry, Retry, "Retry(max_attempts=5)")
     if concurrency is not None:

@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from inbox.handlers.message import Message
-from inbox.handlers.options import require_count, require_duration
+from inbox.handlers.options import DurationField, require_count
 
 
 class Kind:
@@ -61,18 +61,17 @@ class Batch(Kind):
         wait: the longest wait for a list to fill, counted from its first message.
 
     Raises:
-        TypeError: `size` is not a whole number, or `wait` is not a timedelta.
+        TypeError: `size` is not a whole number, or `wait` is neither a timedelta nor text.
         ValueError: `size` is less than 1, or `wait` is not longer than zero.
     """
 
     size: int = 100
-    wait: timedelta = timedelta(seconds=0.2)
+    wait: DurationField[timedelta] = DurationField(timedelta(seconds=0.2))  # type: ignore[assignment] - read as a timedelta
     given = list
     gets_list = True
 
     def __post_init__(self) -> None:
         require_count("size", self.size)
-        require_duration("wait", self.wait)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,18 +83,16 @@ class Lease(Kind):
         limit: the longest run. After that the lease is no longer extended.
 
     Raises:
-        TypeError: one of them is not a timedelta.
+        TypeError: one of them is neither a timedelta nor text.
         ValueError: one of them is not longer than zero, or `limit` is shorter than `duration`.
     """
 
-    duration: timedelta = timedelta(minutes=10)
-    limit: timedelta = timedelta(hours=1)
+    duration: DurationField[timedelta] = DurationField(timedelta(minutes=10))
+    limit: DurationField[timedelta] = DurationField(timedelta(hours=1))
     never_ended = "the process died, or the lease store became unavailable"
     why_not_dry = "its handler runs under a lease, and effects outside the database cannot be rolled back"
 
     def __post_init__(self) -> None:
-        require_duration("duration", self.duration)
-        require_duration("limit", self.limit)
         if self.limit < self.duration:
             raise ValueError(f"limit is {self.limit}, shorter than duration, {self.duration}: make it at least as long.")
 

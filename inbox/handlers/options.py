@@ -8,9 +8,9 @@ the function differs, the decorator differs: `@batch_handler` passes a list, `@l
 most meaningless combinations cannot be written, and a type checker knows what the function gets. With flat arguments a third of
 them would have a meaning only beside another one.
 
-A duration is a `timedelta`, because a number may mean seconds or minutes. A rate is a text such as "10/s", because Python has
-no type for it. A deferral is bounded where it is raised (`RetryLater(give_up_after=…)`): only that code knows how long it makes
-sense to wait.
+A duration is a `timedelta`, or text such as "90s": a number may mean seconds or minutes. A rate is a text such as "10/s",
+because Python has no type for it. A deferral is bounded where it is raised (`RetryLater(give_up_after=…)`): only that code
+knows how long it makes sense to wait.
 """
 
 from __future__ import annotations
@@ -20,30 +20,47 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from math import inf
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar, cast
 
+from exactly_once.wire.durations import parse_duration
 from exactly_once.wire.retry import RetryPolicy
 from inbox.errors import Reject, RetryLater, TransactionEnded
 
 if TYPE_CHECKING:
     from inbox.handlers.message import Message
 
+_Default = TypeVar("_Default", bound=timedelta | None)
 _DECIDED = (RetryLater, Reject, TransactionEnded)
 """Exceptions whose outcome depends on no policy."""
 
 
-def require_duration(option: str, value: object) -> None:
-    """Require a positive duration.
+def require_duration(option: str, given: object) -> timedelta:
+    """A positive duration, which may be given as text.
 
     Raises:
-        TypeError: it is not a timedelta.
-        ValueError: it is zero or negative.
+        TypeError: it is neither a timedelta nor text.
+        ValueError: it is zero or negative, or text that is not a duration.
     """
-    if not isinstance(value, timedelta):
-        seconds = value if isinstance(value, int | float) and not isinstance(value, bool) else 30
-        raise TypeError(f"{option} is {value!r}: it must be a datetime.timedelta, such as timedelta(seconds={seconds}).")
+    value = parse_duration(option, given)
     if value <= timedelta():
         raise ValueError(f"{option} is {value}: it must be longer than zero, such as timedelta(seconds=30).")
+    return value
+
+
+class DurationField(Generic[_Default]):
+    """A field of a frozen dataclass for what `require_duration` takes, or for its default. It is read as a `timedelta`."""
+
+    def __init__(self, default: _Default) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> timedelta | _Default:
+        return cast("timedelta | _Default", self._default if instance is None else instance.__dict__[self._name])
+
+    def __set__(self, instance: object, value: timedelta | str | _Default) -> None:
+        instance.__dict__[self._name] = value if value is self._default else require_duration(self._name, value)
 
 
 def require_count(option: str, value: object) -> None:
@@ -86,18 +103,15 @@ class Backoff:
         cap: the longest delay; default: the second of BACKOFF, or `base` if that is longer.
 
     Raises:
-        TypeError: a delay is not a timedelta, or `factor` is not a number.
+        TypeError: a delay is neither a timedelta nor text, or `factor` is not a number.
         ValueError: a delay is not longer than zero, `factor` is less than 1, or `cap` is shorter than `base`.
     """
 
-    base: timedelta | None = None
+    base: DurationField[None] = DurationField(None)
     factor: float | None = None
-    cap: timedelta | None = None
+    cap: DurationField[None] = DurationField(None)
 
     def __post_init__(self) -> None:
-        for name, delay in (("base", self.base), ("cap", self.cap)):
-            if delay is not None:
-                require_duration(name, delay)
         if self.factor is not None:
             _require_factor(self.factor)
         if self.base is not None and self.cap is not None and self.cap < self.base:

@@ -12,10 +12,12 @@ from exactly_once.console.admin.actions import Action, ReasonForm
 from exactly_once.console.display import exact
 from exactly_once.console.operators.changes import by_name
 from exactly_once.process.clock import utcnow
+from exactly_once.wire.durations import parse_duration
 from outbox.api import due
-from outbox.conf import outbox_options, span_of
 from outbox.errors import InvalidMessage
 from outbox.operators import changes, replaying
+
+_NOT_AHEAD = _("It is not in the future. To send the messages at once, choose “Publish now…”.")
 
 
 class RestoreForm(ReasonForm):
@@ -32,7 +34,10 @@ class RescheduleForm(ReasonForm):
     """Either a duration from now, or an instant."""
 
     delay = forms.CharField(
-        required=False, label=_("In"), widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True})
+        required=False,
+        label=_("In"),
+        help_text=_("From the moment you confirm: a number and s, m, h or d, as in 90s or 30m."),
+        widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True}),
     )
     deliver_at = forms.DateTimeField(
         required=False,
@@ -43,10 +48,6 @@ class RescheduleForm(ReasonForm):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        levels = ", ".join(outbox_options().delays)
-        self.fields["delay"].help_text = gettext(
-            "From the moment you confirm: a number and s, m, h or d, as in 90s or 30m. Delay levels: %(levels)s."
-        ) % {"levels": levels}
         self.fields["deliver_at"].help_text = gettext("In the time zone %(zone)s.") % {
             "zone": timezone.get_current_timezone_name()
         }
@@ -56,9 +57,11 @@ class RescheduleForm(ReasonForm):
         if not text:
             return None
         try:
-            delay = outbox_options().delays.get(text) or span_of(text)
+            delay = parse_duration("delay", text)
         except ValueError as error:
-            raise forms.ValidationError(str(error)) from error
+            raise forms.ValidationError(gettext("Write a number and s, m, h or d, as in 90s or 30m.")) from error
+        if not delay:
+            raise forms.ValidationError(_NOT_AHEAD)
         _must_be_near(delay)
         return delay
 
@@ -69,7 +72,7 @@ class RescheduleForm(ReasonForm):
         if timezone.is_naive(instant):
             instant = timezone.make_aware(instant)
         if instant <= utcnow():
-            raise forms.ValidationError(gettext("It is in the past. To send the messages at once, choose “Publish now…”."))
+            raise forms.ValidationError(_NOT_AHEAD)
         _must_be_near(instant)
         return instant
 

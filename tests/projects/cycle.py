@@ -292,7 +292,7 @@ def purge() -> None:
     from inbox.models import InboxMessage
     from outbox.models import OutboxMessage
 
-    call_command("exactly_once_purge", "--older-than-days", "0", stdout=StringIO())
+    call_command("exactly_once_purge", "--older-than", "0d", stdout=StringIO())
     for model in (OutboxMessage, InboxMessage):
         assert not model.objects.using(USING).filter(topic=TOPIC).exclude(settled_at=None).exists(), model
 

@@ -85,10 +85,15 @@ def registered():
 
 class TestDurations:
     @pytest.mark.parametrize("option", DURATIONS)
-    @pytest.mark.parametrize("value", [30, 0.5, "30s", True], ids=repr)
-    def test_value_that_is_not_a_timedelta_is_refused_with_the_right_form(self, option, value):
+    def test_duration_may_be_text(self, option):
+        DURATIONS[option]("15m")
+
+    @pytest.mark.parametrize("option", DURATIONS)
+    @pytest.mark.parametrize("value", [30, 0.5, "30 s", "1w", True], ids=repr)
+    def test_value_that_is_not_a_duration_is_refused_with_the_right_form(self, option, value):
         seconds = value if type(value) in {int, float} else r"[\d.]+"
-        with pytest.raises(TypeError, match=rf"^{option.split()[0]} is {value!r}: .*such as timedelta\(seconds={seconds}\)"):
+        kind = ValueError if isinstance(value, str) else TypeError
+        with pytest.raises(kind, match=rf"^{option.split()[0]} is {value!r}: .*such as timedelta\(seconds={seconds}\)"):
             DURATIONS[option](value)
 
     @pytest.mark.parametrize("option", DURATIONS)
@@ -223,7 +228,7 @@ class TestRetry:
         )
 
     def test_a_base_longer_than_the_cap_of_the_settings_is_not_cut(self):
-        policy = Retry(backoff=Backoff(base=timedelta(days=1))).over(DEFAULT)
+        policy = Retry(backoff=Backoff(base="1d")).over(DEFAULT)
 
         assert policy.cap == timedelta(days=1)
         assert timedelta(hours=12) <= policy.delay(1) <= timedelta(days=1)

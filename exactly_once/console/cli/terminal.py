@@ -21,6 +21,7 @@ from django.utils.timezone import is_naive, make_aware
 from django.utils.translation import gettext as _
 
 from exactly_once.process.clock import monotonic, utcnow
+from exactly_once.wire.durations import parse_duration
 from exactly_once.wire.identity import uuid_in
 from exactly_once.wire.text import visible
 
@@ -29,7 +30,6 @@ STANDARD = "-"
 RED, YELLOW, BOLD, DIM = "red", "yellow", "bold", "dim"
 
 _PRECISE_SECONDS = 10
-_MOST_DAYS = 36_500
 _BETWEEN_LINES_SECONDS = 2.0
 
 
@@ -152,16 +152,17 @@ def refuse_unknown(given: Iterable[str], found: Iterable[object], states: Iterab
         raise CommandError(words % {"states": _(" or ").join(states), "messages": ", ".join(missing)})
 
 
-def days(option: str, given: float) -> timedelta:
+def duration(option: str, given: str | timedelta) -> timedelta:
     """The duration that a command's `option` asks for.
 
     Raises:
-        CommandError: it is negative, not a number, or beyond a century.
+        CommandError: it is not a duration.
     """
-    if not 0 <= given <= _MOST_DAYS:
-        words = _("%(option)s is %(given)s: it must be a number of days from 0 to %(most)s.")
-        raise CommandError(words % {"option": option, "given": given, "most": _MOST_DAYS})
-    return timedelta(days=given)
+    try:
+        return parse_duration(option, given)
+    except (TypeError, ValueError) as error:
+        words = _("%(option)s is %(given)s: it must be a number and s, m, h or d, as in 30d.")
+        raise CommandError(words % {"option": option, "given": given}) from error
 
 
 def instant(option: str, given: str | None) -> datetime | None:

@@ -5,7 +5,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from exactly_once.console.cli.halves import HalvesCommand
-from exactly_once.console.cli.terminal import BOLD, Line, Progress, Table, days, show
+from exactly_once.console.cli.terminal import BOLD, Line, Progress, Table, duration, show
 from exactly_once.console.operators.audit import Subject, actor_of_command, record
 from exactly_once.half import Half
 from exactly_once.upkeep.housekeeping import delete_in_chunks, old_rows
@@ -20,13 +20,13 @@ class Command(HalvesCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--older-than-days", type=float, help=_("the age of messages, instead of KEEP_HISTORY"))
+        parser.add_argument("--older-than", metavar="AGE", help=_("the age of messages, as in 30d, instead of KEEP_HISTORY"))
         parser.add_argument("--dry-run", action="store_true", help=_("only count"))
         super().add_arguments(parser)
 
     def act(self, chosen: list[Half], options: dict[str, Any]) -> None:
-        alias, given = options["database"], options["older_than_days"]
-        ages = [half.retention() if given is None else days("--older-than-days", given) for half in chosen]
+        alias, given = options["database"], options["older_than"]
+        ages = [half.retention() if given is None else duration("--older-than", given) for half in chosen]
         for half, older_than in zip(chosen, ages, strict=True):
             if not options["dry_run"]:
                 half.before_purge(alias)

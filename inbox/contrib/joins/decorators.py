@@ -39,13 +39,13 @@ def joined_handler(
     *,
     all_of: Sequence[str],
     correlate: BizId | str,
-    deadline: timedelta,
+    deadline: timedelta | str,
     on_missing: Literal["dead", "call"] = "dead",
     publishes: Sequence[str] = (),
     name: str | None = None,
     renamed_from: str | None = None,
     using: str | None = None,
-    timeout: timedelta | None = None,
+    timeout: timedelta | str | None = None,
     retry: Retry | None = None,
     rate_limit: str | None = None,
     concurrency: int | None = None,
@@ -67,12 +67,12 @@ def joined_handler(
     topics, published = require_topics("all_of", all_of), require_topics("publishes", publishes)
     if not isinstance(correlate, str) and not callable(correlate):
         raise TypeError(f"correlate is {correlate!r}: it must be a function of the message, or the path of a payload field.")
-    kept = kept_name(name, renamed_from)
+    kept, longest = kept_name(name, renamed_from), require_duration("deadline", deadline)
 
     def decorate(function: Function) -> Function:
         refuse_not_callable(function, "join")
         named = kept or name_of(function, "handler")
-        join = Definition(name=named, using=database_of(using), topics=topics, deadline=deadline, on_missing=on_missing)
+        join = Definition(name=named, using=database_of(using), topics=topics, deadline=longest, on_missing=on_missing)
         limits = {"timeout": timeout, "rate_limit": rate_limit, "concurrency": concurrency}
         _register(join, function, correlate, publishes=published, retry=retry, **limits)
         return function
@@ -84,7 +84,7 @@ def correlated(
     *,
     request: str,
     answer: str,
-    timeout: timedelta,
+    timeout: timedelta | str,
     on_timeout: Callable[[Message], Any] | None = None,
     name: str | None = None,
     using: str | None = None,
@@ -108,10 +108,10 @@ def correlated(
 
     Raises:
         NotCallable: the function is a generator function, or cannot be called with two messages.
-        TypeError: the timeout is not a timedelta, or `on_timeout` is not a function.
+        TypeError: the timeout is neither a timedelta nor text, or `on_timeout` is not a function.
         ValueError: the timeout is not longer than zero, a topic is invalid, both are the same, or another handler has the name.
     """
-    require_duration("timeout", timeout)
+    longest = require_duration("timeout", timeout)
     if on_timeout is not None and not callable(on_timeout):
         raise TypeError(f"on_timeout is {on_timeout!r}: it must be a function of the request.")
 
@@ -121,7 +121,7 @@ def correlated(
             name=name or name_of(function, "handler"),
             using=database_of(using),
             topics=(request, answer),
-            deadline=timeout,
+            deadline=longest,
             on_missing="dead" if on_timeout is None else "call",
             refuses_late=True,
         )

@@ -26,7 +26,6 @@ from inbox.contrib.joins.models import Part, Run
 from inbox.contrib.joins.store import TOPIC
 from inbox.errors import InboxError, Reject, RetryLater
 from inbox.handlers.message import Message
-from inbox.handlers.options import require_duration
 from inbox.handlers.registry import registry
 from inbox.operators import decisions
 from inbox.states import DUE, RETRY, State
@@ -54,7 +53,6 @@ class Definition:
         refuses_late: a message that comes when the run is over is a dead letter. Otherwise it is stored with the run.
 
     Raises:
-        TypeError: the deadline is not a timedelta.
         ValueError: a value is out of range.
     """
 
@@ -70,7 +68,6 @@ class Definition:
             raise ValueError(f"all_of is {[*self.topics]}: a run has one message of each topic, so each may be listed once.")
         if TOPIC in self.topics:
             raise ValueError(f"all_of contains {TOPIC!r}, which is the topic of the runs themselves.")
-        require_duration("deadline", self.deadline)
         if self.on_missing not in {"dead", "call"}:
             raise ValueError(f"on_missing is {self.on_missing!r}: it must be 'dead' or 'call'.")
 

@@ -20,6 +20,7 @@ from datetime import timedelta
 from django.core.exceptions import ImproperlyConfigured
 
 from exactly_once.process.clock import utcnow
+from exactly_once.wire.durations import parse_duration
 
 Verify = Callable[[bytes, Mapping[str, str]], bool]
 """A function of the raw body and the headers, whose names are case-insensitive. True accepts the request."""
@@ -43,7 +44,7 @@ class StandardWebhooks:
         ImproperlyConfigured: a secret or the tolerance cannot be used.
     """
 
-    def __init__(self, *secrets: str, tolerance: timedelta = TOLERANCE) -> None:
+    def __init__(self, *secrets: str, tolerance: timedelta | str = TOLERANCE) -> None:
         self._keys = [_decoded(secret) for secret in _checked(self, secrets)]
         self._tolerance = _duration(self, tolerance)
 
@@ -67,7 +68,7 @@ class Stripe:
         ImproperlyConfigured: a secret or the tolerance cannot be used.
     """
 
-    def __init__(self, *secrets: str, tolerance: timedelta = TOLERANCE) -> None:
+    def __init__(self, *secrets: str, tolerance: timedelta | str = TOLERANCE) -> None:
         self._keys = [secret.encode() for secret in _checked(self, secrets)]
         self._tolerance = _duration(self, tolerance)
 
@@ -123,10 +124,15 @@ def _decoded(secret: str) -> bytes:
     return key
 
 
-def _duration(verifier: object, tolerance: object) -> timedelta:
-    if not isinstance(tolerance, timedelta) or tolerance <= timedelta():
-        raise ImproperlyConfigured(f"{type(verifier).__name__}(): tolerance is {tolerance!r}: it must be a positive timedelta.")
-    return tolerance
+def _duration(verifier: object, tolerance: timedelta | str) -> timedelta:
+    name = f"{type(verifier).__name__}(): tolerance"
+    try:
+        duration = parse_duration(name, tolerance)
+    except (TypeError, ValueError) as error:
+        raise ImproperlyConfigured(str(error)) from error
+    if duration <= timedelta():
+        raise ImproperlyConfigured(f"{name} is {tolerance!r}: it must be longer than zero.")
+    return duration
 
 
 def _required(headers: Mapping[str, str], name: str) -> str:

@@ -33,7 +33,7 @@ def filled(value, secret=SECRET):
 
 OPTIONS = [("OUTBOX", "BROKER_URL"), *(("INBOX", name) for name in ("BROKER_URL", "LEASE_STORE", "MANAGEMENT_URL"))]
 OTHER_OPTIONS = [
-    *(("OUTBOX", name) for name in ("EXCHANGE", "LISTEN_ALIAS", "DELAY_LEVELS", "BATCH_SIZE", "TRAIL", "BROKER")),
+    *(("OUTBOX", name) for name in ("EXCHANGE", "LISTEN_ALIAS", "BATCH_SIZE", "TRAIL", "BROKER")),
     *(("INBOX", name) for name in ("EXCHANGE", "GROUP", "QUEUE_TYPE", "KEEP_HISTORY", "broker_url")),
 ]
 

@@ -321,7 +321,7 @@ class TestPublication:
         assert the_row().duplicates == effects() == 1
         with transaction.atomic():
             cancel(message.id)
-        call_command("exactly_once_purge", older_than_days=0, verbosity=0)
+        call_command("exactly_once_purge", older_than="0d", verbosity=0)
         assert not OutboxMessage.objects.exists()
         assert not InboxMessage.objects.exists()
 

@@ -119,7 +119,7 @@ def test_service_with_a_short_retention_keeps_what_a_stopped_service_keeps_for_l
     registry.remove(name)
     settings.INBOX = {"RETENTION": timedelta(days=2), "KEEP_HISTORY": timedelta(days=1)}
     Housekeeper("default").drain(StopRequest())
-    call_command("exactly_once_purge", app="inbox", older_than_days=0)
+    call_command("exactly_once_purge", app="inbox", older_than="0d")
     registry.add(handler)
 
     assert (states(), receipts()) == ({State.DONE}, {name})

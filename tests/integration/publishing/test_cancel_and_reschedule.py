@@ -230,19 +230,17 @@ def test_publish_now_makes_a_message_ready_and_keeps_its_lifetime(state):
         assert [one.position for one in in_hand()] == [message.position]
 
 
-class TestDelayLevel:
-    def test_delay_level_follows_the_setting_and_is_stored_as_an_instant_at_once(self, settings):
-        settings.OUTBOX = {"DELAY_LEVELS": ["7d", "90s", "9999d"]}
-        with transaction.atomic():
-            publish_many([Draft(TOPIC, {}, delay="7d"), Draft(TOPIC, {}, delay="90s")])
-        with pytest.raises(InvalidMessage, match="the longest duration"):
-            published(delay="9999d")
-        settings.OUTBOX = {"DELAY_LEVELS": ["1h"]}
+def test_delay_and_expiry_as_text_are_stored_as_instants():
+    with transaction.atomic():
+        publish_many([Draft(TOPIC, {}, delay="7d"), Draft(TOPIC, {}, delay="90s", expires_in="2m")])
+    message = published(delay="1h")
+    assert reschedule(message.id, delay="2h")
 
-        rows = OutboxMessage.objects.order_by("pk")
-        assert {row.state for row in rows} == {State.SCHEDULED}
-        delays = [row.available_at - row.created_at for row in rows]
-        assert [delay - delay % timedelta(seconds=1) for delay in delays] == [timedelta(days=7), timedelta(seconds=90)]
+    rows = OutboxMessage.objects.order_by("pk")
+    assert {row.state for row in rows} == {State.SCHEDULED}
+    delays = [row.available_at - row.created_at for row in rows]
+    assert [delay - delay % timedelta(seconds=1) for delay in delays] == [timedelta(days=7), timedelta(seconds=90), 2 * HOUR]
+    assert rows[1].expires_at - rows[1].available_at == timedelta(minutes=2)
 
 
 @every_database
