@@ -166,9 +166,11 @@ def _celery_in_use() -> Any:
     """The module `outbox.celery`, an extra, if this project uses it.
 
     A project imports its Celery app with its settings, but its tasks only when they are first needed. So they are imported
-    here, as a worker does; what cannot be imported, a worker reports.
+    here, as a worker does; what cannot be imported, a worker reports. Without an app nothing is imported: a library may have
+    imported Celery, and modules called `tasks` may contain something else.
     """
-    if "celery" in sys.modules:
+    state = sys.modules.get("celery._state")
+    if state and state._get_active_apps():  # noqa: SLF001 - Celery has no public list of open apps
         for config in apps.get_app_configs():
             if module_has_submodule(config.module, "tasks"):
                 with suppress(Exception):

@@ -68,6 +68,15 @@ def test_different_brokers_raise_w004_although_the_project_has_imported_no_task(
     assert "secret" not in said
 
 
+def test_project_that_has_celery_imported_and_no_app_of_it_gets_its_tasks_not_imported(project):
+    """A library may import Celery, and Django's own tasks are in modules of that name, too."""
+    project = project()
+    project.write("shopproject/__init__.py", "import celery\n")
+    project.write("shop/tasks.py", "raise SystemExit('the tasks were imported')\n")
+
+    assert "System check identified no issues" in project.check()
+
+
 def test_tasks_that_cannot_be_imported_do_not_break_the_check(project):
     project = project()
     project.write("shop/tasks.py", TASKS + "\nimport no_such_module\n")
