@@ -15,7 +15,7 @@ from django.db.models import Model
 from exactly_once.checks import check_half, check_with
 from exactly_once.conf.masking import masked
 from exactly_once.conf.settings import InvalidOptions, why_not_called
-from exactly_once.sql.connections import with_table
+from exactly_once.sql.connections import outlives_its_client, with_table
 from exactly_once.transport.broker import LOCAL_BROKER, SEVERAL_HINT, is_local, speaks_amqp, why_unusable
 from inbox.conf import IN_THE_DATABASE, InboxOptions, has_outbox, inbox_options, outbox_keeps_history
 from inbox.consumer.names import names_without_code, warnings_of_new_names
@@ -226,6 +226,29 @@ def check_names(
         )
         for alias in with_table(InboxMessage, databases or ())[0]
         for problem in warnings_of_new_names(names_without_code(alias))
+    ]
+
+
+@register(Tags.database)
+def check_vanished_hosts(
+    app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
+) -> list[CheckMessage]:
+    """inbox.W012, with --database: behind a pooler, handlers without a timeout whose host may vanish with its locks."""
+    unbounded: dict[str, list[str]] = {
+        alias: [] for alias in with_table(InboxMessage, databases or ())[0] if outlives_its_client(alias)
+    }
+    for handler in registry.all():
+        if handler.using in unbounded and not (handler.timeout or handler.lease):
+            unbounded[handler.using].append(handler.name)
+    return [
+        Warning(
+            f"The database {alias!r} is behind a pooler, and these handlers have no timeout: {', '.join(names)}. If a "
+            "consumer's host vanishes while they run, the server keeps its locks.",
+            hint="Set their timeout=, or idle_in_transaction_session_timeout for the role of consumers.",
+            id="inbox.W012",
+        )
+        for alias, names in unbounded.items()
+        if names
     ]
 
 

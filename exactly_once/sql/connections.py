@@ -8,6 +8,8 @@ statement.
 
 from __future__ import annotations
 
+import json
+import os
 import sqlite3
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.db import DatabaseError, InterfaceError, connections, router, transaction
 from django.db.backends import utils
+from django.db.backends.signals import connection_created
 from django.db.models import Model
 
 from exactly_once.process.logs import escaping_logger
@@ -29,6 +32,21 @@ logger = escaping_logger(__name__)
 
 LONGEST_IDLE = timedelta(seconds=10)
 """The server then ends the transaction of a frozen process that has decided something."""
+TIMEOUTS = {
+    "connect_timeout": 5,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 15_000,
+}
+"""Options of libpq for a network that drops packets."""
+_OF_THE_SERVER = {
+    "tcp_keepalives_idle": "10",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+    "tcp_user_timeout": "15000",
+}
+"""Settings of PostgreSQL for the same."""
 READ_COMMITTED = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
 """A transaction's first statement."""
 _View = TypeVar("_View", bound=Callable[..., Any])
@@ -89,9 +107,10 @@ def is_inside_a_transaction(alias: str) -> bool:
 
 @contextmanager
 def decision_transaction(alias: str, longest_idle: timedelta = LONGEST_IDLE) -> Iterator[None]:
-    """The transaction of an operator's decision and its audit entry: READ COMMITTED whatever the project's default is.
+    """The transaction of an operator's decision and its audit entry, or of a day of history: READ COMMITTED in any project.
 
-    The server ends it if this process is frozen. Nested in another transaction it is a savepoint, with the settings of that.
+    The server ends it if this process is frozen, because others wait for its locks. Nested in another transaction it is a
+    savepoint, with the settings of that.
     """
     with transaction.atomic(using=alias):
         connection = connections[alias]
@@ -170,15 +189,41 @@ def leave_pools() -> None:
             )
 
 
-def name_connections(application: str) -> None:
-    """Let this process connect to PostgreSQL under this name, which operators see in `pg_stat_activity`.
+def own_connections(application: str) -> None:
+    """Let this process connect to PostgreSQL under its own name, and with the timeouts of `TIMEOUTS`, on both sides.
 
-    It is libpq's fallback: a name in OPTIONS, PGAPPNAME or a service file is used instead. Call it before the work begins.
+    Operators see the name in `pg_stat_activity`. It is libpq's fallback: a name in OPTIONS, PGAPPNAME or a service file is used
+    instead. Timeouts in OPTIONS are used instead, too, and those of a service file. Call it before the work begins.
     """
     for connection in connections.all():
-        if connection.vendor == "postgresql":
-            given = connection.settings_dict
-            given["OPTIONS"] = {"fallback_application_name": application, **given["OPTIONS"]}
+        if is_postgresql(connection):
+            given = connection.settings_dict["OPTIONS"]
+            timeouts = {} if "service" in given or "PGSERVICE" in os.environ else TIMEOUTS
+            connection.settings_dict["OPTIONS"] = {"fallback_application_name": application, **timeouts, **given}
+    connection_created.connect(_watch_client)
+
+
+def _watch_client(connection: Any, **signal: Any) -> None:
+    """Let the server of a new session notice that this host has vanished: else it keeps its locks for two hours.
+
+    Settings of the project, the role or the server stay. Behind a pooler nothing is set: the session is not ours alone.
+    """
+    if is_postgresql(connection):
+        sql = (
+            "SELECT set_config(name, CAST(%s AS json) ->> name, false) FROM pg_settings "
+            "WHERE name = ANY(%s) AND source = 'default' AND pg_backend_pid() = %s"
+        )
+        fetch(connection, sql, [json.dumps(_OF_THE_SERVER), [*_OF_THE_SERVER], connection.connection.info.backend_pid])
+
+
+def outlives_its_client(alias: str) -> bool:
+    """Does the server keep a transaction whose client's host has vanished? Behind a pooler it does not notice that."""
+    connection: Any = connections[alias]
+    if not is_postgresql(connection):
+        return False
+    connection.ensure_connection()
+    sql = "SELECT pg_backend_pid() <> %s AND current_setting('idle_in_transaction_session_timeout') = '0'"
+    return fetch(connection, sql, [connection.connection.info.backend_pid]) == [(True,)]
 
 
 def drop_unusable_connections(*, unchecked: str = "") -> None:

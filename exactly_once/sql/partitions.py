@@ -33,7 +33,7 @@ from django.db import connections, migrations, router, transaction
 from django.db.models import Model, QuerySet
 
 from exactly_once.process.clock import utcnow
-from exactly_once.sql.connections import fetch, is_postgresql, lock_timeout
+from exactly_once.sql.connections import decision_transaction, fetch, is_postgresql, lock_timeout
 from exactly_once.sql.days import FIRST_DAY, LIVE, date_of, number_of
 
 LONGEST_WAIT = timedelta(seconds=0.2)
@@ -101,7 +101,7 @@ class Days:
                 name of the partition, as one that was detached.
         """
         name, wait = self.name(day), longest_wait or LONGEST_WAIT
-        with transaction.atomic(using=alias), lock_timeout(alias, wait), connections[alias].cursor() as cursor:
+        with decision_transaction(alias), lock_timeout(alias, wait), connections[alias].cursor() as cursor:
             # Two transactions that find no partition would both create one. Writers of history do not wait for this lock.
             cursor.execute(f"LOCK TABLE ONLY {self.history} IN SHARE UPDATE EXCLUSIVE MODE")
             if day in self.existing(alias):
@@ -125,7 +125,7 @@ class Days:
             django.db.Error: history was locked for too long, or the user does not own the tables.
         """
         name, wait = self.name(day), longest_wait or LONGEST_WAIT
-        with transaction.atomic(using=alias), lock_timeout(alias, wait), connections[alias].cursor() as cursor:
+        with decision_transaction(alias), lock_timeout(alias, wait), connections[alias].cursor() as cursor:
             # Parent before partition, as every statement locks them, and before the question: no row is moved meanwhile.
             cursor.execute(f"LOCK TABLE ONLY {self.history} IN ACCESS EXCLUSIVE MODE")
             if day not in self.existing(alias):  # dropped meanwhile, or detached, as for an archive

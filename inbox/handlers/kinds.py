@@ -66,7 +66,7 @@ class Batch(Kind):
     """
 
     size: int = 100
-    wait: DurationField[timedelta] = DurationField(timedelta(seconds=0.2))  # type: ignore[assignment] - read as a timedelta
+    wait: DurationField[timedelta] = DurationField(timedelta(seconds=0.2))
     given = list
     gets_list = True
 

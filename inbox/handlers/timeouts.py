@@ -24,6 +24,7 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.deadlines import Deadlines
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import EXIT_SILENT
+from exactly_once.sql.connections import set_local
 from inbox.errors import HandlerTimeout
 
 logger = escaping_logger(__name__)
@@ -56,7 +57,7 @@ def _end(runs: list[_Run]) -> None:
             )
             faulthandler.dump_traceback(file=sys.__stderr__ or 2)
             os._exit(EXIT_SILENT)
-        run.ends_at = monotonic() + max(run.seconds, _SHORTEST_GRACE_SECONDS)
+        run.ends_at = monotonic() + _grace(run.seconds)
         if run.claimed.acquire(blocking=False):
             _raise_in(run.thread, HandlerTimeout)
             run.interrupted = True
@@ -77,6 +78,20 @@ def _unwatch(run: _Run) -> None:
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
     """Raise it at the thread's next bytecode; None cancels a pending one."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error))
+
+
+def _grace(seconds: float) -> float:
+    """How long after its timeout a run that cannot be interrupted ends its process."""
+    return max(seconds, _SHORTEST_GRACE_SECONDS)
+
+
+def set_limits(limit: timedelta, runs: int) -> str:
+    """The statements that bound, in PostgreSQL, a transaction with as many runs of this timeout.
+
+    Its locks are released even if its host has vanished: the server ends the session when the process would have ended itself.
+    """
+    idle = (limit * runs).total_seconds()
+    return set_local(statement_timeout=limit, idle_in_transaction_session_timeout=timedelta(seconds=idle + _grace(idle)))
 
 
 _monitor: Deadlines[_Run] = Deadlines("handler-timeouts", attrgetter("ends_at"), _end)

@@ -26,10 +26,11 @@ from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
-from exactly_once.sql.connections import ProjectsStatements, execute, has_begun, set_local
+from exactly_once.sql.connections import ProjectsStatements, execute, has_begun
 from inbox import metrics
 from inbox.errors import TransactionBroken, TransactionControl
 from inbox.handlers.handler import Handler
+from inbox.handlers.timeouts import set_limits
 
 logger = escaping_logger(__name__)
 
@@ -154,7 +155,7 @@ class Supervision(SessionChanges):
         handler = self._handler
         # First, because it may fail while there is nothing to undo.
         if handler.timeout is not None and connections[handler.using].vendor == "postgresql":
-            execute(connections[handler.using], set_local(statement_timeout=handler.timeout))
+            execute(connections[handler.using], set_limits(handler.timeout, handler.kind.size))
         self._open = _open_blocks()
         for connection, *_ in self._open:
             connection.execute_wrappers.append(self if connection.alias == handler.using else self._watch_beside)

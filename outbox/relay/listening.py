@@ -24,6 +24,7 @@ from django.db import connections
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import Bell, StopRequest
 from exactly_once.process.outage import Outage
+from exactly_once.sql.connections import TIMEOUTS
 from outbox import doorbell
 from outbox.conf import OutboxOptions
 
@@ -33,15 +34,6 @@ APPLICATION_NAME = "outbox listener"
 _PULSE_SECONDS = 10.0
 _ANSWER_SECONDS = 10.0
 _LONGEST_GOODBYE_SECONDS = 1.0
-_TIMEOUTS = {
-    "connect_timeout": 5,
-    "keepalives": 1,
-    "keepalives_idle": 10,
-    "keepalives_interval": 5,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 15_000,
-}
-"""Timeouts for a network that drops packets; the database's OPTIONS override them."""
 
 _POOLED = (
     "The database %r is behind a pooler, which may not support LISTEN: this relay only polls. Set OUTBOX['LISTEN_ALIAS'] to an "
@@ -95,7 +87,7 @@ class Listener:
     def _connect(self) -> Any:
         wrapper = self._wrapper()
         # Read again every time: a database backend may rotate its password.
-        parameters = {**_TIMEOUTS, **wrapper.get_connection_params(), "fallback_application_name": APPLICATION_NAME}
+        parameters = {**TIMEOUTS, **wrapper.get_connection_params(), "fallback_application_name": APPLICATION_NAME}
         return wrapper.Database.connect(**parameters, autocommit=True)
 
     def _wrapper(self) -> Any:

@@ -34,7 +34,7 @@ from exactly_once.process.life_sign import HAS_FCNTL
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import StopRequest, running_until_signalled
 from exactly_once.process.main_thread import run_until_signalled
-from exactly_once.sql.connections import name_connections
+from exactly_once.sql.connections import own_connections
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.schema import our_apps, require_schema
 from exactly_once.wire.text import describe, visible
@@ -151,7 +151,7 @@ class ProcessCommand(TranslatedCommand):
         log_to_console(options["verbosity"])
         # Only there this process, with its arguments and connections, is that of the command.
         if self._called_from_command_line:
-            name_connections(type(self).__module__.rpartition(".")[2])
+            own_connections(type(self).__module__.rpartition(".")[2])
             if is_reloading_wanted(options):
                 raise SystemExit(supervise(self.grace()))
         work = self.prepare(options)

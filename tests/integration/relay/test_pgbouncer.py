@@ -10,6 +10,7 @@ from django.db import connection, connections, transaction
 
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
+from inbox.checks import check_vanished_hosts
 from inbox.store.buckets import lease_tokens
 from outbox import doorbell
 from outbox.conf import OutboxOptions
@@ -156,6 +157,17 @@ class TestDoorbell:
                 outside.execute(f"NOTIFY {CHANNEL}")
 
             assert bell.wait(SECONDS, never)
+
+
+def test_handlers_without_a_timeout_are_named_because_the_server_does_not_notice_a_vanished_host(pooled, handles):
+    handles(the_effect, name="tests.unbounded")
+    handles(the_effect, name="tests.bounded", timeout=timedelta(seconds=30))
+
+    [warning] = check_vanished_hosts(None, databases=["default"])
+    assert (warning.id, "no timeout: tests.unbounded. If" in warning.msg) == ("inbox.W012", True)
+
+    with the_default_at(PORT=connections["direct"].settings_dict["PORT"]):
+        assert not check_vanished_hosts(None, databases=["default"])
 
 
 def test_leasing_rate_limit_tokens_leaves_no_setting_on_a_connection(pooled):

@@ -375,7 +375,7 @@ class TestListenerOutage:
 
     def test_listener_that_waits_for_a_frozen_server_does_not_hold_up_the_end(self, proxy, bell, monkeypatch):
         monkeypatch.setattr(listening, "_LONGEST_GOODBYE_SECONDS", 0.05)
-        monkeypatch.setitem(listening._TIMEOUTS, "connect_timeout", 10 * int(SECONDS))
+        monkeypatch.setitem(listening.TIMEOUTS, "connect_timeout", 10 * int(SECONDS))
         proxy.freeze()
         with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="through")).listening():
             wait_until(lambda: proxy.connections)

@@ -1,10 +1,11 @@
 """Handlers for the processes that tests start and kill. The message says what they do: `{"do": …}`."""
 
 import os
+import socket
 import threading
 
 import amqp
-from django.db import transaction
+from django.db import connection, transaction
 
 from inbox import idempotent_handler
 from outbox import publish
@@ -84,6 +85,17 @@ def _silence_the_main_loop(message):
     Effect.objects.using("other").create(name=f"begun {message.biz_id}")
 
 
+def _record_the_session(message):
+    """What both sides of its connection do to notice that the other one has vanished."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT current_setting('tcp_keepalives_idle'), current_setting('tcp_user_timeout')")
+        server = cursor.fetchone()
+    with socket.socket(fileno=os.dup(connection.connection.fileno())) as client:
+        options = (socket.TCP_KEEPIDLE, socket.TCP_USER_TIMEOUT)
+        ours = [client.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+    Effect.objects.create(name=message.biz_id, detail=" ".join(map(str, [*ours, *server])))
+
+
 WAYS = {
     "work": _work,
     "chain": _chain,
@@ -94,4 +106,5 @@ WAYS = {
     "chain at the word": _chain_at_the_word,
     "never end": _never_end,
     "silence the main loop": _silence_the_main_loop,
+    "record the session": _record_the_session,
 }

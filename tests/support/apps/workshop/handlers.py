@@ -1,5 +1,6 @@
 import contextlib
 import os
+import threading
 from datetime import timedelta
 
 from django.db import transaction
@@ -23,7 +24,9 @@ from tests.support.waiting import wait_until
 
 @idempotent_handler(BOUNDED, timeout=timedelta(seconds=LIMIT_SECONDS))
 def bounded(message):
-    Effect.objects.create(name=message.biz_id)
+    Effect.objects.create(name=message.biz_id, detail=str(message.attempt))
+    if message.payload.get("do") == "hang once" and _is_first(message):
+        threading.Event().wait()
     if message.payload.get("do") == "hear nothing":
         while True:
             with contextlib.suppress(BaseException):
@@ -61,5 +64,5 @@ def _work(message):
 
 def _is_first(message):
     """Outside its transaction, so that the next process can see it."""
-    _, created = Effect.objects.using("other").get_or_create(name=f"exited {message.biz_id}")
+    _, created = Effect.objects.using("other").get_or_create(name=f"begun {message.biz_id}")
     return created
