@@ -23,8 +23,7 @@ from exactly_once.wire.envelope import Envelope
 from inbox import Lease, batch_handler, idempotent_handler, leased_handler
 from inbox.celery import IdempotentTask
 from inbox.conf import InboxOptions
-from inbox.consumer.channels import Acks
-from inbox.consumer.lanes import Delivery
+from inbox.consumer.answers import Acks, Delivery
 from inbox.consumer.reception import Answers, Reception, envelope_of
 from inbox.consumer.runner import Runner
 from inbox.handlers.registry import registry

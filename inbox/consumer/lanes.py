@@ -4,19 +4,17 @@ A lane knows how many its handler takes at a time: one message, a batch, a group
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
 import kombu
 
 from inbox.conf import InboxOptions
-from inbox.consumer.channels import Acks
+from inbox.consumer.answers import Delivery
 from inbox.handlers.handler import Handler
 from inbox.limits.limiter import limiter_of
 from inbox.limits.shedder import shedder_of
 from inbox.limits.slots import UNLIMITED, slots_of
-from inbox.transactions.arrival import Arrival
 
 STORED_AT_ONCE = 100
 """Deliveries that are stored in one transaction, if their handler does not run them here."""
@@ -26,51 +24,6 @@ CHECKED_AT_ONCE = 100
 """Deliveries that are checked together for load shedding."""
 LOAD_BYTES = 8 * 1024 * 1024
 """Maximum total size of the bodies in one load of several deliveries: a worker decodes and stores a load at once."""
-
-
-@dataclass(eq=False, slots=True)
-class Delivery:
-    """A message from the broker.
-
-    Attributes:
-        acks: those of its channel.
-        at: when it arrived (monotonic).
-        arrival: its content, once a worker has read it.
-        redelivered: the broker has delivered it before.
-        is_acknowledged: it was acknowledged before its handler ended. The broker must not be answered twice.
-    """
-
-    acks: Acks
-    handler: Handler
-    message: kombu.Message
-    at: float
-    arrival: Arrival = field(init=False)
-    redelivered: bool = field(init=False)
-    is_acknowledged: bool = False
-
-    def __post_init__(self) -> None:
-        self.redelivered = bool(self.message.delivery_info.get("redelivered"))
-
-    @property
-    def size(self) -> int:
-        """The size of the body in bytes; in characters if a virtual transport returns text."""
-        return len(self.message.body or b"")
-
-
-class Unanswered(Exception):
-    """A worker could not finish a load, because its database is unavailable. The load is taken again.
-
-    Attributes:
-        load: its deliveries without an answer, in their order.
-        seconds: the backoff before they are taken again.
-        everywhere: the whole database is unavailable, so its other handlers pause, too.
-    """
-
-    def __init__(self, load: list[Delivery], seconds: float, *, everywhere: bool) -> None:
-        super().__init__(f"{len(load)} deliveries are unanswered")
-        self.load = load
-        self.seconds = seconds
-        self.everywhere = everywhere
 
 
 def size_of(handler: Handler) -> int:
@@ -105,9 +58,10 @@ class Lane:
         self._checked = 0  # so many of the first ones are not dropped by load shedding
         self._most = size_of(handler)
         self._wait = handler.kind.wait.total_seconds()
-        # An ordered handler's messages are only stored here; its limits apply where they are run.
-        self._limiter = None if handler.ordered else limiter_of(handler)
-        self.slots = UNLIMITED if handler.ordered else slots_of(handler)
+        # Messages that are stored first are limited where they are run; one load at a time is stored, in its order.
+        self._stores = handler.is_stored_first
+        self._limiter = None if self._stores else limiter_of(handler)
+        self.slots = UNLIMITED if self._stores else slots_of(handler)
         self._shedder = shedder_of(handler)
         self._is_running = False
         self._paused_until = self._backoff = 0.0
@@ -130,7 +84,7 @@ class Lane:
             most = self._limiter.take(most)
         if not most:
             self.slots.leave()
-        self._is_running = bool(self.handler.ordered) and most > 0
+        self._is_running = self._stores and most > 0
         if self._backoff and most:
             # One worker retries a load that could not be finished; the next one only after another backoff.
             self._paused_until = now + self._backoff
@@ -183,7 +137,7 @@ class Lane:
         return self._checked if self._is_shedding else len(self)
 
     def done(self) -> None:
-        """A worker has finished a load of this lane. An ordered handler has one running load at a time."""
+        """A worker has finished a load of this lane."""
         self._is_running = False
         self._paused_until = self._backoff = 0.0
 
@@ -217,8 +171,8 @@ class Lane:
         return self._backoff > 0
 
     def stale(self, before: float, now: float) -> list[Delivery]:
-        """Remove and return a load of those that arrived before `before`; none of an ordered lane, or of one in backoff."""
-        if self.handler.ordered or now < self._paused_until or self.oldest >= before:
+        """Remove and return a load of those that arrived before `before`; none in backoff, or if they are stored first."""
+        if self._stores or now < self._paused_until or self.oldest >= before:
             return []
         found = [delivery for delivery in self._waiting if delivery.at < before]
         del found[fitting(delivery.size for delivery in found) :]

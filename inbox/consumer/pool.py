@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from math import inf
 from typing import Any
 
 from django.db import connections
@@ -18,7 +17,8 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.main_thread import stack_of
 from exactly_once.process.work import Work
-from inbox.consumer.lanes import Delivery, Lane, Unanswered
+from inbox.consumer.answers import Delivery, Unanswered
+from inbox.consumer.lanes import Lane
 from inbox.consumer.reception import Reception
 from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler
@@ -34,8 +34,7 @@ class Pool:
     """`size` threads that run the due messages of `runner`, and in turn with them loads of `lanes` by `reception`.
 
     While a lane's handler sheds load, its loads are checked before they are received. `Unanswered` deliveries go back to the
-    front of their lane. If a database cannot store, all lanes of its handlers pause, and one thread at a time probes it.
-    Deliveries are run on a database only after a successful probe.
+    front of their lane. While a database cannot store, all lanes of its handlers pause, and the runner tries it.
 
     Args:
         on_idle: called whenever a thread finds no work; must be quick.
@@ -61,7 +60,6 @@ class Pool:
         self._stored_next = False
         self._next_lane = 0
         self._occupied: set[str] = set()
-        self._probe_at = {lane.handler.using: 0.0 for lane in lanes}
         self._overdue: set[Work] = set()
         self._running: dict[int, Handler] = {}
         self._threads = [threading.Thread(target=self._work, name=f"worker-{n}", daemon=True) for n in range(1, size + 1)]
@@ -126,15 +124,10 @@ class Pool:
         with self._changed:
             return sum(lane.drop_ended() for lane in self._lanes)
 
-    def can_store(self, lane: Lane) -> bool:
-        """Can the database of its handler store messages, according to its last probe?"""
-        with self._changed:
-            return lane.handler.using not in self._probe_at
-
     def unstorable(self, before: float) -> list[Lane]:
         """Lanes with deliveries that arrived before that instant and could not be stored."""
         with self._changed:
-            stuck = [lane for lane in self._lanes if lane.is_stuck or lane.handler.using in self._probe_at]
+            stuck = [lane for lane in self._lanes if lane.is_stuck or not self._runner.can_store(lane.handler.using)]
             return [lane for lane in stuck if lane.oldest < before]
 
     def join(self, seconds: float) -> None:
@@ -179,19 +172,13 @@ class Pool:
                 if left is None:
                     lane.done()
                 else:
-                    self._put_back(lane, left)
+                    lane.put_back(left.load, monotonic(), backoff=0.0 if left.everywhere else left.seconds)
                 self._changed.notify()
-
-    def _put_back(self, lane: Lane, left: Unanswered) -> None:
-        now = monotonic()
-        lane.put_back(left.load, now, backoff=0.0 if left.everywhere else left.seconds)
-        if left.everywhere:
-            self._probe_at.setdefault(lane.handler.using, now + left.seconds)
 
     @property
     def _answering(self) -> list[Lane]:
         """The lanes of databases that can store."""
-        return [lane for lane in self._lanes if lane.handler.using not in self._probe_at] if self._probe_at else self._lanes
+        return [lane for lane in self._lanes if self._runner.can_store(lane.handler.using)]
 
     def is_running(self, handler: Handler) -> bool:
         """May a thread have a load of this handler in hand? Once the handler is paused, no thread takes another one."""
@@ -231,7 +218,6 @@ class Pool:
                 self._on_idle()
                 lanes = [lane for lane in self._answering if not self._runner.is_paused(lane.handler)]
                 left = [lane.seconds_left(now, hurry=self._hurry) for lane in lanes]
-                left += [at - now for at in self._probe_at.values()]
                 self._changed.wait(min(*left, self._runner.seconds_left(now), _LONGEST_WAIT_SECONDS))
         return None
 
@@ -239,13 +225,9 @@ class Pool:
         if self._stored_next and self._runner.seconds_left(now) <= 0:
             self._stored_next = False
             return self._runner.turn
-        for alias, at in self._probe_at.items():
-            if at <= now:
-                self._probe_at[alias] = inf
-                return partial(self._probe_database, alias)
         for turn in range(len(self._lanes)):
             lane = self._lanes[(self._next_lane + turn) % len(self._lanes)]
-            if lane.handler.using in self._probe_at or self._runner.is_paused(lane.handler):
+            if not self._runner.can_store(lane.handler.using) or self._runner.is_paused(lane.handler):
                 continue
             if load := lane.take(now, hurry=self._hurry):
                 return self._job(lane, load, turn, partial(self._receive_for, lane))
@@ -273,21 +255,10 @@ class Pool:
         """The next delivery of a lane for the thread that has just run one of it."""
         with self._changed:
             now = monotonic()
-            is_stopping = self._closing or self._runner.stop
-            if now >= until or is_stopping or lane.handler.using in self._probe_at or self._runner.is_paused(lane.handler):
-                return None
-            return lane.take_next(now)
+            may_run = self._runner.can_store(lane.handler.using) and not self._runner.is_paused(lane.handler)
+            return lane.take_next(now) if may_run and now < until and not (self._closing or self._runner.stop) else None
 
     def _check_for(self, lane: Lane, load: list[Delivery]) -> None:
         to_handle = self._reception.check(load)
         with self._changed:
             lane.put_checked(to_handle)
-
-    def _probe_database(self, alias: str) -> None:
-        seconds = self._reception.probe(alias)
-        with self._changed:
-            if seconds:
-                self._probe_at[alias] = monotonic() + seconds
-            else:
-                del self._probe_at[alias]
-            self._changed.notify_all()

@@ -3,7 +3,6 @@
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -16,14 +15,13 @@ from exactly_once.process.logs import Reminder, escaping_logger
 from exactly_once.wire.envelope import OPAQUE, Envelope, from_delivery
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
-from inbox.consumer.lanes import Delivery, Unanswered
+from inbox.consumer.answers import Delivery, Unanswered
 from inbox.consumer.runner import Runner
 from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
 from inbox.receiving.admit import admit
 from inbox.receiving.in_hand import Name, in_hand
-from inbox.receiving.outages import make_refunds
 from inbox.receiving.outcomes import failure_of, store_failure
 from inbox.receiving.parking import park
 from inbox.receiving.reading import Unidentifiable, message_of, read, read_unread
@@ -41,7 +39,6 @@ logger = escaping_logger(__name__)
 _REFUSAL_REMEDY = f"Look for a trigger, a rule or a damaged index of {TABLE} that refuses the row, and remove it."
 _TIMED = (Outcome.HANDLED, Outcome.STORED)
 _MOST_KEYS = 10_000
-_UNREADABLE_SECONDS = 1.0
 Answers = Sequence[tuple[Delivery, Outcome]]
 _More = Callable[[], Delivery | None]
 _LARGEST_BEHIND = 64 * 1024
@@ -158,18 +155,6 @@ class Reception:
         self._run_all(handler, deque((some, _Run(partial(self._shed, reason))) for reason, some in shed.items()), to_handle)
         return to_handle
 
-    def probe(self, alias: str) -> float:
-        """Seconds to pause a database, or 0 if it can store. Called before anything is received for it, and after an outage."""
-        with suppress(DatabaseUnavailable):
-            make_refunds(alias)
-        if seconds := self._outages.ask(alias):
-            return seconds
-        try:
-            self._runner.read_paused(alias)
-        except DatabaseUnavailable:
-            return _UNREADABLE_SECONDS
-        return 0.0
-
     def _run_all(self, handler: Handler, parts: _Parts, others: Sequence[Delivery] = ()) -> None:
         """Run and answer all parts of a load.
 
@@ -178,16 +163,15 @@ class Reception:
         """
         while parts:
             part, run = parts.popleft()
-            if not handler.ordered and monotonic() - part[0].at > self._options.longest_silence and run.handles:
+            if run.handles and monotonic() - part[0].at > self._options.longest_silence:
                 # It must be stored and not run, before the broker's `consumer_timeout`.
                 run = self._storing
-            halve = bool(handler.batch)
+            halve = handler.kind.gets_list
             try:
                 ended = self._run_part(part, run)
             except DatabaseUnavailable as outage:
                 # The later messages of an ordered queue must wait in any case.
-                is_only_this = outage.refused and not handler.ordered and self._outages.can_store(handler.using)
-                if not is_only_this:
+                if handler.ordered or not outage.refused or not self._outages.can_store(handler.using):
                     raise self._unanswered(handler, chain(part, *(later for later, _ in parts), others), outage) from outage
                 ended, halve = self._defer_unstored(part, outage), True
             except DatabaseError:

@@ -127,6 +127,10 @@ class Runner:
         """Has an operator paused this handler or this process, as this process has last read it?"""
         return self.stop.is_paused or handler.name in self._paused.get(handler.using, ())
 
+    def can_store(self, alias: str) -> bool:
+        """Could the database store messages when a thread last tried?"""
+        return alias in self._paused and not self.outages.is_ongoing(alias)
+
     def is_starting(self, handler: Handler) -> bool:
         """Does this handler wait for its past, so that nothing may be received from its queue?"""
         return handler.wants_past and handler.name not in self._started and has_outbox(handler.using)
@@ -221,7 +225,7 @@ class Runner:
             if not self._may_try(alias):
                 continue
             try:
-                if self.outages.is_ongoing(alias) and (seconds := self.outages.ask(alias)):
+                if self._try_at.get(alias) == inf and (seconds := self.outages.ask(alias)):
                     self._try_at[alias] = monotonic() + seconds
                     continue
                 if self.unattended:
@@ -254,11 +258,11 @@ class Runner:
         return ran
 
     def _may_try(self, alias: str) -> bool:
-        """May this thread use the database? False while it is paused. During an outage, only one thread probes it."""
+        """May this thread use the database? False while it is paused. Until it can store, only one thread at a time tries."""
         with self._lock:
             if monotonic() < self._try_at.get(alias, 0.0):
                 return False
-            if self.outages.is_ongoing(alias):
+            if not self.can_store(alias):
                 self._try_at[alias] = inf
             return True
 

@@ -66,7 +66,7 @@ class Batch(Kind):
     """
 
     size: int = 100
-    wait: DurationField[timedelta] = DurationField(timedelta(seconds=0.2))
+    wait: DurationField[timedelta] = DurationField(timedelta(seconds=0.2))  # noqa: RUF009 - a descriptor
     given = list
     gets_list = True
 
@@ -87,8 +87,8 @@ class Lease(Kind):
         ValueError: one of them is not longer than zero, or `limit` is shorter than `duration`.
     """
 
-    duration: DurationField[timedelta] = DurationField(timedelta(minutes=10))
-    limit: DurationField[timedelta] = DurationField(timedelta(hours=1))
+    duration: DurationField[timedelta] = DurationField(timedelta(minutes=10))  # noqa: RUF009 - a descriptor
+    limit: DurationField[timedelta] = DurationField(timedelta(hours=1))  # noqa: RUF009 - a descriptor
     never_ended = "the process died, or the lease store became unavailable"
     why_not_dry = "its handler runs under a lease, and effects outside the database cannot be rolled back"
 

@@ -11,8 +11,8 @@ from exactly_once.process.loop import StopRequest
 from exactly_once.sql.connections import is_inside_a_transaction
 from exactly_once.testing.database import require_tests
 from inbox.conf import inbox_options
-from inbox.consumer.channels import Acks
-from inbox.consumer.lanes import Delivery, Unanswered, size_of
+from inbox.consumer.answers import Acks, Delivery, Unanswered
+from inbox.consumer.lanes import size_of
 from inbox.consumer.reception import Answers, Reception
 from inbox.consumer.runner import Runner
 from inbox.handlers.handler import Handler

@@ -3,8 +3,7 @@
 import kombu
 
 from exactly_once.process.clock import monotonic
-from inbox.consumer.channels import Acks
-from inbox.consumer.lanes import Delivery
+from inbox.consumer.answers import Acks, Delivery
 from inbox.consumer.reception import Reception
 from inbox.consumer.runner import Runner
 from tests.support.deliveries import OPTIONS, an_envelope

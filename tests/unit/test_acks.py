@@ -5,7 +5,7 @@ from amqp import spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inbox.consumer.channels import Acks
+from inbox.consumer.answers import Acks
 
 
 class Channel:

@@ -8,8 +8,8 @@ import pytest
 from inbox import Batch, Ordered, Shed
 from inbox.conf import InboxOptions
 from inbox.consumer import lanes
-from inbox.consumer.channels import Acks
-from inbox.consumer.lanes import CHECKED_AT_ONCE, LOAD_BYTES, STORED_AT_ONCE, Delivery, Lane, prefetch_of, size_of
+from inbox.consumer.answers import Acks, Delivery
+from inbox.consumer.lanes import CHECKED_AT_ONCE, LOAD_BYTES, STORED_AT_ONCE, Lane, prefetch_of, size_of
 from inbox.handlers.handler import Handler
 from inbox.handlers.kinds import Group
 from inbox.limits import shedder

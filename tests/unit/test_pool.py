@@ -11,8 +11,8 @@ import pytest
 from exactly_once.process import work
 from exactly_once.process.clock import monotonic
 from inbox import Batch, Ordered
-from inbox.consumer.channels import Acks
-from inbox.consumer.lanes import Delivery, Lane, Unanswered
+from inbox.consumer.answers import Acks, Delivery, Unanswered
+from inbox.consumer.lanes import Lane
 from inbox.consumer.pool import Pool
 from inbox.handlers.handler import Handler
 from inbox.limits.slots import slots_of
@@ -27,6 +27,7 @@ class Store:
         self.due = due
         self.ran = 0
         self.on_ring = None
+        self.unavailable = set()
         self._do = do
         self._lock = threading.Lock()
 
@@ -35,6 +36,9 @@ class Store:
 
     def is_paused(self, handler):
         return False
+
+    def can_store(self, alias):
+        return alias not in self.unavailable
 
     def turn(self):
         with self._lock:
@@ -58,9 +62,9 @@ def a_delivery(lane, number=0):
     return Delivery(Acks(None, multiple=True), lane.handler, kombu.Message(body=b"", delivery_tag=number), monotonic())
 
 
-def a_pool(lanes, store=None, *, size=1, receive=len, probe=lambda alias: 0.0, **options):
+def a_pool(lanes, store=None, *, size=1, receive=len, **options):
     """A pool whose loads are received by `receive`."""
-    reception = SimpleNamespace(receive=receive, check=list, probe=probe)
+    reception = SimpleNamespace(receive=lambda load, more: receive(load), check=list)
     return Pool(store or Store(), size=size, lanes=lanes, reception=reception, **options)
 
 
@@ -98,40 +102,6 @@ class Work:
         with self._lock:
             self.at_once -= 1
             self.done.append((load[0].handler.name, [delivery.message.delivery_tag for delivery in load]))
-
-
-class Databases:
-    """Some databases are unavailable: `receive` leaves their loads undecided, `probe` is the probe of such a database."""
-
-    def __init__(self, *unavailable, retry_seconds=0.01):
-        self.unavailable = set(unavailable)
-        self.done = []
-        self.refused = self.asked = 0
-        self.asking = self.most_asking = 0
-        self.answer = threading.Event()
-        self.answer.set()
-        self._retry_seconds = retry_seconds
-        self._lock = threading.Lock()
-
-    def receive(self, load):
-        alias = load[0].handler.using
-        with self._lock:
-            if alias in self.unavailable:
-                self.refused += 1
-                raise Unanswered(load, self._retry_seconds, everywhere=True)
-            self.done += [(load[0].handler.name, delivery.message.delivery_tag) for delivery in load]
-
-    def probe(self, alias):
-        with self._lock:
-            if alias not in self.unavailable:
-                return 0.0
-            self.asked += 1
-            self.asking += 1
-            self.most_asking = max(self.most_asking, self.asking)
-        assert self.answer.wait(A_WHILE)
-        with self._lock:
-            self.asking -= 1
-            return self._retry_seconds if alias in self.unavailable else 0.0
 
 
 @pytest.fixture
@@ -223,22 +193,21 @@ def test_an_ordered_lane_is_run_by_one_thread_at_a_time(gate):
     assert [numbers for _, numbers in work.done] == [[0], [1, 2, 3]]
 
 
-def test_only_one_thread_at_a_time_probes_an_unavailable_database():
-    databases = Databases("unavailable")
-    databases.answer.clear()
+def test_deliveries_of_a_database_that_cannot_store_wait_and_occupy_no_thread():
+    store, work = Store(), Work()
+    store.unavailable.add("unavailable")
     far, near = a_lane("far", using="unavailable"), a_lane("near")
-    with running([far, near], receive=databases.receive, probe=databases.probe, size=2) as pool:
-        pool.put(far, a_delivery(far, 0))
-        wait_until(lambda: databases.asking)
-        for number in range(20):
-            pool.put(near, a_delivery(near, number))
-        wait_until(lambda: len(databases.done) == 20)
+    with running([far, near], store, receive=work) as pool:
+        pool.put(far, a_delivery(far))
+        pool.put(near, a_delivery(near))
+        wait_until(lambda: work.done == [("near", [0])])
         assert pool.stale(monotonic() + 1) == []
-        databases.unavailable.clear()
-        databases.answer.set()
+        assert pool.unstorable(monotonic() + 1) == [far]
+        store.unavailable.clear()
+        store.on_ring()
         wait_until(lambda: pool.idle)
 
-    assert (databases.most_asking, databases.asked) == (1, 1)
+    assert work.done[1:] == [("far", [0])]
 
 
 def test_undecided_deliveries_of_an_ended_channel_are_dropped():
@@ -254,16 +223,6 @@ def test_undecided_deliveries_of_an_ended_channel_are_dropped():
         wait_until(lambda: pool.idle)
 
     assert received == [7]
-
-
-def test_the_pool_can_be_closed_while_a_database_is_unavailable():
-    databases = Databases("unavailable", retry_seconds=3600.0)
-    lane = a_lane(using="unavailable")
-    with running([lane], receive=databases.receive, probe=databases.probe, size=2) as pool:
-        pool.put(lane, a_delivery(lane))
-        wait_until(lambda: databases.asked)
-
-    assert (databases.asked, databases.refused, len(lane)) == (1, 0, 1)
 
 
 def test_a_ring_runs_stored_messages_at_once():

@@ -137,7 +137,7 @@ class TestConnectionLoss:
                 wait_until(queue.get).ack()
             send(rabbitmq_url, TOPIC, {}, message_id="new")
             proxy.accept()
-            wait_until(lambda: consumer._unanswered == 1)
+            wait_until(lambda: consumer._subscriptions.unanswered == 1)
             release.set()
             assert holding["new"].wait(A_WHILE)
             wait_until(lambda: not consumer._answers)
@@ -242,11 +242,11 @@ class TestTopologyFaults:
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         with consuming([handler], options) as consumer:
             wait_until(lambda: consumer._ticked_at)  # from here on only the next check sets the time of the last check
-            consumer._checked_at = float("inf")  # it does not come before this has been looked at
+            consumer._subscriptions._checked_at = float("inf")  # it does not come before this has been looked at
             with closing(kombu.Connection(rabbitmq_url)) as connection:
                 connection.channel().exchange_delete("outbox")
             assert not is_bound(rabbitmq_server, rabbitmq_url)
-            consumer._checked_at = float("-inf")  # half a minute has passed
+            consumer._subscriptions._checked_at = float("-inf")  # half a minute has passed
 
             wait_until(lambda: is_bound(rabbitmq_server, rabbitmq_url))
             send(rabbitmq_url, TOPIC, {}, message_id="m")

@@ -11,6 +11,7 @@ from django.db import connections, transaction
 
 from inbox import Lease
 from inbox.consumer.topology import queue_name
+from inbox.handlers.kinds import PLAIN, Pulled
 from inbox.models import InboxMessage
 from inbox.states import Outcome, State
 from outbox import publish
@@ -325,7 +326,7 @@ def test_later_messages_of_an_ordered_handler_wait_for_one_that_cannot_be_stored
 
 
 def test_message_that_cannot_be_stored_does_not_harm_the_others_that_are_stored_with_it(handles):
-    handler = replace(handles(effect_on_other, topic=TOPIC, using="other"), pulled=True)
+    handler = replace(handles(effect_on_other, topic=TOPIC, using="other"), kind=Pulled())
     envelopes = [an_envelope({"name": name}, topic=TOPIC, biz_id=name) for name in ("a", "bad", "b")]
     # Whatever the dead letter is called, its body cannot be stored either.
     with refused("23514", "position('bad'::bytea IN NEW.body) > 0"):
@@ -343,7 +344,7 @@ def rows_of_each_transaction():
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
 def test_load_with_refused_values_is_halved_and_stored_in_order(handles, ordered):
-    handler = replace(handles(effect_on_other, using="other", ordered=ordered), pulled=not ordered)
+    handler = replace(handles(effect_on_other, using="other", ordered=ordered), kind=PLAIN if ordered else Pulled())
     names_of_load = [*(f"m{number:02}" for number in range(11)), "m11-bad", *(f"m{number}" for number in range(12, 32))]
     with refused("23514", "NEW.message_id LIKE '%bad'"):
         became = receive_together(handler, [an_envelope(id=name, biz_id=name, key="k") for name in names_of_load])

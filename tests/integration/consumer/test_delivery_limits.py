@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import kombu
 import pytest
 
-from inbox.consumer import consumer
+from inbox.consumer import subscriptions
 from inbox.consumer.topology import queue_name
 from tests.support.deliveries import TOPIC, effects, the_effect
 from tests.support.servers import RabbitServer
@@ -177,7 +177,7 @@ def managed():
 class TestPolicies:
     @pytest.fixture(autouse=True)
     def frequent_checks(self, monkeypatch):
-        monkeypatch.setattr(consumer, "_HEALTH_SECONDS", 0.5)
+        monkeypatch.setattr(subscriptions, "_HEALTH_SECONDS", 0.5)
 
     @pytest.fixture
     def url(self, managed):

@@ -55,7 +55,7 @@ def test_handler_whose_queue_or_topic_is_forbidden_stops_no_other_handler(handle
 
         permit()
         send(rabbitmq_url, TOPIC, {}, message_id="c")
-        consumer._checked_at = float("-inf")  # half a minute has passed
+        consumer._subscriptions._checked_at = float("-inf")  # half a minute has passed
         wait_until(lambda: "receiving from 2 queues" in caplog.text)
         send(rabbitmq_url, FORBIDDEN, {}, message_id="d")
         wait_until(lambda: effects("c") == effects("d") == 1)
@@ -90,8 +90,8 @@ def test_checking_a_forbidden_queue_repeatedly_leaves_no_channel_open(handles, r
     with consuming([forbidden, permitted], options) as consumer:
         wait_until(lambda: "receiving from 1 queue at" in caplog.text)
         for _ in range(5):
-            consumer._checked_at = float("-inf")  # half a minute has passed
-            wait_until(lambda: consumer._checked_at > 0 and consumer._forbidden)
+            consumer._subscriptions._checked_at = float("-inf")  # half a minute has passed
+            wait_until(lambda: consumer._subscriptions._checked_at > 0 and consumer._subscriptions._unusable)
         # That of the other queue. The broker may list a closed one for a moment.
         wait_until(lambda: rabbitmq_server.channels(rabbitmq_url) == 1)
 
@@ -110,7 +110,7 @@ def test_queue_that_has_lost_its_majority_stops_no_other_handler(handles, rabbit
         send_and_handle(rabbitmq_url, TOPIC, "a")
 
         rabbitmq_server.evaluate(f"ra:restart_server(quorum_queues, {member}).")
-        consumer._checked_at = float("-inf")  # half a minute has passed
+        consumer._subscriptions._checked_at = float("-inf")  # half a minute has passed
         wait_until(lambda: "receiving from 2 queues" in caplog.text)
 
     [report] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
@@ -130,16 +130,16 @@ def test_queue_that_hangs_stops_no_other_handler(handles, rabbitmq_server, rabbi
         wait_until(lambda: "receiving from 2 queues" in caplog.text)
         rabbitmq_server.evaluate(f"sys:suspend({server}).")
         try:
-            consumer._checked_at = float("-inf")  # half a minute has passed
+            consumer._subscriptions._checked_at = float("-inf")  # half a minute has passed
             wait_until(lambda: "receiving from 1 queue at" in caplog.text)
-            consumer._checked_at = float("-inf")
+            consumer._subscriptions._checked_at = float("-inf")
             send_and_handle(rabbitmq_url, TOPIC, "a")
             lost = caplog.text.count("The broker is unavailable")
-            wait_until(lambda: consumer._checked_at > 0 and consumer._forbidden)
+            wait_until(lambda: consumer._subscriptions._checked_at > 0 and consumer._subscriptions._unusable)
             send_and_handle(rabbitmq_url, TOPIC, "b")
         finally:
             rabbitmq_server.evaluate(f"sys:resume({server}).")
-        consumer._checked_at = float("-inf")
+        consumer._subscriptions._checked_at = float("-inf")
         wait_until(lambda: caplog.text.count("receiving from 2 queues") == 2)
         send_and_handle(rabbitmq_url, FORBIDDEN, "c")
 

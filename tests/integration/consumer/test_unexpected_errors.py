@@ -3,7 +3,7 @@
 import pytest
 
 from inbox.consumer import reception
-from inbox.consumer.lanes import Unanswered
+from inbox.consumer.answers import Unanswered
 from inbox.models import InboxMessage
 from inbox.states import Outcome, State
 from tests.support.deliveries import (

@@ -97,8 +97,8 @@ def consuming_new(handles, options, caplog):
 def checked(consumer):
     """Let the consumer check its queues, as if half a minute had passed."""
     for _ in range(2):  # when the second check begins, the first has ended
-        consumer._checked_at = float("-inf")
-        wait_until(lambda: consumer._checked_at > 0)
+        consumer._subscriptions._checked_at = float("-inf")
+        wait_until(lambda: consumer._subscriptions._checked_at > 0)
 
 
 @pytest.fixture

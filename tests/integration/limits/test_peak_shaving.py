@@ -157,7 +157,9 @@ def test_deliveries_waiting_for_a_low_rate_are_stored_before_the_ack_timeout(han
     with consuming([handler], options) as consumer:
         wait_until(lambda: effects() == 1)
         # Set only now: with a short timeout from the start, a stall would make the first message stale as well.
-        consumer._options = consumer._reception._options = replace(options, ACK_TIMEOUT=timedelta(seconds=2))
+        consumer._options = consumer._reception._options = consumer._subscriptions._options = replace(
+            options, ACK_TIMEOUT=timedelta(seconds=2)
+        )
         wait_until(lambda: length_of(rabbitmq_server, handler, options) == 0)
 
     # The first message took the token that a new bucket has.

@@ -11,7 +11,7 @@ from amqp.exceptions import ChannelError
 from django.db import OperationalError, transaction
 
 from inbox import Ordered
-from inbox.consumer import consumer as consumer_module
+from inbox.consumer import subscriptions
 from inbox.consumer.topology import Unusable, queue_name, queue_of, queues_of
 from inbox.consumer.topology import declare as declare_queues
 from inbox.handlers.registry import registry
@@ -135,7 +135,7 @@ class TestOrder:
 class TestUnsuitableQueue:
     @pytest.fixture(autouse=True)
     def short_health_interval(self, monkeypatch):
-        monkeypatch.setattr(consumer_module, "_HEALTH_SECONDS", 0.5)
+        monkeypatch.setattr(subscriptions, "_HEALTH_SECONDS", 0.5)
 
     def test_queue_without_single_active_consumer_is_not_read_until_it_is_deleted(self, handles, rabbitmq_url, caplog):
         """The handler was not ordered before, so its queue feeds several consumers at once."""
@@ -153,7 +153,7 @@ class TestUnsuitableQueue:
             assert consumer.outcomes.total() == 1
             with kombu.Connection(rabbitmq_url) as connection:
                 connection.default_channel.queue_delete(queue_name(handler, options))
-            wait_until(lambda: len(consumer._open) == 2)  # which is after it was bound
+            wait_until(lambda: len(consumer._subscriptions.open) == 2)  # which is after it was bound
             assert existing_queues(rabbitmq_url, handler, options) == [queue_name(handler, options)]
             sent(rabbitmq_url, [0])
             wait_until(lambda: effects("/tests#0") == 1)
@@ -181,7 +181,7 @@ class TestUnsuitableQueue:
 
         with consuming([handler], options) as consumer:
             wait_until(lambda: "without a single active consumer" in caplog.text)
-            assert not consumer._open
+            assert not consumer._subscriptions.open
 
 
 class TestPartitions:
@@ -225,7 +225,7 @@ class TestPartitions:
     def test_missing_consistent_hash_plugin_is_reported_and_stops_only_partitioned_handlers(
         self, handles, mortal_rabbitmq, rabbitmq_url, caplog, monkeypatch
     ):
-        monkeypatch.setattr(consumer_module, "_HEALTH_SECONDS", 0.5)
+        monkeypatch.setattr(subscriptions, "_HEALTH_SECONDS", 0.5)
         handler, options = handles(the_effect, ordered=Ordered(partitions=2)), broker_options(rabbitmq_url)
         other = handles(the_effect, topic="other", name="tests.other")
         declare(other, options)
@@ -237,8 +237,8 @@ class TestPartitions:
                 send_and_handle(rabbitmq_url, "other", "other#1")
                 assert not consumer._broker.ongoing
                 mortal_rabbitmq.evaluate(f"rabbit_registry:register(exchange, {kind}, rabbit_exchange_type_consistent_hash).")
-                wait_until(lambda: not consumer._unusable)
-                wait_until(lambda: len(consumer._open) == 3)
+                wait_until(lambda: not consumer._subscriptions._unusable)
+                wait_until(lambda: len(consumer._subscriptions.open) == 3)
                 sent(rabbitmq_url, [0])
                 wait_until(lambda: effects("/tests#0") == 1)
         finally:

@@ -9,7 +9,7 @@ from django.db import DataError, connection, transaction
 
 from exactly_once.process.clock import monotonic
 from inbox import signals
-from inbox.consumer.channels import Acks
+from inbox.consumer.answers import Acks
 from inbox.consumer.lanes import Delivery
 from inbox.consumer.reception import Reception
 from inbox.consumer.runner import Runner

@@ -24,7 +24,7 @@ def acknowledges_before_the_commit() -> None:
         return lambda acks, message: acks._outstanding.pop(message.delivery_tag)
 
     patch("kombu.messaging.Consumer.consume", consume)
-    patch("inbox.consumer.channels.Acks.settle", settle)
+    patch("inbox.consumer.answers.Acks.settle", settle)
 
 
 def has_no_sentinel() -> None:
