@@ -109,8 +109,7 @@ class InboxMessage(models.Model):
     result = models.JSONField(null=True)
     created_at = models.DateTimeField(null=True)
     received_at = models.DateTimeField()
-    # NULL while a transaction is running the message (not visible to others), while it waits for an earlier message of its
-    # key, and in settled states. While it runs under a lease: when the lease ends.
+    # NULL while it waits for an earlier message of its key, and in settled states. While it runs under a lease: when that ends.
     next_attempt_at = models.DateTimeField(null=True)
     settled_at = models.DateTimeField(null=True)
     # The day on which it was settled, or had its latest conflict since, in days since 1970-01-01 UTC; LIVE until it is settled.

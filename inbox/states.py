@@ -124,7 +124,7 @@ DIE = Transition(
 )
 ABANDON = Transition(
     name="abandon",
-    sources=(State.RECEIVED, State.DONE),
+    sources=(State.DONE, State.RECEIVED, State.RETRYING),
     targets=(State.DEAD,),
     when="its handler ended the inbox's transaction by itself",
     sets={

@@ -141,14 +141,19 @@ class PreparedStatement:
 
         return re.sub(r"\$(\d+)", place, self.text.replace("%", "%%")), given
 
-    def execute(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> StatementResult:
+    def execute(
+        self, connection: BaseDatabaseWrapper, parameters: Sequence[Any], *, then: Sequence[bytes] = ()
+    ) -> StatementResult:
         """Run it, in the open transaction if there is one. Call it only if `is_usable`.
+
+        Args:
+            then: statements to run after it, in the same round trip.
 
         Raises:
             StatementLost: see there.
             django.db.Error: PostgreSQL refused the statement, or the connection was lost.
         """
-        (result,) = _run(connection, [(self, parameters)])
+        (result,) = _run(connection, [(self, parameters)], after=then)
         return _read(result)
 
     def execute_and_commit(
@@ -168,12 +173,14 @@ class PreparedStatement:
             StatementLost: see there.
             django.db.Error: the statement failed, and the transaction is still open; or the commit failed, and it is not.
         """
-        (result,) = _run(connection, [(self, parameters)], before=before, commit=True)
+        (result,) = _run(connection, [(self, parameters)], before=before, after=[_COMMIT])
         return result.command_tuples or 0
 
-    def fetch(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+    def fetch(
+        self, connection: BaseDatabaseWrapper, parameters: Sequence[Any], *, then: Sequence[bytes] = ()
+    ) -> list[tuple[Any, ...]]:
         """As `execute`, but return rows as a psycopg cursor does; this is faster for many rows."""
-        (result,) = _run(connection, [(self, parameters)])
+        (result,) = _run(connection, [(self, parameters)], after=then)
         return _rows_of(connection, result)
 
     def fetch_after(self, connection: BaseDatabaseWrapper, script: str, parameters: Sequence[str]) -> list[tuple[Any, ...]]:
@@ -196,7 +203,7 @@ class PreparedStatement:
         its_parameters: Sequence[Any],
     ) -> list[tuple[Any, ...]]:
         """As `execute_and_commit`, with a second statement before the commit: what `following` returns."""
-        _, found = _run(connection, [(self, parameters), (following, its_parameters)], commit=True)
+        _, found = _run(connection, [(self, parameters), (following, its_parameters)], after=[_COMMIT])
         return _rows_of(connection, found)
 
     def commit_and_send(
@@ -212,7 +219,7 @@ class PreparedStatement:
         Returns:
             what waits for the answer of `following`, and must be called before anything else uses the connection.
         """
-        statement, its_parameters = following
+        statement, its_parameters, then = following
         session = _session(connection)
         raw: Any = connection.connection
         with connection.wrap_database_errors:
@@ -220,7 +227,7 @@ class PreparedStatement:
                 given = self._prepared(raw, session, parameters)
                 following_given = statement._prepared(raw, session, its_parameters)  # noqa: SLF001 - of this class
                 # A handler may have ended the transaction: the statement proves that, in a transaction that can be rolled back.
-                _committed_and_sent(raw, [_BEGIN] if _is_to_begin(raw) else [], given, following_given)
+                _committed_and_sent(raw, [_BEGIN] if _is_to_begin(raw) else [], given, following_given, then)
             except Exception as error:
                 _raise_if_lost(error, session)
                 raise
@@ -228,7 +235,7 @@ class PreparedStatement:
         def answer() -> StatementResult:
             with connection.wrap_database_errors:
                 try:
-                    return _read(_checked(raw, _end_of_pipeline(raw))[-1])
+                    return _read(_checked(raw, _end_of_pipeline(raw))[1])
                 except Exception as error:
                     _raise_if_lost(error, session)
                     raise
@@ -250,14 +257,14 @@ class PreparedStatement:
         return self._name, _adapted(parameters), self._formats, self._result_format
 
 
-Prepared = tuple[PreparedStatement, Sequence[Any]]
-"""A statement with its parameters."""
+Prepared = tuple[PreparedStatement, Sequence[Any], Sequence[bytes]]
+"""A statement with its parameters, and statements without parameters that follow it."""
 _names: set[bytes] = set()
 """Of all statements of this process."""
 
 
 def execute_script(
-    connection: BaseDatabaseWrapper, script: str, last: str = "", parameters: Sequence[Any] = ()
+    connection: BaseDatabaseWrapper, script: str, last: str = "", parameters: Sequence[Any] = (), *, commit: bool = False
 ) -> list[tuple[Any, ...]]:
     """Run statements without parameters in one round trip, in the open transaction; the rows of the last one.
 
@@ -266,6 +273,7 @@ def execute_script(
 
     Args:
         last: a statement with parameters, in Django's form, that follows.
+        commit: also commit. Django's own commit, or rollback, finds no open transaction then, and sends nothing.
 
     Raises:
         django.db.Error: one of them failed; those after it have not run.
@@ -277,6 +285,8 @@ def execute_script(
 
             script += ClientCursor(raw).mogrify(last, parameters)
         begin = f"{_BEGIN.decode()}; " if _is_to_begin(raw) else ""
+        if commit:
+            script += f"; {_COMMIT.decode()}"
         (result,) = _checked(raw, [raw.pgconn.exec_(f"{begin}{script}".encode())])
         return _rows_of(connection, result)
 
@@ -286,7 +296,7 @@ def _run(
     runs: Sequence[tuple[PreparedStatement, Sequence[Any]]],
     *,
     before: Sequence[bytes] = (),
-    commit: bool = False,
+    after: Sequence[bytes] = (),
 ) -> list[Any]:
     """PostgreSQL's result of each statement."""
     session = _session(connection)
@@ -297,8 +307,8 @@ def _run(
             for statement, parameters in runs:
                 given.append(statement._prepared(raw, session, parameters))  # noqa: SLF001 - of this module
             begin = _is_to_begin(raw)
-            if begin or commit or len(given) > 1:
-                return _pipelined(raw, [_BEGIN, *before] if begin else before, given, [_COMMIT] if commit else [])
+            if begin or after or len(given) > 1:
+                return _pipelined(raw, [_BEGIN, *before] if begin else before, given, after)
             return _checked(raw, [raw.pgconn.exec_prepared(*given[0])])
         except Exception as error:
             _raise_if_lost(error, session)
@@ -391,8 +401,10 @@ def _pipelined(raw: Any, before: Sequence[bytes], prepared: Sequence[tuple[Any, 
     return _checked(raw, results)[len(before) : len(before) + len(prepared)]
 
 
-def _committed_and_sent(raw: Any, before: Sequence[bytes], last: tuple[Any, ...], first: tuple[Any, ...]) -> None:
-    """Send the last statement of a transaction, COMMIT, BEGIN and the first one of the next; return when it has committed.
+def _committed_and_sent(
+    raw: Any, before: Sequence[bytes], last: tuple[Any, ...], first: tuple[Any, ...], then: Sequence[bytes]
+) -> None:
+    """Send the last statement of a transaction, COMMIT, BEGIN and the first ones of the next; return when it has committed.
 
     They share one pipeline, in which nothing runs after an error, so the next transaction begins only after the commit. The
     server sends its answers when it is asked to, or at the end.
@@ -407,6 +419,8 @@ def _committed_and_sent(raw: Any, before: Sequence[bytes], last: tuple[Any, ...]
         pgconn.send_flush_request()
         pgconn.send_query_params(_BEGIN, None)
         pgconn.send_query_prepared(*first)
+        for statement in then:
+            pgconn.send_query_params(statement, None)
         pgconn.pipeline_sync()
         answers = _results(pgconn, len(before) + 2)
     except BaseException:

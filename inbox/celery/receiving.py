@@ -147,6 +147,9 @@ class TaskPolicy(Policy):
         super().settle_success(messages)
         self._time()
 
+    def failure(self, stored: InboxMessage, error: BaseException) -> None:
+        """Celery decides what comes next."""
+
     def settle_failure(self, arrival: Arrival, error: BaseException) -> NoReturn:
         if arrival.stored is not None:
             # An error that ends the process counts as an attempt, or its task would be redelivered forever.

@@ -25,7 +25,6 @@ from inbox.limits.limiter import limiter_of
 from inbox.limits.slots import slots_of
 from inbox.models import InboxMessage
 from inbox.receiving.outages import Outages, make_refunds, refund_later
-from inbox.receiving.outcomes import announce_abandoned
 from inbox.receiving.receive import claim_next, run_stored
 from inbox.states import Outcome
 from inbox.store import claims, due, handler_rows, ordering
@@ -370,8 +369,6 @@ class Runner:
             self._swept_at[alias] = monotonic()
         if self.unattended:
             self.unattended.read_running(alias)
-        for dead_lettered in committed(alias, claims.dead_letter_abandoned):
-            announce_abandoned(alias, dead_lettered)
         self._sweep_orders(alias, [handler.name for handler in handlers if handler.skips_dead])
 
     def _sweep_orders(self, alias: str, passing: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from inbox.errors import NotCallable
 from inbox.handlers.kinds import PLAIN, Kind, Lease
 from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import AS_THE_SETTINGS, Ordered, Retry, Shed, StartFrom
-from inbox.handlers.timeouts import bounded
+from inbox.handlers.timeouts import bounded, limits_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,12 @@ class Handler:
         """
         is_plain = self.kind is PLAIN and not self.is_stored_first
         return is_plain and (self.biz_id is None or isinstance(self.biz_id, PayloadField))
+
+    @cached_property
+    def limits(self) -> Sequence[bytes]:
+        """What bounds its transaction in PostgreSQL, to be executed after the first statement; nothing without a timeout."""
+        runs = 1 if self.kind.gets_list else self.kind.size
+        return () if self.timeout is None else (limits_of(self.timeout, runs),)
 
     @property
     def skips_dead(self) -> bool:

@@ -24,7 +24,6 @@ from exactly_once.process.clock import monotonic
 from exactly_once.process.deadlines import Deadlines
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import EXIT_SILENT
-from exactly_once.sql.connections import set_local
 from inbox.errors import HandlerTimeout
 
 logger = escaping_logger(__name__)
@@ -85,13 +84,15 @@ def _grace(seconds: float) -> float:
     return max(seconds, _SHORTEST_GRACE_SECONDS)
 
 
-def set_limits(limit: timedelta, runs: int) -> str:
-    """The statements that bound, in PostgreSQL, a transaction with as many runs of this timeout.
+def limits_of(limit: timedelta, runs: int) -> bytes:
+    """The statement that bounds, in PostgreSQL, a transaction with as many runs of this timeout.
 
     Its locks are released even if its host has vanished: the server ends the session when the process would have ended itself.
     """
     idle = (limit * runs).total_seconds()
-    return set_local(statement_timeout=limit, idle_in_transaction_session_timeout=timedelta(seconds=idle + _grace(idle)))
+    limits = {"statement_timeout": limit, "idle_in_transaction_session_timeout": timedelta(seconds=idle + _grace(idle))}
+    settings = (f"set_config('{name}', '{int(value.total_seconds() * 1000)}', true)" for name, value in limits.items())
+    return f"SELECT {', '.join(settings)}".encode()
 
 
 _monitor: Deadlines[_Run] = Deadlines("handler-timeouts", attrgetter("ends_at"), _end)

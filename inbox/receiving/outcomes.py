@@ -10,7 +10,7 @@ from django.db import DatabaseError, InterfaceError
 from django.dispatch import Signal
 
 from exactly_once.conf.settings import redacted_error
-from exactly_once.failures import COMMITTED_BY_ITSELF, DEFERRED, NEVER_ENDED, class_of, own_frames, place_of
+from exactly_once.failures import DEFERRED, NEVER_ENDED, class_of, own_frames, place_of
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.faults import SERIALIZATION_FAILURE, is_collision, sqlstate_of
 from exactly_once.wire.retry import RetryPolicy
@@ -47,6 +47,8 @@ def store_failure(handler: Handler, row: NewRow, failure: Failure, options: Inbo
 
 
 def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Outcome:
+    if failure.is_stored:
+        return announce(handler.using, stored, failure)
     leaves = order_of(stored) if handler.skips_dead and failure.retry_after is None else None
     try:
         ours = committed(handler.using, claims.fail_stored, stored, failure, leaves=leaves)
@@ -55,7 +57,7 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Out
         return defer_locked(handler, stored)
     if not ours:
         committed(handler.using, claims.record_error, stored, failure)
-        return _dead_letter(handler.using, stored.pk, stored) or Outcome.DUPLICATE
+        return Outcome.DUPLICATE
     return announce(handler.using, stored, failure)
 
 
@@ -117,14 +119,8 @@ def _duplicate_of(handler: Handler, row: NewRow, earlier: Earlier | None) -> Out
     """The outcome of a duplicate of `earlier`; None: another transaction is running that row, or it was deleted."""
     if earlier is None:
         return Outcome.DEFERRED
-    if earlier.abandoned and (dead_lettered := _dead_letter(handler.using, earlier.row, row)):
-        return dead_lettered
     announce_duplicate(handler, row, earlier)
     return Outcome.DUPLICATE
-
-
-def _dead_letter(alias: str, pk: int, row: NewRow | InboxMessage) -> Outcome | None:
-    return announce_abandoned(alias, row) if committed(alias, claims.dead_letter_abandoned, pk) else None
 
 
 def refusal(arrival: Arrival) -> Failure:
@@ -222,13 +218,6 @@ def _age(handler: Handler, row: int | None) -> timedelta:
     except (DatabaseUnavailable, DatabaseError, InterfaceError) as failed:
         logger.debug("%s: the age of row %d is unknown: %s", handler.name, row, describe(failed))
         return timedelta()
-
-
-def announce_abandoned(alias: str, row: NewRow | InboxMessage) -> Outcome:
-    """Announce a message whose handler committed by itself; the handler may not be registered."""
-    return announce(
-        alias, row, Failure(error=message_rows.ABANDONED, error_class=COMMITTED_BY_ITSELF, retry_after=None, attempts=1)
-    )
 
 
 def announce(alias: str, row: NewRow | InboxMessage, failure: Failure) -> Outcome:

@@ -26,12 +26,13 @@ Every delivery ends as one of `Outcome`. Only DEFERRED and UNSTORED are not ackn
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from django.db import connections
+from django.db import DatabaseError, InterfaceError, connections
 
 from exactly_once.failures import NEVER_ENDED
 from exactly_once.process.logs import escaping_logger
@@ -41,7 +42,7 @@ from exactly_once.wire.body import Undecodable
 from exactly_once.wire.text import describe
 from inbox import metrics, signals
 from inbox.conf import InboxOptions
-from inbox.errors import LeaseLost, TransactionEnded
+from inbox.errors import LeaseLost, RetryLater, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.leases import renewal
@@ -59,9 +60,11 @@ from inbox.store import arrivals as fresh
 from inbox.store import claims, counting
 from inbox.store.dialect import is_reachable
 from inbox.store.message_rows import ConcurrentDuplicate, Failure, Guard, KeyBusy, Successor
+from inbox.store.sentinel import roll_back_run
 from inbox.transactions.arrival import Arrival
 from inbox.transactions.running import (
     DatabaseUnavailable,
+    Failed,
     call,
     committed,
     in_transaction,
@@ -238,6 +241,10 @@ class Policy:
     def settle_success(self, messages: Sequence[Message]) -> None:
         handled(self.handler, messages)
 
+    def failure(self, stored: InboxMessage, error: BaseException) -> Failure | None:
+        """The failure of a stored message, to be stored in its transaction. None: `settle_failure` decides after that."""
+        return failure_of(self.handler, error, stored.attempts, self.options, row=stored.pk)
+
     def settle_failure(self, arrival: Arrival, error: BaseException) -> Outcome:
         handler, options, stored = self.handler, self.options, arrival.stored
         if stored is None:
@@ -262,7 +269,7 @@ class _Chain:
         if signals.message_handled.receivers or (arrival := self._queue.take()) is None:
             return None
         self._next = arrival
-        return fresh.first_statement(arrival.row, self._policy.options.DUPLICATE_TIMEOUT)
+        return fresh.first_statement(arrival.row, self._policy.options.DUPLICATE_TIMEOUT, self._policy.handler.limits)
 
     def begin(self, answer: Callable[[], StatementResult]) -> Guard | None:
         try:
@@ -302,27 +309,28 @@ def run(
     stored, ran = arrivals[0].stored, dict[int, Message]()
     attempt = policy.attempt if stored is None else stored.attempts
     begin, call_all = partial(_begin, policy, arrivals, successor, ran), partial(_call_all, policy, arrivals, ran)
+    fail = None if stored is None else partial(_fail, policy, arrivals[0])
     # Only the first time, so that each message has its own reruns.
     chains = [] if queue is None else [_Chain(policy, arrivals, ran, queue)]
 
     def once() -> None:
         following = chains.pop() if chains else None
         of = partial(_names, arrivals)
-        in_transaction(handler, begin, call_all, of=of, attempt=attempt, durable=policy.durable, following=following)
+        in_transaction(handler, begin, call_all, of=of, durable=policy.durable, fail=fail, following=following)
 
     try:
         # A handler that loses its session at every run is rerun once in the first attempt, never in later ones.
         run_with_reruns(handler.using, once, reruns=single and policy.attempt == attempt == 1)
     except DatabaseUnavailable as outage:
         if stored is not None:
-            refund_later(handler.using, claims.give_back, stored)
-            if outage.beside:  # its own database is available
-                make_refunds(handler.using)
+            _refund(handler, stored, outage)
         raise
     except (ConcurrentDuplicate, KeyBusy):
         if single:
             raise
         return None
+    except Failed as failed:
+        return [fail_stored(handler, cast("InboxMessage", stored), failed.failure)]
     # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
     except BaseException as error:  # noqa: BLE001
         return _settle_failed(policy, arrivals, ran, error)
@@ -333,21 +341,42 @@ def run(
     return [Outcome.HANDLED if index in ran else _duplicate(policy, arrival) for index, arrival in enumerate(arrivals)]
 
 
+def _refund(handler: Handler, stored: InboxMessage, outage: DatabaseUnavailable) -> None:
+    refund_later(handler.using, claims.give_back, stored)
+    if outage.beside:  # its own database is available
+        make_refunds(handler.using)
+
+
 def _names(arrivals: Sequence[Arrival]) -> str:
     return arrivals[0].row.message_id if len(arrivals) == 1 else f"{len(arrivals)} messages"
+
+
+def _fail(policy: Policy, arrival: Arrival, guard: Guard, error: BaseException) -> Failure | None:
+    """Store the failure of a stored message in its transaction. None: it could not be stored there."""
+    if guard.claimed is None:
+        return None
+    if isinstance(error, RetryLater):
+        with suppress(DatabaseError, InterfaceError):
+            roll_back_run(guard)  # the age of the message is read
+    failure = policy.failure(guard.claimed, error)
+    is_stored = failure is not None and claims.fail_run(guard, failure, leaves=arrival.leaves(failure))
+    return replace(failure, is_stored=True) if failure and is_stored else None
 
 
 def _begin(policy: Policy, arrivals: Sequence[Arrival], successor: Successor | None, ran: dict[int, Message]) -> Guard | None:
     """The first statement of the transaction; fills `ran` with the arguments of the handler. None: there is nothing to run."""
     alias, first, longest_wait = policy.handler.using, arrivals[0], policy.options.DUPLICATE_TIMEOUT
+    limits = policy.handler.limits
     ran.clear()
     if policy.handler.kind.collects_for:
         read_committed(alias)
     if first.stored is not None:
-        guard = claims.begin_stored(alias, first.stored, first.exclusive_key, successor, longest_wait=longest_wait)
+        key = first.exclusive_key
+        guard = claims.begin_stored(alias, first.stored, key, successor, longest_wait=longest_wait, limits=limits)
     else:
         rows = [arrival.row for arrival in arrivals]
-        guard = fresh.begin_fresh(alias, rows, longest_wait, attempt=policy.attempt, result=policy.default_result)
+        result = policy.default_result
+        guard = fresh.begin_fresh(alias, rows, longest_wait, attempt=policy.attempt, result=result, limits=limits)
     for index in guard.begun if guard is not None else ():
         ran[index] = policy.message_for_run(arrivals[index])
     return guard

@@ -22,7 +22,7 @@ from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.failures import DEFERRED
-from exactly_once.sql.connections import execute, is_outermost, is_postgresql
+from exactly_once.sql.connections import is_outermost, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.now import NOW, NOW_AFTER
 from exactly_once.sql.prepared_statements import PLANNED_SINGLY, Prepared, PreparedStatement, StatementResult, is_usable
@@ -33,7 +33,7 @@ from inbox.store.duplicates import count_duplicate
 from inbox.store.failure_columns import FIRST_ATTEMPT, as_inserted
 from inbox.store.message_rows import COLUMNS, Earlier, Failure, Guard, NewRow, columns_of, emptied
 from inbox.store.ordering import OPEN, hold_gates, promote_next
-from inbox.store.sentinel import SAVEPOINT
+from inbox.store.sentinel import SET_SAVEPOINT
 from inbox.store.trail_entries import ENTRY, record, this_process
 
 
@@ -187,32 +187,36 @@ _ONE = PreparedStatement(
 
 
 def begin_fresh(
-    alias: str, rows: Sequence[NewRow], duplicate_timeout: timedelta, *, attempt: int = 1, result: str | None = None
+    alias: str,
+    rows: Sequence[NewRow],
+    duplicate_timeout: timedelta,
+    *,
+    attempt: int = 1,
+    result: str | None = None,
+    limits: Sequence[bytes] = (),
 ) -> Guard | None:
     """∅ → done, as the first statement of the handlers' transaction. None: all rows exist, or are duplicates of each other.
 
     No other transaction sees the rows before the commit, and then their state is true; so they are written once. Where the
-    sentinel cannot read which transaction inserted them (in a savepoint, on SQLite), they are ∅ → received first.
+    sentinel cannot read which transaction inserted them (in a savepoint, on SQLite), another savepoint proves it.
 
     Args:
         result: the handler's expected result as JSON, so that a handler with this result need not write the row again.
+        limits: statements that bound the transaction of the handlers.
 
     Raises:
         ConcurrentDuplicate: another transaction is inserting one of them and did not end within `duplicate_timeout`.
     """
     connection = connections[alias]
-    # In a caller's transaction, a duplicate must not leave this statement's lock_timeout set.
-    is_settled = is_postgresql(connection) and is_outermost(connection)
-    is_emptied = is_settled and not inbox_options().keeps_successes
-    values: Values = {"attempts": attempt, "result": result} if is_settled else {}
-    state = State.DONE if is_settled else State.RECEIVED
+    is_read = is_postgresql(connection) and is_outermost(connection)
+    is_emptied = not inbox_options().keeps_successes
+    values: Values = {"attempts": attempt, "result": result}
     order = in_lock_order(rows) if len(rows) > 1 else range(1)
-    insertions = [Insertion(emptied(rows[index]) if is_emptied else rows[index], state, values) for index in order]
-    inserted, transaction_id = insert_many(alias, insertions, duplicate_timeout, recorded=False)
+    insertions = [Insertion(emptied(rows[index]) if is_emptied else rows[index], State.DONE, values) for index in order]
+    then = [*([] if is_read else [SET_SAVEPOINT]), *(limits if is_postgresql(connection) else ())]
+    inserted, transaction_id = insert_many(alias, insertions, duplicate_timeout, recorded=False, then=then)
     if not inserted:
         return None
-    if not transaction_id:  # SQLite
-        execute(connection, f"SAVEPOINT {SAVEPOINT}")
     # Of two copies, the first is begun.
     ids: dict[int, int] = {}
     for index, (pk, _) in inserted.items():
@@ -221,18 +225,17 @@ def begin_fresh(
     return Guard(
         connection,
         tuple(map(ids.__getitem__, begun)),
-        transaction_id,
-        begun=tuple(begun),
-        is_settled=is_settled,
+        transaction_id if is_read else "",
+        tuple(begun),
         emptied=tuple([rows[index] for index in begun]) if is_emptied else (),
-        result=values.get("result"),
+        result=result,
     )
 
 
-def first_statement(row: NewRow, duplicate_timeout: timedelta) -> Prepared:
-    """What `begin_fresh` executes for one row, where that is to be settled."""
+def first_statement(row: NewRow, duplicate_timeout: timedelta, limits: Sequence[bytes]) -> Prepared:
+    """What `begin_fresh` executes for one row in a transaction of its own."""
     stored = row if inbox_options().keeps_successes else emptied(row)
-    return _ONE, [*columns_of(stored), State.DONE, 1, None, None, None, as_bound(duplicate_timeout)]
+    return _ONE, [*columns_of(stored), State.DONE, 1, None, None, None, as_bound(duplicate_timeout)], limits
 
 
 def begun(connection: BaseDatabaseWrapper, row: NewRow, answer: Callable[[], StatementResult]) -> Guard | None:
@@ -242,7 +245,7 @@ def begun(connection: BaseDatabaseWrapper, row: NewRow, answer: Callable[[], Sta
     if pk is None:
         return None
     content = () if inbox_options().keeps_successes else (row,)
-    return Guard(connection, (int(pk),), transaction_id, begun=(0,), is_settled=True, emptied=content)
+    return Guard(connection, (int(pk),), transaction_id, (0,), emptied=content)
 
 
 def in_lock_order(rows: Sequence[NewRow]) -> Sequence[int]:
@@ -286,13 +289,19 @@ def insert_one(
 
 
 def insert_many(
-    alias: str, insertions: Sequence[Insertion], longest_wait: timedelta | None = None, *, recorded: bool = True
+    alias: str,
+    insertions: Sequence[Insertion],
+    longest_wait: timedelta | None = None,
+    *,
+    recorded: bool = True,
+    then: Sequence[bytes] = (),
 ) -> tuple[Mapping[int, tuple[int, str]], str]:
     """Insert rows in their order, except those that exist and copies of an earlier one of them.
 
     Args:
         longest_wait: for a concurrent duplicate; None keeps the transaction's lock_timeout.
         recorded: the trail gets an entry of each row that has a reason; with `INBOX["TRAIL"] = "all"` of each row.
+        then: see `dialect.run`.
 
     Returns:
         of the rows that did not exist, by their index, the id and the state; and the id of the transaction, "" on SQLite.
@@ -307,22 +316,22 @@ def insert_many(
         if len(insertions) == 1 and bound and not entries and values.keys() <= _ONE_ROW and is_usable(connection):
             connection.validate_no_broken_transaction()
             given = [*columns_of(row), state, *map(values.get, _ONE_ROW), bound]
-            ((pk, transaction_id, _),) = _ONE.execute(connection, given).rows
+            ((pk, transaction_id, _),) = _ONE.execute(connection, given, then=then).rows
             return ({}, "") if pk is None else ({0: (int(pk), state)}, transaction_id)
         if not is_postgresql(connection):
-            return _insert_each(connection, insertions, entries)
+            return _insert_each(connection, insertions, entries, then)
         *names, created, bodies = zip(*[columns_of(row) for row, _, _ in insertions], strict=True)
         texts = [*names, [*map(str, created)]]
         mark = str(uuid.uuid4()) if _SEPARATOR in "".join(map("".join, texts)) else _SEPARATOR
         documents = [{"state": state, "entry": entries.get(n), **others} for n, (_, state, others) in enumerate(insertions)]
         given = [bound, mark, *map(mark.join, texts), [*bodies], json.dumps(documents), this_process() if entries else ""]
         statement = _MANY_RECORDED if entries else _MANY_ORDERED if "leads" in values else _MANY
-        ((indexes, ids, states, transaction_id, _),) = run(statement, connection, given)
+        ((indexes, ids, states, transaction_id, _),) = run(statement, connection, given, then=then)
     return dict(zip(indexes or (), zip(ids or (), states or (), strict=True), strict=True)), transaction_id
 
 
 def _insert_each(
-    connection: BaseDatabaseWrapper, insertions: Sequence[Insertion], entries: Mapping[int, str]
+    connection: BaseDatabaseWrapper, insertions: Sequence[Insertion], entries: Mapping[int, str], then: Sequence[bytes]
 ) -> tuple[Mapping[int, tuple[int, str]], str]:
     rows: dict[int, tuple[int, str]] = {}
     with transaction.atomic(using=connection.alias, savepoint=False), connection.cursor() as cursor:
@@ -334,6 +343,8 @@ def _insert_each(
                 rows[index] = pk, cursor.fetchone()[0]
                 if index in entries:
                     record(connection.alias, [pk], was="", reason=entries[index])
+        for one in then:
+            cursor.execute(one.decode())
     return rows, ""
 
 

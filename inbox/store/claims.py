@@ -1,24 +1,25 @@
 """Stored messages: claimed in their own commit, run, failed, given back.
 
-`next_attempt_at` is NULL only inside the transaction that runs the row, so other transactions do not see it. A committed row
-that is due and has no `next_attempt_at` can only come from a handler that committed by itself. It is not run again;
-`dead_letter_abandoned` makes it a dead letter.
+The transaction that runs a message locks its row first, and then sets a savepoint. After a failure it rolls back to that,
+stores the failure and commits. So the row is not free between its run and the outcome, even if the claim has ended meanwhile.
 """
 
 import json
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
-from django.db import IntegrityError, connections, transaction
-from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db import DatabaseError, IntegrityError, InterfaceError, connections, transaction
 from django.db.models import F, Q
 
-from exactly_once.sql.connections import fetch, is_postgresql
+from exactly_once.process.logs import escaping_logger
+from exactly_once.sql.connections import execute, fetch, is_outermost, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import NOW_AFTER, DatabaseTime, now_after
-from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, is_usable
+from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, is_usable, numbered
 from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, SKIP_COPY, State
 from inbox.store import due, receipts
@@ -29,16 +30,14 @@ from inbox.store.dialect import (
     TABLE,
     UNBOUND,
     as_bound,
-    assignments,
     columns_of,
     locked_means_busy,
     message_of,
     run,
 )
 from inbox.store.duplicates import count_duplicate
-from inbox.store.failure_columns import ABANDON_AS, as_written, fail
+from inbox.store.failure_columns import as_failed, as_written, fail
 from inbox.store.message_rows import (
-    ABANDONED,
     COLUMNS,
     Earlier,
     Failure,
@@ -51,14 +50,14 @@ from inbox.store.message_rows import (
     stored_row,
 )
 from inbox.store.ordering import deciding, promote_after_commit, promote_behind, run_lock, sees_every_commit
-from inbox.store.sentinel import SAVEPOINT
-from inbox.store.trail_entries import record, update
+from inbox.store.sentinel import ROLL_BACK_RUN, SET_SAVEPOINT, roll_back_run
+from inbox.store.trail_entries import update
+
+logger = escaping_logger(__name__)
 
 # In a CASE, or the planner may prefer reading the whole index of due rows to the primary key.
-_IS_CLAIMED = f"{IS_OPEN} AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
-_OURS = f"id = %s AND fence = %s AND {_IS_CLAIMED}"
+_OURS = f"id = %s AND fence = %s AND {IS_OPEN} AND CASE WHEN {due.STORED} THEN true ELSE false END"
 _COLUMNS = columns_of("m")
-_SET_BEGUN = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL"
 
 
 def _claim(name: str, also: str = "") -> PreparedStatement:
@@ -77,12 +76,14 @@ _CLAIM_UNQUARANTINED = _claim("inbox_claim_unquarantined", due.NOT_QUARANTINED)
 # One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not.
 _BEGIN = PreparedStatement(
     "inbox_begin_stored",
-    ["text", "bigint", "bigint", "bigint"],
-    f"{BOUND.replace('%s', '$1')}, begun AS ({_SET_BEGUN} FROM bound "
-    f"WHERE id = $2 AND fence = $3 AND {_IS_CLAIMED} RETURNING pg_current_xact_id()::text AS proof, ordered, "
-    f"current_setting('transaction_isolation'), pg_try_advisory_xact_lock($4)) "
-    f"SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true",
+    ["bigint", "bigint", "text", "bigint"],
+    f"{BOUND.replace('%s', '$3')}, begun AS MATERIALIZED (SELECT ordered FROM bound, {TABLE} AS m "
+    f"WHERE {numbered(_OURS)} FOR UPDATE OF m) "
+    "SELECT pg_current_xact_id()::text, ordered, current_setting('transaction_isolation'), "
+    f"CASE WHEN ordered IS NOT NULL THEN pg_try_advisory_xact_lock($4) END, {UNBOUND} FROM bound LEFT JOIN begun ON true",
 )
+# It takes the write lock. The fence differs from that of the claim if the handler commits this by itself.
+_BEGIN_ON_SQLITE = f"UPDATE {TABLE} SET fence = fence + 1 WHERE {_OURS} RETURNING ordered"
 
 
 def claim_due(
@@ -139,8 +140,7 @@ def claim_task(alias: str, row: NewRow, redelivery_after: timedelta) -> InboxMes
     skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
     sql = (
         f"{due.CLAIM.format(after=now_after(connection))} WHERE {IS_OPEN} AND id = (SELECT id FROM {TABLE} "
-        f"WHERE id = {receipts.ID_OF} AND {IS_OPEN} AND state IN ('received', 'retrying') AND next_attempt_at IS NOT NULL "
-        f"{skip_locked}) RETURNING *"
+        f"WHERE id = {receipts.ID_OF} AND {IS_OPEN} AND state IN ('received', 'retrying') {skip_locked}) RETURNING *"
     )
     return next(iter(InboxMessage.objects.using(alias).raw(sql, given)), None)
 
@@ -152,9 +152,7 @@ def delete_task(alias: str, claimed: InboxMessage) -> bool:
 
 def under_claim(alias: str, claimed: InboxMessage) -> Any:
     """A query for the claimed row, which finds nothing once another claim or run has begun, or an operator has decided."""
-    return InboxMessage.objects.using(alias).filter(
-        pk=claimed.pk, day=LIVE, fence=claimed.fence, state__in=DUE, next_attempt_at__isnull=False
-    )
+    return InboxMessage.objects.using(alias).filter(pk=claimed.pk, day=LIVE, fence=claimed.fence, state__in=DUE)
 
 
 def begin_stored(
@@ -164,12 +162,14 @@ def begin_stored(
     successor: Successor | None = None,
     *,
     longest_wait: timedelta = LONGEST_LOCK_WAIT,
+    limits: Sequence[bytes] = (),
 ) -> Guard | None:
     """Lock a claimed row as the first statement of the handler's transaction. None: it is no longer ours.
 
     Args:
         exclusive_key: no other message of this key may run at the same time.
         successor: gets the next message in its order.
+        limits: statements that bound the transaction of the handler.
 
     Raises:
         KeyBusy: another one is running. Roll back, and give the row back.
@@ -178,38 +178,30 @@ def begin_stored(
     connection = connections[alias]
     if successor is not None:
         successor.message = None
-    found = _begin(connection, claimed, exclusive_key, longest_wait)
-    if found is None:
+    if not is_postgresql(connection):
+        begun = fetch(connection, _BEGIN_ON_SQLITE, [claimed.pk, claimed.fence])
+        if not begun:
+            return None
+        execute(connection, SET_SAVEPOINT.decode())
+        order = exclusive_key if begun[0][0] else None
+        claimed = copy(claimed)
+        claimed.fence += 1
+        return Guard(connection, (claimed.pk,), "", (0,), claimed, order)
+    # A lock that is not wanted is NULL, and so is the answer.
+    lock = None if exclusive_key is None else run_lock(exclusive_key)
+    given, then = [claimed.pk, claimed.fence, as_bound(longest_wait), lock], [SET_SAVEPOINT, *limits]
+    with locked_means_busy:
+        ((proof, ordered, isolation, has_run_lock, _),) = run(_BEGIN, connection, given, then=then)
+    if ordered is None:
         return None
-    proof, ordered, isolation, has_run_lock = found
-    if not has_run_lock:
+    if has_run_lock is False:
         raise KeyBusy
     order = exclusive_key if ordered else None
     if not sees_every_commit(isolation):
         if order is not None:
             promote_after_commit(alias, order)
         order = successor = None
-    return Guard(connection, (claimed.pk,), proof, order, successor, claimed.state, begun=(0,))
-
-
-def _begin(
-    connection: BaseDatabaseWrapper, claimed: InboxMessage, exclusive_key: OrderedKey | None, longest_wait: timedelta
-) -> tuple[str, bool, str, bool] | None:
-    """The transaction's id, has the row a place in an order, the isolation level, and was the run lock acquired?"""
-    if is_postgresql(connection):
-        # A lock that is not wanted is NULL, and so is the answer.
-        lock = None if exclusive_key is None else run_lock(exclusive_key)
-        with locked_means_busy:
-            ((proof, *found, _),) = run(_BEGIN, connection, [as_bound(longest_wait), claimed.pk, claimed.fence, lock])
-        ordered, isolation, has_run_lock = found
-        return None if proof is None else (proof, ordered, isolation, has_run_lock is not False)
-    with connection.cursor() as cursor:
-        cursor.execute(f"{_SET_BEGUN} WHERE {_OURS} RETURNING ordered", [claimed.pk, claimed.fence])
-        on_sqlite = cursor.fetchall()
-        if not on_sqlite:
-            return None
-        cursor.execute(f"SAVEPOINT {SAVEPOINT}")
-    return "", bool(on_sqlite[0][0]), "", True
+    return Guard(connection, (claimed.pk,), proof, (0,), claimed, order, successor)
 
 
 def identify(alias: str, claimed: InboxMessage, row: NewRow) -> bool | None:
@@ -299,6 +291,33 @@ def fail_stored(alias: str, claimed: InboxMessage, failure: Failure, *, leaves: 
         )
 
 
+def fail_run(guard: Guard, failure: Failure, *, leaves: OrderedKey | None = None) -> bool:
+    """received | retrying → retrying | dead, in the transaction that ran the message, which commits nothing else.
+
+    False: that transaction is open no more, or is part of another one; roll back, and call `fail_stored`.
+    """
+    connection, claimed = guard.connection, guard.claimed
+    is_ours = claimed is not None and is_outermost(connection) and not connection.closed_in_transaction
+    if claimed is None or not is_ours or (leaves is not None and guard.order is None):
+        return False
+    alias, columns = connection.alias, as_failed(failure, leaves_order=leaves is not None)
+    rows, matters = under_claim(alias, claimed), not failure.deferred
+    write = partial(update, alias, rows, columns, was=claimed.state, reason=failure.error, matters=matters)
+    try:
+        if leaves is None and is_usable(connection):
+            write(script=f"{ROLL_BACK_RUN}; ", commit=True)
+            return True
+        roll_back_run(guard)
+        write()
+        promote_behind(alias, leaves)
+        with connection.wrap_database_errors:
+            connection.connection.commit()  # Django's commit() is refused inside of atomic()
+    except (DatabaseError, InterfaceError) as error:
+        logger.debug("%s: message %s failed, which its run could not store: %s", claimed.handler, claimed.message_id, error)
+        return False
+    return True
+
+
 def skip_duplicate(alias: str, claimed: InboxMessage, reason: str) -> None:
     """received | retrying | running → skipped, for a claimed row whose message has another row, unless it is no longer ours."""
     with deciding(alias):
@@ -331,22 +350,3 @@ def age(alias: str, row: int) -> timedelta:
     """How long ago a message arrived, by the database's clock; zero if it no longer has a row."""
     instants = InboxMessage.objects.using(alias).filter(pk=row, day=LIVE).values_list("received_at", DatabaseTime())
     return max((asked_at - received_at for received_at, asked_at in instants), default=timedelta())
-
-
-def dead_letter_abandoned(alias: str, row: int | None = None) -> list[InboxMessage]:
-    """received, committed by its handler itself → dead. Without `row`, all such rows. What names each message is returned."""
-    # Read first, because an UPDATE of no row would still take SQLite's write lock.
-    rows = due.abandoned(alias) if row is None else [row]
-    if not rows:
-        return []
-    condition = f"{due.ABANDONED} AND id IN ({', '.join(['%s'] * len(rows))})"
-    connection = connections[alias]
-    written, lock = assignments(ABANDON_AS, connection.vendor), "FOR UPDATE" if is_postgresql(connection) else ""
-    with transaction.atomic(using=alias):
-        was = dict(fetch(connection, f"SELECT id, state FROM {TABLE} WHERE {condition} {lock}", rows))
-        names = ["id", "handler", "topic", "message_id", "biz_id"]
-        sql = f"UPDATE {TABLE} SET {written} WHERE {condition} RETURNING {', '.join(names)}"
-        found = [InboxMessage(**dict(zip(names, message, strict=True))) for message in fetch(connection, sql, rows)]
-        for message in found:
-            record(alias, [message.pk], was=was[message.pk], reason=ABANDONED)
-    return found

@@ -10,7 +10,7 @@ from django.db import OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import JSONField
 
-from exactly_once.sql.connections import fetch, is_direct, is_postgresql
+from exactly_once.sql.connections import execute, fetch, is_direct, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE, Today
 from exactly_once.sql.faults import LOCK_TIMEOUT, sqlstate_of
 from exactly_once.sql.now import NOW, DatabaseTime
@@ -75,12 +75,21 @@ def fetch_all(connection: BaseDatabaseWrapper, sql: str, parameters: Sequence[An
         return cursor.fetchall()
 
 
-def run(statement: PreparedStatement, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """The rows of a statement of PostgreSQL, which is sent as text where statements may not be prepared."""
+def run(
+    statement: PreparedStatement, connection: BaseDatabaseWrapper, parameters: Sequence[Any], *, then: Sequence[bytes] = ()
+) -> list[tuple[Any, ...]]:
+    """The rows of a statement of PostgreSQL, which is sent as text where statements may not be prepared.
+
+    Args:
+        then: statements without parameters that follow it, in the same round trip where it is prepared.
+    """
     if is_usable(connection):
         connection.validate_no_broken_transaction()
-        return statement.fetch(connection, parameters)
-    return fetch_all(connection, *statement.as_text(parameters, binary(connection)))
+        return statement.fetch(connection, parameters, then=then)
+    rows = fetch_all(connection, *statement.as_text(parameters, binary(connection)))
+    for one in then:
+        execute(connection, one.decode())
+    return rows
 
 
 def columns_of(table: str) -> str:

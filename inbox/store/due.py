@@ -27,7 +27,6 @@ from inbox.store.dialect import IS_OPEN, PAUSED_HANDLERS, TABLE
 
 STORED = f"state IN ({', '.join(repr(state.value) for state in DUE)}) AND {IS_OPEN}"
 """Messages that are run when their next attempt is due, as in the index `inbox_due`."""
-ABANDONED = f"{STORED} AND next_attempt_at IS NULL"
 MOST_COUNTED = 1_000
 """Limit for counting the messages of an unknown handler."""
 _TRIED, _LAST_TRIED = 16, 4
@@ -139,16 +138,6 @@ def orphans(alias: str, handlers: Sequence[str]) -> dict[str, int]:
     unknown = [name for name in stored_handlers(alias) if name not in {*handlers} and not name.startswith(RUN_ELSEWHERE)]
     counted = f"SELECT count(*) FROM (SELECT 1 FROM {TABLE} WHERE handler = %s AND {STORED} LIMIT {MOST_COUNTED}) AS counted"
     return {name: fetch(connections[alias], counted, [name])[0][0] for name in unknown}
-
-
-def abandoned(alias: str) -> list[int]:
-    """The rows of handlers that committed by themselves."""
-    handlers = stored_handlers(alias)
-    if not handlers:
-        return []
-    places = ", ".join(["%s"] * len(handlers))
-    sql = f"SELECT id FROM {TABLE} WHERE handler IN ({places}) AND {ABANDONED}"
-    return [row for (row,) in fetch(connections[alias], sql, handlers)]
 
 
 def _longest_due(vendor: str, also: str = "", *, order: str = "ASC", most: int = 1) -> str:

@@ -12,7 +12,7 @@ from exactly_once.sql.now import NOW
 from exactly_once.sql.partitions import lately
 from exactly_once.sql.prepared_statements import PreparedStatement
 from inbox.models import InboxMessage, Receipt
-from inbox.states import DUE, HANDLE
+from inbox.states import HANDLE
 from inbox.store import receipts
 from inbox.store.dialect import RECEIPTS, TABLE, binary, fetch_all, run
 from inbox.store.message_rows import DuplicateCause, Earlier, NewRow, attributes_of, conflicting_name
@@ -41,7 +41,7 @@ WHERE {on_days} AND id = (
         (SELECT id FROM {receipts} WHERE handler = {handler} AND topic = {topic} AND biz_id = {biz_id})
     ) {unless_locked}
 )
-RETURNING id, state, message_id, digest, next_attempt_at
+RETURNING id, state, message_id, digest
 """
 """Count a duplicate on the row with this content of its own, else on that of the first message.
 
@@ -128,13 +128,12 @@ def _count(alias: str, row: NewRow, day: int | None = None) -> Earlier | None:
         found = fetch_all(connection, *once.as_text(parameters, binary(connection)))
     if not found:
         return None
-    ((pk, state, message_id, digest, next_attempt_at),) = found
+    ((pk, state, message_id, digest),) = found
     return Earlier(
         pk,
         state,
         row.cause if message_id == same_id else DuplicateCause.BUSINESS,
         conflicting=digest != row.digest,
-        abandoned=state in DUE and next_attempt_at is None,
     )
 
 
@@ -161,7 +160,7 @@ def _without_history(alias: str, row: NewRow, receipt: Receipt) -> Earlier | Non
         return _show_conflict(alias, same, row)
     same_id = _same_id(row)
     cause = row.cause if same.message_id == same_id else DuplicateCause.BUSINESS
-    return Earlier(same.pk, "", cause, conflicting=False, abandoned=False)
+    return Earlier(same.pk, "", cause, conflicting=False)
 
 
 def _show_conflict(alias: str, receipt: Receipt, row: NewRow) -> Earlier | None:

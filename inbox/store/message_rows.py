@@ -202,23 +202,22 @@ class Guard:
     """The rows that the open transaction began with, and the proof that it is still the same transaction.
 
     Attributes:
+        transaction: its id; "" if only the savepoint proves it.
         begun: the indexes of its rows among those that were given.
-        is_settled: the rows were inserted as `done`, so the sentinel reads them and writes nothing.
-        emptied: the full rows, in their order, if they were inserted without body and headers.
+        claimed: the stored message, if it is one; else the rows were inserted as `done`, and the sentinel writes nothing.
         order: the order that its one row has a place in; the next message in it is to be promoted.
         successor: the next message is claimed for it; None leaves that message due.
-        was: the previous state of its rows; "" if they are new.
+        emptied: the full rows, in their order, if they were inserted without body and headers.
         result: the result that its row was inserted with, as JSON.
     """
 
     connection: BaseDatabaseWrapper
     rows: tuple[int, ...]
     transaction: str
+    begun: tuple[int, ...] = ()
+    claimed: InboxMessage | None = None
     order: OrderedKey | None = None
     successor: Successor | None = None
-    was: str = ""
-    begun: tuple[int, ...] = ()
-    is_settled: bool = False
     emptied: tuple[NewRow, ...] = ()
     result: str | None = None
 
@@ -257,4 +256,3 @@ class Earlier:
     state: str
     cause: DuplicateCause
     conflicting: bool
-    abandoned: bool

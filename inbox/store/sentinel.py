@@ -11,7 +11,7 @@ from typing import Any
 from django.db import DatabaseError, InterfaceError, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from exactly_once.sql.connections import fetch, is_outermost, is_postgresql
+from exactly_once.sql.connections import execute, fetch, is_outermost, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
 from exactly_once.sql.partitions import lately
@@ -27,6 +27,7 @@ from exactly_once.sql.prepared_statements import (
 from exactly_once.wire.text import describe
 from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
+from inbox.models import InboxMessage
 from inbox.states import FINISH, State
 from inbox.store import receipts
 from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, assignments, message_of, run
@@ -36,11 +37,13 @@ from inbox.store.ordering import FOLLOW, GATE, PROMOTE_HEAD, for_follow, for_gat
 from inbox.store.trail_entries import record
 
 ENDED = f"The handler ended the inbox's transaction: it committed or rolled back without Django. {PARTLY}"
-SAVEPOINT = "inbox_guard"
+SET_SAVEPOINT = b"SAVEPOINT inbox_guard"
+ROLL_BACK_RUN = "ROLLBACK TO SAVEPOINT inbox_guard"
+"""What the handler has written is lost, and the lock of its row is kept. It fails if this is not the transaction that began."""
+_RELEASE = "RELEASE SAVEPOINT inbox_guard"
 _EMPTY = {"postgresql": "''", "sqlite": "x''"}
-# Without CASE the planner would use a partial index, and read the dead entries of all rows handled since the last vacuum.
-_OURS = f"{IS_OPEN} AND CASE WHEN state = 'received' AND next_attempt_at IS NULL THEN TRUE ELSE FALSE END"
-_DIVISION_BY_ZERO = "22012"
+_DIVISION_BY_ZERO, _NO_SAVEPOINT = "22012", "3B001"
+_SAYS_ENDED = {_DIVISION_BY_ZERO, _NO_SAVEPOINT}
 _INSUFFICIENT_PRIVILEGE = "42501"
 _INSERTED_BY_US = "xmin = pg_current_xact_id()::xid"
 # They divide by zero if a row is missing, so that a COMMIT may be sent with them. PostgreSQL plans ANY for each run.
@@ -52,36 +55,48 @@ _PROVE_MANY = PreparedStatement(
     ["bigint[]"],
     f"SELECT 1 / (count(*) = cardinality($1))::int FROM {RECEIPTS} WHERE id = ANY($1) AND {_INSERTED_BY_US}",
 )
+_HAS_COMMITTED = "SELECT 1 WHERE pg_xact_status(%s::xid8) = 'committed'"
 
 
-def written(vendor: str, *, keep: str, attempts: str = "attempts", result: str = "result") -> str:
+def written(vendor: str, *, keep: str, result: str = "result") -> str:
     """The SET of a row that is done. If its body is not stored, the digest remains, so conflicting duplicates are found."""
     body = f"CASE WHEN {keep} THEN body ELSE {_EMPTY[vendor]} END"
     headers = f"CASE WHEN {keep} THEN headers ELSE '{{}}' END"
     done = assignments(FINISH.columns, vendor)
-    return f"{done}, attempts = {attempts}, result = {result}, body = {body}, headers = {headers}"
+    return f"{done}, result = {result}, body = {body}, headers = {headers}"
 
 
 _FINISH = PreparedStatement(
     "inbox_finish",
-    ["bigint", "int", "text", "boolean", "jsonb", "bigint", "text", "boolean"],
-    f"WITH done AS (UPDATE {TABLE} SET {written('postgresql', keep='$4', attempts='$2', result='coalesce($5, result)')} "
-    f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3 RETURNING {GATE.format(gate='$6', bound='$7', ends='$8')}) "
-    "SELECT 1 / count(*) FROM done",
+    ["bigint", "bigint", "text", "boolean", "jsonb", "bigint", "text", "boolean"],
+    f"WITH done AS (UPDATE {TABLE} SET {written('postgresql', keep='$4', result='coalesce($5, result)')} "
+    f"WHERE id = $1 AND fence = $2 AND {IS_OPEN} AND pg_current_xact_id()::text = $3 "
+    f"RETURNING {GATE.format(gate='$6', bound='$7', ends='$8')}) SELECT 1 / count(*) FROM done",
 )
 _FINISH_ON_SQLITE = (
-    f"UPDATE {TABLE} SET {written('sqlite', keep='%s', attempts='%s', result='coalesce(%s, result)')} "
-    f"WHERE id = %s AND {_OURS} RETURNING id"
+    f"UPDATE {TABLE} SET {written('sqlite', keep='%s', result='coalesce(%s, result)')} "
+    f"WHERE id = %s AND fence = %s AND {IS_OPEN} RETURNING id"
 )
+
+
+def roll_back_run(guard: Guard) -> None:
+    """Undo what the handler of a stored message has done, in its transaction, which goes on.
+
+    Raises:
+        django.db.Error: it is not that transaction.
+    """
+    guard.connection.needs_rollback = False
+    execute(guard.connection, ROLL_BACK_RUN)
 
 
 def finish(
-    guard: Guard, attempts: int, result: str | None = None, *, commit: bool = False, following: Prepared | None = None
+    guard: Guard, result: str | None = None, *, commit: bool = False, following: Prepared | None = None
 ) -> Callable[[], StatementResult] | None:
-    """received → done, as the last statement of the handler's transaction: the commit sentinel. It must hit every row.
+    """received | retrying → done, as the last statement of the handler's transaction: the commit sentinel. It must hit the row.
 
     Of rows that were inserted as `done` the receipts are read instead: `xmin` is the transaction that inserted one, and
-    PostgreSQL refuses to read in a transaction that can no longer commit.
+    PostgreSQL refuses to read in a transaction that can no longer commit. In a savepoint, whose rows have another `xmin`, and
+    on SQLite, a savepoint that was set after the INSERT must still exist.
 
     If a row has a place in an order, the next row is promoted. The successor is claimed. That is not part of the proof.
 
@@ -107,15 +122,15 @@ def finish(
         )
     refuse_if_ended(guard)
     try:
+        connection.validate_no_broken_transaction()
         if following is not None:
-            connection.validate_no_broken_transaction()
             return _PROVE_ONE.commit_and_send(connection, guard.rows, following)
         if commit:
-            _finish_and_commit(connection, guard, attempts, result)
-        elif _finish(connection, guard, attempts, result) != len(guard.rows):
+            _finish_and_commit(connection, guard, result)
+        elif _finish(connection, guard, result) != len(guard.rows):
             raise TransactionEnded(ENDED)
     except (DatabaseError, InterfaceError) as error:
-        if sqlstate_of(error) == _DIVISION_BY_ZERO and (not commit or _is_open(connection)):
+        if sqlstate_of(error) in _SAYS_ENDED and (not commit or _is_open(connection)):
             raise TransactionEnded(ENDED) from error
         if is_outage(error) or is_collision(error) or (commit and not is_in_transaction(connection)):
             raise
@@ -123,7 +138,7 @@ def finish(
             f"The handler returned, but its transaction can no longer commit ({describe(error)}). {_remedy(error)}"
         ) from error
     if not commit:
-        record(connection.alias, guard.rows, was=guard.was, matters=FINISH.recorded)
+        record(connection.alias, guard.rows, was=guard.claimed.state if guard.claimed else "", matters=FINISH.recorded)
         if guard.order is not None:
             promote_next(connection.alias, *guard.order)
     return None
@@ -150,7 +165,7 @@ def can_commit(guard: Guard, result: str | None) -> bool:
     """Is the proof the last statement of a transaction that leaving `atomic()` commits?"""
     connection = guard.connection
     return (
-        (result == guard.result if guard.is_settled else guard.was != "")
+        (guard.claimed is not None or result == guard.result)
         and not (FINISH.recorded or inbox_options().records_all)
         and is_outermost(connection)
         and connection.commit_on_exit
@@ -160,54 +175,59 @@ def can_commit(guard: Guard, result: str | None) -> bool:
 
 def can_follow(guard: Guard) -> bool:
     """May the next fresh delivery begin with the commit of this one, which `can_commit`?"""
-    return guard.is_settled and len(guard.rows) == 1 and may_begin(guard.connection)
+    return guard.claimed is None and len(guard.rows) == 1 and may_begin(guard.connection)
 
 
-def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> int:
+def _finish(connection: BaseDatabaseWrapper, guard: Guard, result: str | None) -> int:
     """How many rows were hit. It divides by zero if none was, where `_FINISH` does."""
-    if guard.is_settled and result == guard.result:
-        connection.validate_no_broken_transaction()
-        ours = f"SELECT 1 FROM {RECEIPTS} WHERE id = ANY(%s) AND {_INSERTED_BY_US}"
-        return len(fetch(connection, ours, [list(guard.rows)]))
-    if guard.is_settled:
-        return _write_result(connection, guard.rows[0], result)
-    if is_postgresql(connection):
-        return sum(len(run(_FINISH, connection, _given(guard, row, attempts, result))) for row in guard.rows)
-    keep = inbox_options().keeps_successes
-    return sum(len(fetch(connection, _FINISH_ON_SQLITE, [attempts, result, keep, keep, row])) for row in guard.rows)
+    if is_postgresql(connection) and not guard.transaction:
+        execute(connection, _RELEASE)
+    if guard.claimed is not None:
+        if is_postgresql(connection):
+            return len(run(_FINISH, connection, _given(guard, guard.claimed, result)))
+        keep = inbox_options().keeps_successes
+        return len(fetch(connection, _FINISH_ON_SQLITE, [result, keep, keep, guard.claimed.pk, guard.claimed.fence]))
+    if result != guard.result:
+        return _write_result(guard, guard.rows[0], result)
+    if not guard.transaction:
+        return len(guard.rows)
+    ours = f"SELECT 1 FROM {RECEIPTS} WHERE id = ANY(%s) AND {_INSERTED_BY_US}"
+    return len(fetch(connection, ours, [list(guard.rows)]))
 
 
-def _write_result(connection: BaseDatabaseWrapper, row: int, result: str | None) -> int:
-    found = _write_result_on(connection, lately(), row, result)
-    return found or _write_result_on(connection, receipts.days_of(connection.alias, [row]).values(), row, result)
+def _write_result(guard: Guard, row: int, result: str | None) -> int:
+    found = _write_result_on(guard, lately(), row, result)
+    return found or _write_result_on(guard, receipts.days_of(guard.connection.alias, [row]).values(), row, result)
 
 
-def _write_result_on(connection: BaseDatabaseWrapper, days: Iterable[int], row: int, result: str | None) -> int:
-    on_days = f"day IN ({', '.join(map(str, {LIVE, *days}))})"
-    sql = f"UPDATE {TABLE} SET result = %s::jsonb WHERE {on_days} AND id = %s AND {_INSERTED_BY_US} RETURNING id"
-    return len(fetch(connection, sql, [result, row]))
+def _write_result_on(guard: Guard, days: Iterable[int], row: int, result: str | None) -> int:
+    as_json = "%s::jsonb" if is_postgresql(guard.connection) else "%s"
+    ours = f"day IN ({', '.join(map(str, {LIVE, *days}))}) AND id = %s" + (
+        f" AND {_INSERTED_BY_US}" if guard.transaction else ""
+    )
+    sql = f"UPDATE {TABLE} SET result = {as_json} WHERE {ours} RETURNING id"
+    return len(fetch(guard.connection, sql, [result, row]))
 
 
-def _given(guard: Guard, row: int, attempts: int, result: str | None, *, is_followed: bool = False) -> list[Any]:
+def _given(guard: Guard, claimed: InboxMessage, result: str | None, *, is_followed: bool = False) -> list[Any]:
     """The parameters of `_FINISH`."""
     gate = for_gate(guard.connection, guard.order, is_followed=is_followed)
-    return [row, attempts, guard.transaction, inbox_options().keeps_successes, result, *gate]
+    return [claimed.pk, claimed.fence, guard.transaction, inbox_options().keeps_successes, result, *gate]
 
 
-def _finish_and_commit(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> None:
-    connection.validate_no_broken_transaction()
-    if len(guard.rows) > 1:
+def _finish_and_commit(connection: BaseDatabaseWrapper, guard: Guard, result: str | None) -> None:
+    if guard.claimed is not None:
+        _settle_and_commit(connection, guard, guard.claimed, result)
+    elif len(guard.rows) > 1:
         _PROVE_MANY.execute_and_commit(connection, [f"{{{','.join(map(str, guard.rows))}}}"])
-    elif guard.is_settled:
-        _PROVE_ONE.execute_and_commit(connection, guard.rows)
     else:
-        _settle_and_commit(connection, guard, attempts, result)
+        _PROVE_ONE.execute_and_commit(connection, guard.rows)
 
 
-def _settle_and_commit(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> None:
+def _settle_and_commit(connection: BaseDatabaseWrapper, guard: Guard, claimed: InboxMessage, result: str | None) -> None:
     order, successor = guard.order, guard.successor
     in_turn = None if successor is None else successor.in_turn()
-    given = _given(guard, guard.rows[0], attempts, result, is_followed=in_turn is not None)
+    given = _given(guard, claimed, result, is_followed=in_turn is not None)
     if successor is not None and in_turn is not None:
         claim = for_follow(order, successor.claimed_for, in_turn)
         ((head, *row),) = _FINISH.commit_and_fetch(connection, given, FOLLOW, claim)
@@ -223,51 +243,49 @@ def _settle_and_commit(connection: BaseDatabaseWrapper, guard: Guard, attempts: 
 
 
 def is_rolled_back(guard: Guard) -> bool:
-    """Roll back the handler's transaction, and find in the same round trip that no row of it is left. False: unknown.
+    """Roll back the handler's transaction, and find in the same round trip that it has not committed. False: unknown.
 
     Django's own rollback finds no open transaction then, and sends nothing.
     """
     connection = guard.connection
-    if not guard.is_settled or not is_outermost(connection) or connection.closed_in_transaction:
+    if not guard.transaction:
+        return True  # the savepoint existed
+    if not is_outermost(connection) or connection.closed_in_transaction:
         return False
     try:
-        return is_usable(connection) and not execute_script(connection, "ROLLBACK; ", *_committed(guard))
+        return is_usable(connection) and not execute_script(connection, "ROLLBACK; ", _HAS_COMMITTED, [guard.transaction])
     except (DatabaseError, InterfaceError):
         return False
 
 
-def _committed(guard: Guard) -> tuple[str, list[Any]]:
-    """A query for its rows if the handler has committed them."""
-    # By the receipt, because a duplicate may have been counted in the message since.
-    return f"SELECT id FROM {RECEIPTS} WHERE id = ANY(%s) AND xmin = %s::xid8::xid", [list(guard.rows), guard.transaction]
-
-
 def dead_letter_if_committed(guard: Guard) -> bool:
-    """done → dead for rows that were inserted as `done` by a transaction that the handler has committed, and then failed.
+    """done | received | retrying → dead for the rows of a transaction that the handler has committed by itself.
 
-    In its own commit, after the handler's transaction was rolled back. False: the rollback removed the rows.
+    In its own commit, after the handler's transaction was rolled back. False: the rollback removed its rows, or their locks.
     """
     connection = guard.connection
-    if not guard.is_settled or connection.in_atomic_block:
+    if connection.in_atomic_block or (guard.transaction and not fetch(connection, _HAS_COMMITTED, [guard.transaction])):
         return False
-    committed, given = _committed(guard)
-    with transaction.atomic(using=guard.connection.alias), connection.cursor() as cursor:
-        cursor.execute(committed, given)
-        ids = [row for (row,) in cursor.fetchall()]
-        days = ", ".join(map(str, {LIVE, *receipts.days_of(connection.alias, ids).values()}))
-        cursor.execute(
-            f"UPDATE {TABLE} SET {assignments(ABANDON_AS, connection.vendor)} "
-            f"WHERE day IN ({days}) AND id = ANY(%s) AND state = 'done' RETURNING id",
-            [ids],
-        )
-        dead_lettered = [row for (row,) in cursor.fetchall()]
+    claimed = guard.claimed
+    if claimed is None:
+        days = ", ".join(map(str, {LIVE, *receipts.days_of(connection.alias, guard.rows).values()}))
+        was, ours, given = State.DONE, f"day IN ({days}) AND state = 'done'", []
+    else:
+        was, ours, given = State(claimed.state), f"{IS_OPEN} AND state = %s AND fence = %s", [claimed.state, claimed.fence]
+    if claimed is not None and guard.transaction:
+        # If it differs, the answer that was lost is that of `fail_run`.
+        ours, given = f"{ours} AND next_attempt_at = %s", [*given, claimed.next_attempt_at]
+    sql = (
+        f"UPDATE {TABLE} SET {assignments(ABANDON_AS, connection.vendor)} WHERE {ours} "
+        f"AND id IN ({', '.join(['%s'] * len(guard.rows))}) RETURNING id"
+    )
+    as_json = "%s::jsonb" if is_postgresql(connection) else "%s"
+    with transaction.atomic(using=connection.alias):
+        dead_lettered = [row for (row,) in fetch(connection, sql, [*given, *guard.rows])]
+        refill = f"UPDATE {TABLE} SET body = %s, headers = {as_json} WHERE {IS_OPEN} AND id = %s"
         for row, content in zip(guard.rows, guard.emptied, strict=False):
-            # A retry needs its content.
-            cursor.execute(
-                f"UPDATE {TABLE} SET body = %s, headers = %s::jsonb WHERE {IS_OPEN} AND id = %s AND state = 'dead'",
-                [content.body, content.headers, row],
-            )
-        record(guard.connection.alias, dead_lettered, was=State.DONE, reason=ABANDONED)
+            execute(connection, refill, [content.body, content.headers, row])  # a retry needs its content
+        record(connection.alias, dead_lettered, was=was, reason=ABANDONED)
     return bool(dead_lettered)
 
 
@@ -282,11 +300,11 @@ def refuse_if_ended(guard: Guard) -> None:
         TransactionEnded: it is not.
     """
     connection = guard.connection
-    if guard.transaction or connection.closed_in_transaction:
+    if guard.transaction or connection.closed_in_transaction or is_postgresql(connection):
         return
     try:
         # Through the driver: Django refuses statements in a transaction that it has marked for rollback.
-        connection.connection.execute(f"RELEASE SAVEPOINT {SAVEPOINT}")
+        connection.connection.execute(_RELEASE)
     except sqlite3.OperationalError as error:
         if "no such savepoint" in str(error):
             raise TransactionEnded(ENDED) from error

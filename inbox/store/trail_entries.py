@@ -37,6 +37,7 @@ def update(
     reason: str = "",
     matters: bool = True,
     script: str = "",
+    commit: bool = False,
 ) -> int:
     """Make a transition of these rows, a query, from the state `was`, and record it; returns their number.
 
@@ -45,6 +46,7 @@ def update(
     Args:
         reason, matters: see `record`.
         script: statements that are run before it, in the same round trip and transaction; see `execute_script`.
+        commit: also commit in that round trip; then the number is not known.
     """
     connection = connections[alias]
     query = rows.query.chain(UpdateQuery)
@@ -62,7 +64,7 @@ def update(
         sql = f"WITH changed AS ({sql}) {ENTRY} {entries}"
         given = (*given, str(was), this_process(), printable(reason, ERROR_LENGTH))
     if script:
-        return len(execute_script(connection, script, sql, given))
+        return len(execute_script(connection, script, sql, given, commit=commit))
     return execute(connection, sql, given)
 
 

@@ -229,7 +229,7 @@ class _Crash:
 
     def _run_stored(self, watched: Handler) -> None:
         """Run the message if it is stored, without waiting until the killed process's claim expires."""
-        self._rows().filter(state__in=DUE, next_attempt_at__isnull=False).update(next_attempt_at=DatabaseTime())
+        self._rows().filter(state__in=DUE).update(next_attempt_at=DatabaseTime())
         run_due([watched, *(handler for handler in registry.all() if handler.name != watched.name)])
 
 

@@ -83,7 +83,6 @@ def _call_in_transaction(handler: Handler, messages: list[Message]) -> Any:
             partial(arrivals.begin_fresh, handler.using, [row], options.DUPLICATE_TIMEOUT),
             lambda: returned.append(_call(handler, messages)),
             of=lambda: messages[0].id,
-            attempt=messages[0].attempt,
             durable=False,
         )
     finally:

@@ -45,13 +45,15 @@ from inbox.errors import RetryLater, TransactionBroken, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.store import dialect, sentinel
-from inbox.store.message_rows import ABANDONED, Guard
+from inbox.store.message_rows import ABANDONED, Failure, Guard
 from inbox.transactions.sessions import Supervision, end_session
 
 logger = escaping_logger(__name__)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+_Fail = Callable[[Guard, BaseException], Failure | None]
 
 TRIES_AT_ONCE = 5
 
@@ -70,6 +72,14 @@ class DatabaseUnavailable(Exception):
         self.remedy = remedy
         self.refused = refused
         self.beside = beside
+
+
+class Failed(Exception):
+    """The handler failed, and its failure is stored and committed. `__cause__` is its error."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.error)
+        self.failure = failure
 
 
 class _Unstored(Exception):
@@ -108,6 +118,9 @@ def run_with_reruns(alias: str, attempt: Callable[[], _T], *, reruns: bool = Tru
     while True:
         try:
             done = attempt()
+        except Failed as failed:
+            _end_session_if_unfit(failed, alias)
+            raise
         except Exception as error:
             if is_collision(error):
                 collisions += 1
@@ -148,8 +161,7 @@ def _why_unfit(error: Exception, alias: str, *, is_new: bool, reruns: bool) -> s
         raise outage from error
     if is_lost(error):
         return None if is_new or not reruns else ""
-    if _may_be_of_its_session(error):
-        end_session(alias)
+    _end_session_if_unfit(error, alias)
     return None
 
 
@@ -170,14 +182,15 @@ def outage_in(error: BaseException, alias: str) -> DatabaseUnavailable | None:
     return DatabaseUnavailable(describe(error), remedy(error, beside), beside=beside)
 
 
-def _may_be_of_its_session(error: BaseException) -> bool:
-    """Did a statement fail for a reason other than its values? The reason may be a setting of an earlier handler."""
+def _end_session_if_unfit(error: BaseException, alias: str) -> None:
+    """If a statement failed for a reason other than its values, that may be a setting of an earlier handler."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, DatabaseError | InterfaceError):
-            return not is_about_values(link)
+            if not is_about_values(link):
+                end_session(alias)
+            return
         link = link.__cause__ or link.__context__
-    return False
 
 
 def why_not_stored(error: BaseException, alias: str) -> str:
@@ -229,8 +242,8 @@ def in_transaction(
     run: Callable[[], str | None],
     *,
     of: Callable[[], str],
-    attempt: int,
     durable: bool,
+    fail: _Fail | None = None,
     following: Following | None = None,
 ) -> None:
     """Execute `begin`, `run` and the sentinel in one transaction, and commit it. If `begin` finds nothing, `run` is not called.
@@ -239,8 +252,12 @@ def in_transaction(
         run: returns the result that is stored with the row, as JSON; None if it has none.
         of: names its messages in the log.
         durable: refuse to run as a savepoint in a transaction of the caller.
+        fail: stores that the handler has failed, in its transaction, and commits; returns None if it could not.
         following: more deliveries, each of which begins with the commit of the one before it. From then on everything here is
             about that one, also an error.
+
+    Raises:
+        Failed: `fail` has stored it.
     """
     committed: list[bool] = []
     proved = False
@@ -257,41 +274,59 @@ def in_transaction(
             with statements_of_ours:
                 guard = _timed(handler, begin) if metrics.BEGIN_SECONDS.is_attached else begin()
             while guard is not None:
+                returned = commits = False
                 try:
                     with supervision:
                         result = run()
-                except BaseException:
-                    sentinel.refuse_if_ended(guard)
-                    proved = sentinel.is_rolled_back(guard)
-                    raise
-                commits = sentinel.can_commit(guard, result)
-                # What a hook does after the commit must not be part of the next transaction.
-                is_alone = following is not None and commits and len(connection.run_on_commit) == 1 and not supervision.names
-                first = following.take() if following is not None and is_alone and sentinel.can_follow(guard) else None
-                try:
-                    answer = sentinel.finish(guard, attempt, result, commit=commits, following=first)
+                    returned = True
+                    commits = sentinel.can_commit(guard, result)
+                    # What a hook does after the commit must not be part of the next transaction.
+                    is_alone = commits and len(connection.run_on_commit) == 1 and not supervision.names
+                    first = following.take() if following is not None and is_alone and sentinel.can_follow(guard) else None
+                    answer = sentinel.finish(guard, result, commit=commits, following=first)
+                    proved = True
                 except BaseException as error:
                     # Unless the proof has failed, the answer that did not arrive may be that of the commit.
                     proved = commits and not isinstance(error, TransactionBroken | TransactionEnded)
+                    proved = proved or _is_undone(handler, guard, error, fail, returned=returned)
                     raise
                 if following is None or answer is None:
-                    proved = True
                     break
-                guard = None
+                guard, proved = None, False
                 guard = following.begin(answer)
                 supervision = Supervision(handler)
         if not committed:
             refuse_if_uncommitted(handler.using)
     except BaseException as error:
         if not committed:
-            # Rows that are left after the proof can only mean that the answer to our own commit was lost.
-            if guard is not None and not proved and _committed_by_itself(handler, guard, of()):
+            # What is left after the proof can only mean that the answer to our own commit was lost.
+            is_open = guard is not None and not proved and not isinstance(error, Failed)
+            if guard is not None and is_open and _committed_by_itself(handler, guard, of()):
                 logger.exception("%s: the run of %s failed after the handler had committed by itself.", handler.name, of())
                 raise TransactionEnded(ABANDONED, is_stored=True) from error
             raise
         logger.exception("%s: an on_commit hook failed after the commit of %s; it is not rerun.", handler.name, of())
     finally:
         supervision.end_sessions()
+
+
+def _is_undone(handler: Handler, guard: Guard, error: BaseException, fail: _Fail | None, *, returned: bool) -> bool:
+    """Roll back, and find that the handler has not committed by itself. False: unknown.
+
+    Raises:
+        Failed: the handler is the cause, and not a database, and `fail` has stored that.
+        TransactionEnded: this is not the transaction that began.
+    """
+    is_ended = isinstance(error, TransactionEnded)
+    if fail and not is_ended and not _is_of_a_database(error, handler.using) and (failure := fail(guard, error)):
+        raise Failed(failure) from error
+    if not returned:
+        sentinel.refuse_if_ended(guard)
+    return not is_ended and sentinel.is_rolled_back(guard)
+
+
+def _is_of_a_database(error: BaseException, alias: str) -> bool:
+    return is_collision(error) or is_lost(error) or outage_in(error, alias) is not None
 
 
 def read_committed(alias: str) -> None:

@@ -30,7 +30,6 @@ from exactly_once.sql.connections import ProjectsStatements, execute, has_begun
 from inbox import metrics
 from inbox.errors import TransactionBroken, TransactionControl
 from inbox.handlers.handler import Handler
-from inbox.handlers.timeouts import set_limits
 
 logger = escaping_logger(__name__)
 
@@ -152,13 +151,9 @@ class Supervision(SessionChanges):
         self._open: Sequence[tuple[Any, int, int]] = ()
 
     def __enter__(self) -> None:
-        handler = self._handler
-        # First, because it may fail while there is nothing to undo.
-        if handler.timeout is not None and connections[handler.using].vendor == "postgresql":
-            execute(connections[handler.using], set_limits(handler.timeout, handler.kind.size))
         self._open = _open_blocks()
         for connection, *_ in self._open:
-            connection.execute_wrappers.append(self if connection.alias == handler.using else self._watch_beside)
+            connection.execute_wrappers.append(self if connection.alias == self._handler.using else self._watch_beside)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for connection, *_ in self._open:

@@ -6,8 +6,8 @@ from inbox.operators import accounting
 from inbox.receiving.reading import read
 from inbox.receiving.receive import receive
 from inbox.states import Outcome, State
-from inbox.store import arrivals, sentinel
-from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, the_effect, the_row
+from inbox.store import arrivals, claims, sentinel
+from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, make_due, the_effect, the_row
 from tests.support.lost_answers import losing_the_answer
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
@@ -63,3 +63,24 @@ def test_a_redelivery_whose_stored_row_was_not_confirmed_is_counted_as_its_own_d
     assert (row.state, row.attempts, effects("second")) == (State.DONE, 1, 1)
     assert (row.duplicates, row.redeliveries) == (1, 1)
     assert accounting.balance("default").delivered == 2 + 1
+
+
+def test_failure_of_a_retry_that_was_not_confirmed_leaves_it_to_be_retried(handles, process_environment):
+    def fails_again(message):
+        raise ValueError(f"attempt {message.attempt}")
+
+    handler = handles(fails_again)
+
+    def run_it():
+        make_due()
+        return drain()
+
+    losing_the_answer(
+        process_environment,
+        before=lambda: deliver(handler),
+        call=run_it,
+        written="SELECT 1 FROM inbox_inboxmessage WHERE last_error = 'ValueError: attempt 2'",
+        after=(claims, "as_failed"),
+    )
+
+    assert (the_row().state, the_row().attempts, the_row().last_error) == (State.RETRYING, 2, "ValueError: attempt 2")

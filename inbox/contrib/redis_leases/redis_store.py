@@ -411,7 +411,7 @@ def _cause(arrival: Arrival, same: int) -> DuplicateCause:
 
 
 def _announce_duplicate(arrival: Arrival, cause: DuplicateCause, *, conflicting: bool) -> None:
-    announce_duplicate(arrival.handler, arrival.row, Earlier(0, State.DONE, cause, conflicting=conflicting, abandoned=False))
+    announce_duplicate(arrival.handler, arrival.row, Earlier(0, State.DONE, cause, conflicting=conflicting))
 
 
 def _row_arguments(arrival: Arrival) -> tuple[int, int, int]:

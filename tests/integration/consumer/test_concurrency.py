@@ -358,7 +358,7 @@ class TestAcknowledging:
                 send_all(rabbitmq_url, other.topics[0], [(name, {}) for name in names(20)])
                 wait_until(lambda: effects() == 20)
                 wait_until(lambda: length(handler) == 1)
-                sentinel.finish(guard, 1)
+                sentinel.finish(guard)
             wait_until(lambda: length(handler) == 0 and InboxMessage.objects.count() == 21)
 
         assert effects_by_name() == dict.fromkeys(names(20), 1)

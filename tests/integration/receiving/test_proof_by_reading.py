@@ -137,14 +137,17 @@ class TestTwoPhaseCommit:
 
 
 class TestSubtransactions:
-    def test_row_that_was_inserted_in_a_savepoint_is_proved_by_an_update(self, handles):
-        row = read(handles(the_effect), an_envelope(), OPTIONS).row
+    def test_row_that_was_inserted_in_a_savepoint_is_proved_by_another_savepoint(self, handles):
+        rows = [read(handles(the_effect), an_envelope(biz_id=name), OPTIONS).row for name in ("kept", "undone")]
         with transaction.atomic(), transaction.atomic():
-            guard = arrivals.begin_fresh("default", [row], OPTIONS.DUPLICATE_TIMEOUT)
-            assert not guard.is_settled
-            assert InboxMessage.objects.get().state == State.RECEIVED
-            sentinel.finish(guard, 1)
-        assert InboxMessage.objects.get().state == State.DONE
+            sentinel.finish(arrivals.begin_fresh("default", rows[:1], OPTIONS.DUPLICATE_TIMEOUT))
+        with transaction.atomic():
+            executed("SAVEPOINT of_a_handler")
+            guard = arrivals.begin_fresh("default", rows[1:], OPTIONS.DUPLICATE_TIMEOUT)
+            executed("ROLLBACK TO SAVEPOINT of_a_handler")
+            with pytest.raises(TransactionEnded):
+                sentinel.finish(guard)
+        assert [*InboxMessage.objects.values_list("biz_id", "state")] == [("kept", State.DONE)]
 
     def test_handler_that_deletes_its_own_row_is_found_by_the_sentinel(self, handles):
         def deletes(message):
@@ -160,8 +163,8 @@ class TestMany:
         rows = [read(handler, an_envelope(biz_id=name), OPTIONS).row for name in ("a", "b", "a")]
         with transaction.atomic():
             guard = arrivals.begin_fresh("default", rows, OPTIONS.DUPLICATE_TIMEOUT)
-            sentinel.finish(guard, 1)
-        assert (len(guard.rows), guard.is_settled, [rows[index].biz_id for index in guard.begun]) == (2, True, ["a", "b"])
+            sentinel.finish(guard)
+        assert (len(guard.rows), [rows[index].biz_id for index in guard.begun]) == (2, ["a", "b"])
         assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}
 
     def test_missing_one_of_many_rows_is_found(self, handles):
@@ -171,4 +174,4 @@ class TestMany:
             guard = arrivals.begin_fresh("default", rows, OPTIONS.DUPLICATE_TIMEOUT)
             Receipt.objects.filter(biz_id="b").delete()
             with pytest.raises(TransactionEnded):
-                sentinel.finish(guard, 1)
+                sentinel.finish(guard)

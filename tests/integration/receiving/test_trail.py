@@ -16,7 +16,7 @@ from inbox import Lease, RetryLater
 from inbox.models import InboxMessage, TrailEntry
 from inbox.receiving.reading import read
 from inbox.states import State
-from inbox.store import claims, lease_rows, message_rows
+from inbox.store import lease_rows, message_rows
 from tests.support import decisions
 from tests.support.deliveries import (
     OPTIONS,
@@ -137,12 +137,16 @@ class TestOtherTransitions:
             assert (was, became) == (State.RUNNING, State.RUNNING)
             assert "its lease had ended" in reason
 
-    def test_abandoned_message_is_recorded_as_dead_with_its_reason(self, failing):
-        handler, envelope = failing(), an_envelope()
-        deliver(handler, envelope)
-        InboxMessage.objects.update(next_attempt_at=None)
+    def test_message_whose_handler_committed_by_itself_is_recorded_as_dead_with_its_reason(self, handles):
+        def commits_at_last(message):
+            if message.attempt > 1:
+                connection.connection.commit()
+            raise ValueError("no stock")
 
-        assert len(claims.dead_letter_abandoned("default")) == 1
+        envelope = an_envelope()
+        deliver(handles(commits_at_last, name=HANDLER), envelope)
+        make_due()
+        drain()
 
         assert trail_of(envelope.id)[1:] == [(State.RETRYING, State.DEAD, message_rows.ABANDONED)]
 

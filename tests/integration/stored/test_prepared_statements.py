@@ -338,7 +338,8 @@ def test_ordered_message_is_settled_the_next_one_claimed_and_both_committed_in_o
     store_three(handles(the_effect, ordered=True))
     run_to_the_end()
 
-    assert pipelines == 3 * [(b"BEGIN", b"inbox_begin_stored"), (b"inbox_finish", b"inbox_follow", b"COMMIT")]
+    begin, end = (b"BEGIN", b"inbox_begin_stored", b"SAVEPOINT inbox_guard"), (b"inbox_finish", b"inbox_follow", b"COMMIT")
+    assert pipelines == 3 * [begin, end]
     assert effects() == 3
 
 

@@ -91,7 +91,7 @@ def finish_of_several_fresh_rows(row):
 def finish_of_a_stored_row(row):
     arrivals.store_due("default", row, OPTIONS.DUPLICATE_TIMEOUT)
     stored = claims.claim_due("default", [row.handler], timedelta(seconds=10))
-    sentinel.finish(claims.begin_stored("default", stored), stored.attempts)
+    sentinel.finish(claims.begin_stored("default", stored))
     return explained("EXECUTE inbox_finish (1, 1, '1', true, NULL, NULL, NULL, false)")
 
 

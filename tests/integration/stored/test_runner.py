@@ -13,7 +13,7 @@ from inbox.consumer.runner import Runner
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.states import SETTLED, Outcome, State
-from inbox.store import claims, due, message_rows
+from inbox.store import claims, due
 from tests.support import decisions
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
@@ -35,7 +35,6 @@ from tests.support.deliveries import (
     the_row,
 )
 from tests.support.inbox_rows import settle
-from tests.support.signals import recorded_signals
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
@@ -89,23 +88,6 @@ def test_runner_asked_to_stop_finishes_the_running_handler(handles):
         stop.set()
 
     assert (the_row().state, effects()) == (State.DONE, 1)
-
-
-@pytest.mark.parametrize("alias", ["default", "other"])
-def test_abandoned_message_without_a_due_time_is_dead_lettered_on_every_database(handles, alias):
-    """Such a row has no due time: without the sweep it would stay unnoticed for ever."""
-    for using in ("default", "other"):
-        stored_due(handles(the_effect, using=using, name=f"tests.{using}"))
-    InboxMessage.objects.using(alias).update(next_attempt_at=None)
-    InboxMessage.objects.using("other" if alias == "default" else "default").all().delete()
-    with recorded_signals("message_dead") as announced:
-        drain()
-
-    row = InboxMessage.objects.using(alias).get()
-    assert (row.state, row.last_error) == (State.DEAD, message_rows.ABANDONED)
-    assert row.settled_at is not None
-    names = {"handler": f"tests.{alias}", "topic": row.topic, "message_id": row.message_id, "biz_id": row.biz_id}
-    assert announced == [("message_dead", {**names, "error": message_rows.ABANDONED})]
 
 
 @contextmanager
