@@ -18,11 +18,10 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from inspect import signature
-from itertools import groupby
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 from asgiref.sync import sync_to_async
@@ -41,7 +40,7 @@ from outbox.conf import outbox_options
 from outbox.errors import InvalidMessage, PayloadTooLarge, PublishedOutsideTransaction
 from outbox.store import writing
 from outbox.store.dialect import database_of
-from outbox.store.unique import find_unique
+from outbox.store.unique import Name, take_names
 from outbox.topic_options import load_encoder
 
 _P = ParamSpec("_P")
@@ -165,7 +164,7 @@ def publish(topic: str, payload: Any, *, using: str | None = None, **options: Un
     row = new_row(draft, new_message_id())
     if draft.strict_order:
         writing.hold_order(alias, [draft.key])
-    written = _insert_one(alias, row)
+    [written] = _insert(alias, [row])
     _ring(alias, [row])
     return written
 
@@ -229,14 +228,7 @@ def publish_many(drafts: Iterable[Draft], *, using: str | None = None) -> list[P
                 raise
             raise type(error)(f"drafts[{index}] (biz_id={_short(draft.biz_id)}): {error}") from error
     writing.hold_order(alias, {draft.key for draft in drafts if draft.strict_order})
-    published: list[PublishedMessage] = []
-    # In runs, so that positions, and with them the order of a key, follow the order of the drafts.
-    for unique, run in groupby(rows, key=lambda row: row.is_unique):
-        if unique:
-            published += [_insert_one(alias, row) for row in run]
-        else:
-            plain = list(run)
-            published += map(_published, plain, writing.insert_many(alias, plain))
+    published = _insert(alias, rows)
     _ring(alias, rows)
     return published
 
@@ -293,13 +285,30 @@ def _ring(alias: str, rows: Iterable[writing.NewRow]) -> None:
         doorbell.ring_if_soon(alias, due_at or None)
 
 
-def _insert_one(alias: str, row: writing.NewRow) -> PublishedMessage:
-    while (position := writing.insert(alias, row)) is None:
-        # The earlier one is not found if it was given up or purged in between; then there is room for ours.
-        if found := find_unique(alias, row.topic, row.biz_id):
-            name, position, state = found
-            return PublishedMessage(id=name, topic=row.topic, biz_id=row.biz_id, position=position, created=False, state=state)
-    return _published(row, position)
+def _insert(alias: str, rows: Sequence[writing.NewRow]) -> list[PublishedMessage]:
+    """Insert those that are new; the messages in the order of `rows`. Positions follow it, and with them the order of a key."""
+    unique = [row for row in rows if row.is_unique]
+    if not unique:
+        return _insert_new(alias, rows)
+    found = {
+        (topic, biz_id): PublishedMessage(
+            id=message_id, topic=topic, biz_id=biz_id, position=position, created=False, state=state
+        )
+        for (topic, biz_id), (message_id, position, state) in take_names(alias, unique).items()
+    }
+    takers: dict[Name, writing.NewRow] = {}
+    for row in unique:
+        takers.setdefault(row.name, row)
+    new = [row for row in rows if not row.is_unique or (row.name not in found and takers[row.name] is row)]
+    written = {message.id: message for message in _insert_new(alias, new)}
+    found |= {
+        name: replace(written[row.message_id], created=False) for name, row in takers.items() if row.message_id in written
+    }
+    return [written.get(row.message_id) or found[row.name] for row in rows]
+
+
+def _insert_new(alias: str, rows: Sequence[writing.NewRow]) -> list[PublishedMessage]:
+    return list(map(_published, rows, writing.insert_many(alias, rows)))
 
 
 def _published(row: writing.NewRow, position: int) -> PublishedMessage:

@@ -86,11 +86,6 @@ class OutboxMessage(models.Model):
                 condition=Q(day=LIVE) & ~Q(state__in=SETTLED) | Q(day__gte=FIRST_DAY, state__in=SETTLED),
                 name="outbox_settled_has_day",
             ),
-            models.UniqueConstraint(
-                fields=["topic", "biz_id"],
-                name="outbox_unique_biz_id",
-                condition=Q(is_unique=True) & ~Q(state__in=["expired", "cancelled", "rolled_back"]),
-            ),
         )
         indexes = (
             # It grows only at its end, so a reader can keep a floor.
@@ -135,6 +130,21 @@ class OutboxMessage(models.Model):
 
     def __str__(self) -> str:
         return f"{self.topic} {self.biz_id} ({self.state})"
+
+
+class UniqueMessage(models.Model):
+    """The name of a message that was published with `unique=True`, see `store.unique`."""
+
+    message_id = models.UUIDField(primary_key=True)
+    topic = NameField(max_length=NAME_LENGTH)
+    biz_id = NameField(max_length=NAME_LENGTH)
+
+    class Meta:
+        default_permissions = ()
+        constraints = (models.UniqueConstraint(fields=["topic", "biz_id"], name="outbox_unique_biz_id"),)
+
+    def __str__(self) -> str:
+        return f"{self.topic} {self.biz_id}"
 
 
 class PausedTopic(models.Model):

@@ -80,7 +80,19 @@ class Migration(migrations.Migration):
                 'permissions': (('cancel_outboxmessage', 'Can cancel a message that is not published'), ('reschedule_outboxmessage', 'Can reschedule a message that is not published, or publish it now'), ('restore_outboxmessage', 'Can restore a cancelled, expired, dead or retrying message'), ('decide_outboxmessage', 'Can decide about a prepared message'), ('export_outboxmessage', 'Can export dead letters with their content')),
                 'default_permissions': ('view',),
                 'indexes': [models.Index(condition=models.Q(('ready_position', 0), ('state', 'ready')), fields=['shard', 'id'], name='outbox_stream'), models.Index(models.F('shard'), models.OrderBy(models.F('priority'), descending=True), models.F('id'), models.F('ready_position'), condition=models.Q(('ready_position__gt', 0), ('state', 'ready')), name='outbox_ready_secondary'), models.Index(condition=models.Q(('ready_position__gt', 0), ('state', 'ready'), models.Q(('key', ''), _negated=True)), fields=['key', 'id'], name='outbox_made_ready_keys'), models.Index(condition=models.Q(('ready_position__gt', 0), ('state', 'ready')), fields=['shard', 'ready_position'], name='outbox_made_ready'), models.Index(condition=models.Q(('state', 'scheduled')), fields=['available_at', 'id'], name='outbox_due'), models.Index(condition=models.Q(('state', 'retrying')), fields=['available_at', 'id'], name='outbox_retrying'), models.Index(condition=models.Q(('state', 'scheduled')), fields=['topic', 'available_at', 'id'], name='outbox_schedule'), models.Index(condition=models.Q(('state__in', ['prepared', 'stuck'])), fields=['state', 'available_at', 'id'], name='outbox_undecided'), models.Index(condition=models.Q(('state__in', ['retrying', 'dead', 'paused', 'waiting']), models.Q(('key', ''), _negated=True)), fields=['key', 'id'], name='outbox_holding'), models.Index(condition=models.Q(('state__in', ['dead', 'waiting'])), fields=['state'], name='outbox_dead_or_waiting'), models.Index(condition=models.Q(('state__in', ['paused', 'retrying'])), fields=['state', 'topic', 'id'], name='outbox_paused'), models.Index(fields=['topic', 'biz_id'], name='outbox_biz_id'), models.Index(condition=models.Q(('correlation_id', models.functions.Cast('message_id', models.CharField())), _negated=True), fields=['correlation_id', 'id'], name='outbox_chain'), models.Index(condition=models.Q(('failing_since__isnull', False), ('state__in', ['retrying', 'dead'])), fields=['error_class', 'topic', 'failing_since'], name='outbox_failures'), models.Index(condition=models.Q(('day__gte', 1)), fields=['day'], name='outbox_day')],
-                'constraints': [models.CheckConstraint(condition=models.Q(models.Q(('day', 0), models.Q(('state__in', ('published', 'expired', 'cancelled', 'rolled_back')), _negated=True)), models.Q(('day__gte', 1), ('state__in', ('published', 'expired', 'cancelled', 'rolled_back'))), _connector='OR'), name='outbox_settled_has_day'), models.UniqueConstraint(condition=models.Q(('is_unique', True), models.Q(('state__in', ['expired', 'cancelled', 'rolled_back']), _negated=True)), fields=('topic', 'biz_id'), name='outbox_unique_biz_id')],
+                'constraints': [models.CheckConstraint(condition=models.Q(models.Q(('day', 0), models.Q(('state__in', ('published', 'expired', 'cancelled', 'rolled_back')), _negated=True)), models.Q(('day__gte', 1), ('state__in', ('published', 'expired', 'cancelled', 'rolled_back'))), _connector='OR'), name='outbox_settled_has_day')],
+            },
+        ),
+        migrations.CreateModel(
+            name='UniqueMessage',
+            fields=[
+                ('message_id', models.UUIDField(primary_key=True, serialize=False)),
+                ('topic', exactly_once.sql.fields.NameField(max_length=255)),
+                ('biz_id', exactly_once.sql.fields.NameField(max_length=255)),
+            ],
+            options={
+                'default_permissions': (),
+                'constraints': [models.UniqueConstraint(fields=('topic', 'biz_id'), name='outbox_unique_biz_id')],
             },
         ),
         migrations.CreateModel(

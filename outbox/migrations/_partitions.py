@@ -14,8 +14,6 @@ LAYOUT = Layout(
         # A published message is found by its message id or biz-id. Only messages that can be restored need a fast search by id.
         "CREATE INDEX outbox_history_given_up ON {history} (id) WHERE state <> 'published'",
         "CREATE INDEX outbox_history_id ON {history} USING brin (id) WITH (pages_per_range = 32, autosummarize = on)",
-        # It also detects messages that a transaction with an older snapshot cannot see, see `store.unique`.
-        "CREATE UNIQUE INDEX outbox_history_unique ON {history} (topic, biz_id, day) WHERE is_unique AND state = 'published'",
     ),
     is_numbered=True,
 )

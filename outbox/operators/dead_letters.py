@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from django.db import IntegrityError
 from django.utils.translation import gettext as _
 
 from exactly_once.console.operators.audit import Subject
@@ -13,7 +12,7 @@ from exactly_once.wire.text import why_no_topic
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store.transitions import record
-from outbox.store.unique import require_unpublished
+from outbox.store.unique import take_names
 from outbox.store.writing import shard_of
 
 COLUMNS = (
@@ -30,23 +29,16 @@ class OutboxLetters(Letters):
         """Another id than a UUID is none of the outbox."""
         return [name for given in message_ids if (name := uuid_in(given))]
 
-    def store(self, alias: str, values: Mapping[str, Any], reason: str) -> str:
-        try:
-            return super().store(alias, values, reason)
-        except IntegrityError as error:
-            if not values.get("is_unique"):
-                raise
-            raise Refused(_("another message that was published with unique=True has its topic and biz-id")) from error
-
     def insert(self, alias: str, values: Mapping[str, Any], reason: str) -> None:
         """It is the last of its ordering key, and the later ones wait for it. Its callbacks are not called."""
         if why := why_no_topic(values["topic"]):
             raise Refused(f"topic: {why}")
         message_id = values["message_id"]
         shard = shard_of(values.get("key", ""), message_id)
-        row = OutboxMessage.objects.using(alias).create(**values, state=State.DEAD, shard=shard)
-        if row.is_unique:
-            require_unpublished(alias, [row.pk])
+        row = OutboxMessage(**values, state=State.DEAD, shard=shard)
+        if row.is_unique and take_names(alias, [row]):
+            raise Refused(_("another message that was published with unique=True has its topic and biz-id"))
+        row.save(using=alias, force_insert=True)
         record(alias, [message_id], was="", became=State.DEAD, reason=reason)
 
     def subject(self, values: Mapping[str, Any]) -> Subject:

@@ -19,6 +19,7 @@ from exactly_once.upkeep.housekeeping import CHUNK, Housekeeping
 from outbox.conf import OutboxOptions
 from outbox.models import TrailEntry
 from outbox.store import history
+from outbox.store.unique import delete_names_left_behind
 
 logger = escaping_logger(__name__)
 
@@ -40,12 +41,16 @@ class Housekeeper(Housekeeping):
         longest_wait = min(options.BATCH_DEADLINE + _PASS_MARGIN, _LONGEST_WAIT)
         self._days = DayKeeper("outbox", alias, history.HISTORY, longest_wait)
         self._reported_pending_at = -inf
+        self._names_until = 0
 
     def _steps(self, stop: StopRequest) -> None:
         self._days.keep(self._last)
         self._report_pending_days()
         self._delete(self._days.deletions(self._last, chunk=CHUNK), stop)
         self._delete_entries(TrailEntry, self._options, stop)
+        last = self._last
+        if last != self._names_until and self._delete(delete_names_left_behind(self._alias, last, chunk=CHUNK), stop):
+            self._names_until = last
 
     @property
     def _last(self) -> int:

@@ -26,7 +26,7 @@ from exactly_once.process.clock import monotonic
 from exactly_once.sql.connections import READ_COMMITTED, execute, fetch, is_postgresql
 from exactly_once.sql.now import NOW
 from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, execute_script, is_usable
-from outbox.models import SHARDS, PendingCallback, TrailEntry
+from outbox.models import SHARDS, PendingCallback, TrailEntry, UniqueMessage
 from outbox.store import messages
 from outbox.store.dialect import (
     DO_NOT_WAIT_FOR_THE_DISK,
@@ -154,7 +154,7 @@ _LOCKERS = (
     f"SELECT DISTINCT l.pid FROM {LIVE_PART} m JOIN pg_locks l ON l.locktype = 'transactionid' AND l.transactionid = m.xmax "
     "AND l.granted AND l.pid IS NOT NULL WHERE m.id = ANY(%s::bigint[])"
 )
-_WRITTEN_BY_A_PASS = (LIVE_PART, HISTORY, TrailEntry._meta.db_table, PendingCallback._meta.db_table)
+_WRITTEN_BY_A_PASS = (LIVE_PART, HISTORY, *(model._meta.db_table for model in (TrailEntry, PendingCallback, UniqueMessage)))
 _TABLE_LOCKERS = (
     "SELECT DISTINCT pid FROM pg_locks WHERE locktype = 'relation' AND granted AND pid IS NOT NULL "
     "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) "

@@ -113,6 +113,11 @@ def places(values: Iterable[str]) -> str:
     return "{" + ",".join(f'"{place}"' for place in values) + "}"
 
 
+def stored(connection: BaseDatabaseWrapper, value: uuid.UUID) -> uuid.UUID | str:
+    """A message id as a parameter of a statement."""
+    return value if connection.features.has_native_uuid_field else value.hex
+
+
 def as_uuid(value: uuid.UUID | str) -> uuid.UUID:
     return value if isinstance(value, uuid.UUID) else uuid.UUID(value)
 

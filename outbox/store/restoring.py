@@ -6,15 +6,14 @@ A second restore finds nothing to restore, and a restore that was killed is cont
 
 from collections.abc import Collection, Sequence
 
-from django.db import IntegrityError, OperationalError, transaction
+from django.db import OperationalError, transaction
 
-from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_collision
 from outbox.models import IS_AHEAD, OutboxMessage
 from outbox.states import GIVEN_UP, RESTORE, State
 from outbox.store.selecting import placed
 from outbox.store.transitions import Moved, move
-from outbox.store.unique import IS_REPLACED, require_unpublished
+from outbox.store.unique import IS_REPLACED, take_names
 
 OVERDUE, REPLACED = "overdue", "replaced"
 
@@ -37,21 +36,21 @@ def restore(
     # A published message cannot be restored, and finding it by its position is slow. The rows are locked first, because the
     # statement that moves a row does not return its previous state.
     locking = rows.select_for_update(skip_locked=skip_locked).order_by("pk").annotate(ahead=IS_AHEAD)
-    locked = list(locking.values_list("pk", "state", "ahead", "is_unique"))
+    locked = list(locking.only("message_id", "topic", "biz_id", "is_unique", "state"))
     # It is asked of unique messages only, because it locks all of history.
-    asked = any(is_unique for *_others, is_unique in locked)
+    asked = any(row.is_unique for row in locked)
     replaced_before = {*rows.filter(IS_REPLACED).values_list("pk", flat=True)} if asked else set()
-    found: dict[str, list[int]] = {}
+    found: dict[str, list[OutboxMessage]] = {}
     left: dict[int, str] = {}
-    for position, state, ahead, _is_unique in locked:
-        if state not in states:
-            left[position] = state
-        elif position in replaced_before:
-            left[position] = REPLACED
-        elif not ahead and not overdue:
-            left[position] = OVERDUE
+    for row in locked:
+        if row.state not in states:
+            left[row.pk] = row.state
+        elif row.pk in replaced_before:
+            left[row.pk] = REPLACED
+        elif not row.ahead and not overdue:
+            left[row.pk] = OVERDUE
         else:
-            found.setdefault(state, []).append(position)
+            found.setdefault(row.state, []).append(row)
     changed: list[Moved] = []
     for state, group in found.items():
         moved, replaced = _move_unless_replaced(alias, group, State(state), reason, may_wait=not skip_locked)
@@ -61,30 +60,26 @@ def restore(
 
 
 def _move_unless_replaced(
-    alias: str, positions: Sequence[int], was: State, reason: str, *, may_wait: bool
+    alias: str, rows: Sequence[OutboxMessage], was: State, reason: str, *, may_wait: bool
 ) -> tuple[list[Moved], list[int]]:
     """Restore messages unless a concurrent `publish(unique=True)` replaced them; those restored, and those replaced.
 
-    Only the unique index detects that; then each half is tried separately. The others are locked by such a transaction that
-    is still open.
+    If a transaction that is still open has taken one of their names, each half is tried separately.
     """
-    replaced: list[int] = []
     try:
         with transaction.atomic(using=alias):
-            moved = move(alias, RESTORE, positions, only=[was], reason=reason)
-            live = OutboxMessage.objects.using(alias).filter(day=LIVE, pk__in=[one.position for one in moved])
-            if was in GIVEN_UP and (unique := list(live.filter(is_unique=True).values_list("pk", flat=True))):
-                require_unpublished(alias, unique)
-            return moved, []
-    except IntegrityError:
-        replaced = [*positions]
+            unique = [row for row in rows if row.is_unique] if was in GIVEN_UP else []
+            earlier = take_names(alias, unique)
+            replaced = [row.pk for row in unique if (row.topic, row.biz_id) in earlier]
+            left = [row.pk for row in rows if row.pk not in replaced]
+            return move(alias, RESTORE, left, only=[was], reason=reason), replaced
     except OperationalError as error:
         if may_wait or not is_collision(error):
             raise
-    if len(positions) == 1:
-        return [], replaced
-    middle = len(positions) // 2
+    if len(rows) == 1:
+        return [], []
+    middle = len(rows) // 2
     first, second = (
-        _move_unless_replaced(alias, half, was, reason, may_wait=may_wait) for half in (positions[:middle], positions[middle:])
+        _move_unless_replaced(alias, half, was, reason, may_wait=may_wait) for half in (rows[:middle], rows[middle:])
     )
     return first[0] + second[0], first[1] + second[1]

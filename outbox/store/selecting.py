@@ -105,6 +105,11 @@ def _instant(message_id: uuid.UUID) -> datetime:
     return datetime.fromtimestamp((message_id.int >> 80) / 1000, tz=UTC)
 
 
+def first_id_of(day: int) -> uuid.UUID:
+    """The least id of a message that was published on this day or later."""
+    return uuid.UUID(int=day * 86_400_000 << 80)
+
+
 def live_names(alias: str, topics: Collection[str], biz_ids: Collection[str]) -> list[tuple[str, str]]:
     """The topic and biz-id of each message that is not settled and has one of these topics and biz-ids."""
     rows = OutboxMessage.objects.using(alias).filter(day=LIVE, topic__in=topics, biz_id__in=biz_ids)

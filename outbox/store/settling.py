@@ -97,7 +97,7 @@ def settle(alias: str, settlement: Settlement) -> int:
     called: list[uuid.UUID] = []
     publish = _publish if outbox_options().keeps_successes else _publish_without_history
     changed = publish(alias, settlement.published, called)
-    changed += count_moved(alias, EXPIRE, settlement.expired)
+    changed += len(move(alias, EXPIRE, settlement.expired))
     changed += count_moved(alias, HOLD, settlement.waiting)
     changed += sum(_fail(alias, failure, called) for failure in settlement.failed)
     changed += pause_in_hand(alias, settlement.paused)

@@ -30,8 +30,9 @@ from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, printable
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, TrailEntry
-from outbox.states import SETTLED, State
+from outbox.states import GIVEN_UP, SETTLED, State
 from outbox.store.dialect import COLUMNS, DRAWN, HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live, places, some_uuids
+from outbox.store.unique import give_up_names
 
 _PARAMETER = re.compile(r"\{(\w+)\}")
 _EXPIRY = {
@@ -146,6 +147,8 @@ def move(
             statement = _statement(connection, transition, was, its, given, " RETURNING id, message_id, state", days=days)
             cursor.execute(*statement)
             moved += [Moved(position, as_uuid(name), was, became) for position, name, became in cursor.fetchall()]
+        if moved and not set(transition.targets).isdisjoint(GIVEN_UP):
+            give_up_names(alias, [one.message_id for one in moved])
         if is_recorded(decision=transition.recorded if recorded is None else recorded):
             _record(alias, moved, reason)
     return moved
@@ -160,7 +163,10 @@ def count_moved(
     recorded: bool | None = None,
     **given: Any,
 ) -> int:
-    """`move` for a transition with one source; the number of changed messages. It reads rows only if the trail needs them."""
+    """`move` for a transition with one source that gives no message up; the number of changed messages.
+
+    It reads rows only if the trail needs them.
+    """
     if not rows:
         return 0
     if is_recorded(decision=transition.recorded if recorded is None else recorded):

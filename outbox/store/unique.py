@@ -1,64 +1,40 @@
 """Messages published with `unique=True`: for each topic and biz-id at most one that is not expired, cancelled or rolled back.
 
-The index `outbox_unique_biz_id` guarantees this for live messages, with any number of concurrent writers. An insert that
-conflicts with an uncommitted change waits until the other transaction has ended.
+Their names, topic and biz-id, are in a table of their own, without partitions. Its unique index guarantees this for any number
+of concurrent writers and days of history. A name is inserted before its message, in the same transaction; an insert that
+conflicts with an uncommitted change waits until the other transaction has ended. The transition that gives a message up deletes
+its name. With REPEATABLE READ or SERIALIZABLE a name that the transaction cannot see is a serialization failure.
 
-On PostgreSQL a published message is in history, which this index does not cover. So after an insert without a conflict, a
-second statement searches history. This order is safe: from the moment when the row is in the index until its transaction ends,
-no other message of this topic and biz-id can become live. So a message in history was committed before the second statement
-began, which therefore sees it.
-
-With REPEATABLE READ or SERIALIZABLE the second statement has the snapshot of the first. There an insert into history, which is
-rolled back, conflicts in the index `outbox_history_unique` with a message that the transaction cannot see.
+A name is valid as long as its message exists and is not given up. So one that is left behind, because history was purged or a
+row was changed by hand, prevents nothing: the next message takes it, and housekeeping deletes it.
 """
 
 import json
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
 from django.core.serializers.json import DjangoJSONEncoder
-from django.db import IntegrityError, OperationalError, connections, transaction
+from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Exists, OuterRef, Q
 
-from exactly_once.sql.connections import fetch, is_postgresql
-from exactly_once.sql.days import DAY_OF_NOW, LIVE
-from exactly_once.sql.faults import SERIALIZATION_FAILURE, sqlstate_of
-from outbox.models import OutboxMessage
+from exactly_once.sql.connections import fetch
+from exactly_once.sql.partitions import days_by
+from exactly_once.sql.prepared_statements import PreparedStatement, is_worthwhile, numbered
+from outbox.models import OutboxMessage, UniqueMessage
 from outbox.states import GIVEN_UP
-from outbox.store.dialect import COLUMNS, HISTORY, LIVE_PART, TABLE, array_of
-from outbox.store.selecting import identified
+from outbox.store.dialect import as_uuid, chunks, live, stored
+from outbox.store.selecting import first_id_of, identified
 
-_GIVEN_UP = ", ".join(repr(state.value) for state in GIVEN_UP)
-# SQLite infers a partial index only from the text of its condition, which each version of Django writes in its own way. There
-# the message id is unique, too, and is new.
-UNLESS_FOUND = {
-    "postgresql": f"ON CONFLICT (topic, biz_id) WHERE is_unique AND NOT (state IN ({_GIVEN_UP})) DO NOTHING",
-    "sqlite": "ON CONFLICT DO NOTHING",
-}
-
-_PUBLISHED = (
-    "SELECT current_setting('transaction_isolation') = 'read committed', EXISTS ("
-    f"SELECT FROM {LIVE_PART} mine JOIN {HISTORY} theirs ON theirs.topic = mine.topic AND theirs.biz_id = mine.biz_id "
-    "WHERE mine.id = ANY(%s::bigint[]) AND mine.is_unique AND theirs.is_unique AND theirs.state = 'published')"
-)
-_VISIBLE = (
-    f"SELECT EXISTS (SELECT FROM {LIVE_PART} mine JOIN {TABLE} theirs ON theirs.topic = mine.topic "
-    "AND theirs.biz_id = mine.biz_id AND theirs.id <> mine.id WHERE mine.id = ANY(%s::bigint[]) AND mine.is_unique "
-    f"AND theirs.is_unique AND NOT (theirs.state IN ({_GIVEN_UP})))"
-)
-_DAYS = (
-    # A message that this transaction cannot see was settled after it began; or a day earlier, by a statement that began before.
-    "generate_series(CAST(floor(EXTRACT(EPOCH FROM transaction_timestamp()) / 86400) AS int) - 1, "
-    f"{DAY_OF_NOW['postgresql']}) settled(day)"
-)
-_PUBLISHED_ON_THEM = {"state": "'published'", "day": "settled.day"}
-_PUBLISH = (
-    f"INSERT INTO {HISTORY} ({', '.join(COLUMNS)}) "
-    f"SELECT {', '.join(_PUBLISHED_ON_THEM.get(name, f'mine.{name}') for name in COLUMNS)} FROM {LIVE_PART} mine, {_DAYS} "
-    "WHERE mine.id = ANY(%s::bigint[]) AND mine.is_unique ON CONFLICT DO NOTHING"
-)
+Name = tuple[str, str]
+"""Topic and biz-id."""
+_NAMES = UniqueMessage._meta.db_table
+_INSERT = f"INSERT INTO {_NAMES} (topic, biz_id, message_id) VALUES {{}} ON CONFLICT DO NOTHING RETURNING message_id"
+_INSERT_ONE = _INSERT.format("(%s, %s, %s)")
+_PREPARED = PreparedStatement("outbox_take_name", ["varchar", "varchar", "uuid"], numbered(_INSERT_ONE))
+_AT_ONCE = 1000
 
 IS_REPLACED = Q(is_unique=True, state__in=GIVEN_UP) & Q(
     Exists(
@@ -73,51 +49,108 @@ IS_REPLACED = Q(is_unique=True, state__in=GIVEN_UP) & Q(
 """The message was given up, and another one with its topic and biz-id was published later or is not given up."""
 
 
-def is_published_already(alias: str, positions: Sequence[int]) -> bool:
-    """Is a unique message with the topic and biz-id of one of these newly inserted messages in history?
+class Named(Protocol):
+    """A message that asks for its name."""
+
+    @property
+    def message_id(self) -> uuid.UUID: ...
+    @property
+    def topic(self) -> str: ...
+    @property
+    def biz_id(self) -> str: ...
+
+
+class Earlier(NamedTuple):
+    """The message that has a name."""
+
+    message_id: uuid.UUID
+    position: int
+    state: str
+
+
+def take_names(alias: str, messages: Iterable[Named]) -> Mapping[Name, Earlier]:
+    """Take the names of new messages in the open transaction; the earlier messages of those names that are taken already.
+
+    All calls take names in one order, so that they do not deadlock. Of several messages with one name the first takes it.
 
     Raises:
-        django.db.OperationalError: a serialization failure. There is one, which this transaction cannot see.
+        django.db.OperationalError: a serialization failure.
     """
     connection = connections[alias]
-    if not is_postgresql(connection):
-        return False
-    ((sees_all, is_published),) = fetch(connection, _PUBLISHED, [array_of(positions)])
-    return is_published or not (sees_all or _may_be_published(connection, positions))
+    wanted: dict[Name, uuid.UUID] = {}
+    for message in messages:
+        wanted.setdefault((message.topic, message.biz_id), message.message_id)
+    left = sorted(wanted)
+    earlier: dict[Name, Earlier] = {}
+    while left:
+        taken = _insert(connection, [(*name, wanted[name]) for name in left])
+        if not (left := [name for name in left if wanted[name] not in taken]):
+            break
+        found = _find(connection, left)
+        earlier |= {name: message for name, (_, message) in found.items() if message is not None}
+        _delete(alias, [message_id for message_id, message in found.values() if message is None])
+        # Those that were not found were given up meanwhile.
+        left = [name for name in left if name not in earlier]
+    return earlier
 
 
-def require_unpublished(alias: str, positions: Sequence[int]) -> None:
-    """Enforce the unique index also for history.
+def _insert(connection: BaseDatabaseWrapper, rows: Sequence[tuple[str, str, uuid.UUID]]) -> set[uuid.UUID]:
+    """The message ids of those rows that were inserted."""
+    as_stored = [(topic, biz_id, stored(connection, message_id)) for topic, biz_id, message_id in rows]
+    if len(rows) == 1 and is_worthwhile(connection):
+        return {as_uuid(message_id) for (message_id,) in _PREPARED.fetch(connection, as_stored[0])}
+    taken: set[uuid.UUID] = set()
+    for chunk in chunks(as_stored, _AT_ONCE):
+        query = _INSERT.format(", ".join(["(%s, %s, %s)"] * len(chunk)))
+        taken |= {as_uuid(message_id) for (message_id,) in fetch(connection, query, [*chain.from_iterable(chunk)])}
+    return taken
 
-    Raises:
-        django.db.IntegrityError, django.db.OperationalError: the topic and biz-id of one of these messages were published.
+
+def _find(connection: BaseDatabaseWrapper, names: Sequence[Name]) -> Mapping[Name, tuple[uuid.UUID, Earlier | None]]:
+    """By name, its message id, and the message unless it was given up or no longer exists."""
+    found: dict[Name, tuple[uuid.UUID, Earlier | None]] = {}
+    for chunk in chunks(names, _AT_ONCE):
+        query = (
+            f"SELECT n.topic, n.biz_id, n.message_id, m.id, m.state FROM {_NAMES} n "
+            f"LEFT JOIN {live(connection)} m ON m.message_id = n.message_id "
+            f"WHERE (n.topic, n.biz_id) IN (VALUES {', '.join(['(%s, %s)'] * len(chunk))})"
+        )
+        for topic, biz_id, given, position, state in fetch(connection, query, [*chain.from_iterable(chunk)]):
+            message_id = as_uuid(given)
+            found[topic, biz_id] = message_id, None if position is None else Earlier(message_id, position, state)
+    if elsewhere := [message_id for message_id, message in found.values() if message is None]:
+        settled = identified(connection.alias, elsewhere).values_list("message_id", "pk", "state")
+        there = {message_id: Earlier(message_id, position, state) for message_id, position, state in settled}
+        found |= {name: (message_id, there.get(message_id, message)) for name, (message_id, message) in found.items()}
+    return {
+        name: (message_id, None if message and message.state in GIVEN_UP else message)
+        for name, (message_id, message) in found.items()
+    }
+
+
+def _delete(alias: str, message_ids: Sequence[uuid.UUID]) -> None:
+    """Delete names that are not valid."""
+    if message_ids:
+        names = UniqueMessage.objects.using(alias).filter(message_id__in=message_ids).order_by("topic", "biz_id")
+        names.filter(pk__in=list(names.select_for_update().values_list("pk", flat=True))).delete()
+
+
+def give_up_names(alias: str, message_ids: Collection[uuid.UUID]) -> None:
+    """Delete the names of messages that were given up, in the transaction of that change."""
+    UniqueMessage.objects.using(alias).filter(message_id__in=message_ids).delete()
+
+
+def delete_names_left_behind(alias: str, last: int, *, chunk: int) -> Iterator[int]:
+    """Delete the names whose messages were published up to the day `last` and no longer exist; yield the number of each chunk.
+
+    Each chunk is looked for on all days of history, because a name does not know when its message was settled.
     """
-    if is_published_already(alias, positions):
-        raise IntegrityError("a message with its topic and biz-id has been published")
-
-
-def _may_be_published(connection: BaseDatabaseWrapper, positions: Sequence[int]) -> bool:
-    """Would an insert of these messages into history succeed? The insert is rolled back."""
-    try:
-        with transaction.atomic(using=connection.alias), connection.cursor() as cursor:
-            cursor.execute(_PUBLISH, [array_of(positions)])
-            transaction.set_rollback(True, using=connection.alias)
-    except OperationalError as error:
-        if sqlstate_of(error) != SERIALIZATION_FAILURE:
-            raise
-        if not fetch(connection, _VISIBLE, [array_of(positions)])[0][0]:
-            raise
-        return False
-    return True
-
-
-def find_unique(alias: str, topic: str, biz_id: str) -> tuple[uuid.UUID, int, str] | None:
-    """Id, position and state of the message with which an insert conflicted; None if it has been given up or purged since."""
-    # The last of several: a transaction with one snapshot still sees a message that was given up after it began.
-    found = OutboxMessage.objects.using(alias).filter(topic=topic, biz_id=biz_id, is_unique=True).exclude(state__in=GIVEN_UP)
-    names = found.order_by("-pk").values_list("message_id", "pk", "state")
-    # A live one without history, which is locked by reading it.
-    return names.filter(day=LIVE).first() or names.first()
+    names = UniqueMessage.objects.using(alias).filter(message_id__lt=first_id_of(last + 1)).order_by("pk")
+    after = uuid.UUID(int=0)
+    while found := list(names.filter(pk__gt=after).values_list("pk", flat=True)[:chunk]):
+        after = found[-1]
+        existing = days_by(OutboxMessage.objects.using(alias), "message_id", found)
+        yield names.filter(pk__in={*found} - existing.keys()).delete()[0]
 
 
 def has_payload(alias: str, message_id: uuid.UUID, payload: Any) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -20,9 +20,8 @@ from exactly_once.sql.now import now, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, is_worthwhile, numbered
 from outbox.models import SHARDS
 from outbox.states import State
-from outbox.store.dialect import DRAWN, HISTORY, LIVE_PART, TABLE, as_uuid, chunks, live
+from outbox.store.dialect import DRAWN, HISTORY, LIVE_PART, TABLE, as_uuid, chunks, live, stored
 from outbox.store.transitions import is_recorded, record
-from outbox.store.unique import UNLESS_FOUND, is_published_already
 
 ORDER_SPACE = zlib.crc32(f"{TABLE}.key".encode()) - 2**31
 """First key of the advisory locks of `hold_order`; the second is a hash of the ordering key."""
@@ -60,6 +59,10 @@ class NewRow(NamedTuple):
     deliver_at: datetime | None
     expires_in: timedelta | None
     wire: str | None = None
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.topic, self.biz_id
 
     @property
     def shard(self) -> int:
@@ -124,14 +127,14 @@ def hold_order(alias: str, keys: Collection[str]) -> None:
 
 
 def insert(alias: str, row: NewRow) -> int | None:
-    """Insert one message; its position, or None if it conflicts with an earlier one.
+    """Insert one message, which has its name if it is unique; its position, or None if it conflicts with an earlier one.
 
-    A unique message conflicts with another unique one, see `find_unique`; one in the format of another protocol with any that
-    has its message id, which the caller may have chosen (a Celery task id).
+    One in the format of another protocol conflicts with any that has its message id, which the caller may have chosen (a Celery
+    task id).
     """
     connection = connections[alias]
     values, parameters = _values(connection, row)
-    into, unless = _INTO, UNLESS_FOUND[connection.vendor] if row.is_unique else ""
+    into, unless = _INTO, ""
     if row.wire is not None:
         into, unless = _INTO_FORMED, "ON CONFLICT (message_id) DO NOTHING"
         values, parameters = f"{values.removesuffix(')')}, %s)", [*parameters, row.wire]
@@ -142,7 +145,7 @@ def insert(alias: str, row: NewRow) -> int | None:
         found = next(iter(fetch(connection, statement, parameters)), None)
     if found is None:
         return None
-    if is_published_already(alias, found) if row.is_unique else row.wire is not None and _is_settled(connection, row):
+    if row.wire is not None and _is_settled(connection, row):
         execute(connection, f"DELETE FROM {LIVE_PART} WHERE id = %s", found)
         return None
     _record(alias, [row], row.state)
@@ -173,7 +176,9 @@ def insert_prepared(alias: str, row: NewRow, check_after: timedelta) -> int:
 
 
 def insert_many(alias: str, rows: Sequence[NewRow]) -> list[int]:
-    """Insert many messages, none of them unique; their positions in the order of `rows`."""
+    """Insert many messages, which have their names if they are unique; their positions in the order of `rows`."""
+    if len(rows) == 1:
+        return [cast("int", insert(alias, rows[0]))]
     connection = connections[alias]
     with connection.cursor() as cursor:
         if len(rows) >= _COPIED_FROM and is_postgresql(connection) and hasattr(cursor, "copy"):  # psycopg 3 has it
@@ -224,9 +229,7 @@ def _copied(row: NewRow, position: int, created_at: datetime) -> tuple[Any, ...]
 
 def _values(connection: BaseDatabaseWrapper, row: NewRow, check_after: timedelta | None = None) -> tuple[str, list[Any]]:
     """The row as an item of a VALUES list, and its parameters."""
-    parameters: list[Any] = [*_given(row)]
-    if not connection.features.has_native_uuid_field:
-        parameters[0] = row.message_id.hex
+    parameters: list[Any] = [stored(connection, row.message_id), *_given(row)[1:]]
     instant: str
     adapt: Callable[[Any], Any]
     due: Any

@@ -20,7 +20,8 @@ from exactly_once.sql.days import LIVE
 from inbox.models import InboxMessage
 from inbox.states import State as InboxState
 from outbox.models import OutboxMessage
-from outbox.states import SETTLED, State
+from outbox.states import GIVEN_UP, SETTLED, State
+from outbox.store.unique import take_names
 from tests.support.admin_names import LIST
 from tests.support.inbox_rows import store_message
 
@@ -82,7 +83,11 @@ def a_message(state=State.READY, *, ago=timedelta(), due_ago=None, payload=None,
         "message_id": uuid.UUID(int=next(_IDS)),
         **columns,
     }
-    return OutboxMessage.objects.using(using).create(state=state, **values)
+    row = OutboxMessage(state=state, **values)
+    if row.is_unique and state not in GIVEN_UP:
+        take_names(using, [row])
+    row.save(using=using, force_insert=True)
+    return row
 
 
 def an_inbox_message(state=InboxState.DEAD, *, payload=None, received_ago=timedelta(), next_ago=None, **columns):

@@ -72,7 +72,7 @@ def migrate(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["django.db.backends.postgresql", "backend"])
 @pytest.mark.parametrize(
-    "name", ["outbox_outboxmessage_live", "outbox_history_unique", "inbox_inboxmessage_history_default", "inbox_due"]
+    "name", ["outbox_outboxmessage_live", "outbox_history_given_up", "inbox_inboxmessage_history_default", "inbox_due"]
 )
 def test_migration_that_was_stopped_midway_resumes(database, migrate, engine, name):
     url, whole = database(), database()

@@ -64,6 +64,20 @@ def test_restoring_a_message_by_its_id_or_by_a_canary_locks_a_few_partitions(can
     assert locked <= FEW_PARTITIONS
 
 
+def test_unique_message_locks_no_day_if_it_is_new_and_a_few_if_the_first_was_published_on_any_day():
+    def publish_it():
+        return publish("shop.order.placed", {"order_id": 1}, biz_id="order-1", unique=True)
+
+    locked, first = locked_by(publish_it)
+    assert (locked, first.created) == (0, True)
+    ago = timedelta(days=40)
+    set_columns(first, state=State.PUBLISHED, settled_at=DatabaseTime(-ago), day=day_of("default", ago))
+
+    locked, again = locked_by(publish_it)
+    assert (again.id, again.created, again.state) == (first.id, False, State.PUBLISHED)
+    assert locked <= FEW_PARTITIONS
+
+
 @pytest.fixture
 def api():
     with override_settings(ROOT_URLCONF="tests.support.http_urls", OUTBOX={"HTTP": HTTP}):

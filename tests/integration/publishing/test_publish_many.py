@@ -1,6 +1,7 @@
 """publish_many() writes the same rows as publish(), in few statements."""
 
 import json
+import threading
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -14,6 +15,7 @@ from exactly_once.telemetry.tracing import Cause, caused_by
 from outbox import Draft, publish, publish_many
 from outbox.models import OutboxMessage
 from outbox.store import writing
+from tests.support.deliveries import at_once
 from tests.support.relaying import TOPIC, row_of
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
@@ -134,7 +136,35 @@ def test_publishing_takes_few_statements_that_execute_wrappers_see():
     assert statements(lambda: publish_many([])) == []
     assert statements(lambda: publish(TOPIC, {})) == ["INSERT"]
     assert statements(lambda: publish_many([Draft(TOPIC, {})] * 5)) == ["INSERT"]
-    # It also looks into history.
-    assert statements(lambda: publish(TOPIC, {}, biz_id="b", unique=True)) == ["INSERT", *["SELECT"] * is_postgres]
+    assert statements(lambda: publish(TOPIC, {}, biz_id="b", unique=True)) == ["INSERT", "INSERT"], "its name, and the message"
+    assert statements(lambda: publish(TOPIC, {}, biz_id="b", unique=True)) == ["INSERT", "SELECT"]
+    drafts = [Draft(TOPIC, {}, biz_id=f"b{n % 200}", unique=n % 3 > 0) for n in range(400)]
+    expected = ["INSERT", *(["SELECT", "COPY"] if is_postgres else ["INSERT"])]
+    assert statements(lambda: publish_many(drafts)) == expected
+    assert statements(lambda: publish_many(drafts)) == ["INSERT", "SELECT", *expected[1:]]
     many = statements(lambda: publish_many([Draft(TOPIC, {})] * 1_500))
     assert many == (["SELECT", "COPY"] if is_postgres else ["INSERT"] * 3)
+
+
+@pytest.mark.skipif("connection.vendor != 'postgresql'")
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("given_up", [False, True])
+def test_batches_of_unique_messages_in_opposite_order_do_not_deadlock(given_up):
+    drafts = [Draft(TOPIC, {}, biz_id=f"b{n}", unique=True) for n in range(300)]
+    if given_up:
+        with transaction.atomic():
+            publish_many(drafts)
+        OutboxMessage.objects.all().delete()
+    start, answers = threading.Barrier(2), []
+
+    def publish_all(drafts):
+        start.wait()
+        with transaction.atomic():
+            answers.extend(publish_many(drafts))
+
+    for _ in range(5):
+        at_once([lambda: publish_all(drafts), lambda: publish_all(drafts[::-1])])
+        OutboxMessage.objects.all().delete()
+
+    created = [answer.created for answer in answers]
+    assert (len(created), sum(created)) == (5 * 600, 5 * 300)

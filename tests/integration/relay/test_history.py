@@ -14,13 +14,15 @@ from exactly_once.sql.days import FIRST_DAY, LIVE, date_of, day_of
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, cancel, publish, publish_many, publish_now, restore
 from outbox.decisions import Outcome
-from outbox.models import OutboxMessage, PendingCallback, TrailEntry
+from outbox.models import OutboxMessage, PendingCallback, TrailEntry, UniqueMessage
 from outbox.operators.figures import count_states
 from outbox.relay.housekeeping import Housekeeper, housekeepers
 from outbox.states import CANCEL, RESTORE, ROLL_BACK, SETTLED, State
 from outbox.store import claiming, decision_rows, history, restoring, settling
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
+from outbox.store.selecting import first_id_of
 from outbox.store.settling import Settlement
+from outbox.store.unique import delete_names_left_behind
 from outbox.store.writing import NewRow, insert
 from tests.support.deliveries import InAThread, at_once
 from tests.support.http_api import HTTP, Api
@@ -317,14 +319,15 @@ class TestUnique:
         assert rows_read(TABLE) - before < 100
 
     @pytest.mark.parametrize("end", ["commit", "rollback"])
-    def test_publish_waits_for_a_concurrent_settle_and_finds_its_message(self, end):
+    def test_publish_finds_a_message_while_a_relay_settles_it(self, end):
         first = published(biz_id="order-1", unique=True)
-        with a_settle_of(first) as settles, InAThread(lambda: published(biz_id="order-1", unique=True)) as publishing:
-            wait_until(a_session_waits)
+        with a_settle_of(first) as settles:
+            during = published(biz_id="order-1", unique=True)
             settles[end]()
+        again = published(biz_id="order-1", unique=True)
 
-        again = publishing.answer
         state = State.PUBLISHED if end == "commit" else State.READY
+        assert (during.id, during.created, during.state) == (first.id, False, State.READY)
         assert (again.id, again.created, again.state) == (first.id, False, state)
         assert OutboxMessage.objects.count() == 1
 
@@ -373,18 +376,39 @@ class TestUnique:
 
     def test_restore_sees_a_message_published_and_settled_between_its_query_and_its_update(self, monkeypatch):
         message = in_state(State.CANCELLED, biz_id="order-1", unique=True)
-        move = restoring.move
+        take_names = restoring.take_names
 
-        def moved_late(*args, **kwargs):
-            monkeypatch.setattr(restoring, "move", move)
+        def taken_late(*args):
             at_once([lambda: settled(published(biz_id="order-1", unique=True))])
-            return move(*args, **kwargs)
+            return take_names(*args)
 
-        monkeypatch.setattr(restoring, "move", moved_late)
+        monkeypatch.setattr(restoring, "take_names", taken_late)
         decision = restore(message.id)
 
         assert (decision.state, "unique=True" in decision.why) == (State.CANCELLED, True)
         assert state_of(message) == State.CANCELLED
+
+    @every_database
+    def test_names_of_purged_messages_are_deleted_and_those_of_others_stay(self):
+        old = [settled(published(biz_id=f"order-{n}", unique=True)) for n in range(5)]
+        waiting = [published(biz_id=f"later-{n}", unique=True, delay=DAY) for n in range(2)]
+        new = settled(published(biz_id="new", unique=True))
+        tomorrow = day_of("default") + 1
+
+        def names():
+            return set(UniqueMessage.objects.values_list("message_id", flat=True))
+
+        assert sum(delete_names_left_behind("default", tomorrow, chunk=2)) == 0
+        OutboxMessage.objects.filter(pk__in=[message.position for message in old]).delete()
+        assert sum(delete_names_left_behind("default", tomorrow - 2, chunk=2)) == 0, "young"
+        assert sum(delete_names_left_behind("default", tomorrow, chunk=2)) == 5
+
+        assert names() == {message.id for message in [*waiting, new]}
+        UniqueMessage.objects.create(topic=TOPIC, biz_id="of last year", message_id=first_id_of(day_of("default") - 370))
+        a_round()
+        assert names() == {message.id for message in [*waiting, new]}
+        assert published(biz_id="order-1", unique=True).created
+        assert not published(biz_id="new", unique=True).created
 
     def test_message_of_another_protocol_with_a_message_id_in_history_is_not_inserted(self):
         first = settled(published())
