@@ -68,12 +68,13 @@ class Command(DatabaseCommand):
         if options["dry_run"]:
             show(_shown(preview, overdue=overdue), self.stdout)
             return
-        found = dict(selection.messages(alias).order_by("pk").values_list("pk", "message_id"))
+        named = selection.message_ids or ()
+        known = [*selection.messages(alias).values_list("message_id", flat=True)] if named else []
         expected = sum(group["messages"] - (0 if overdue else group["overdue"]) for group in preview)
         total, left = Counter[str](), Counter[str]()
 
         with Progress(_("restored"), expected) as progress:
-            for chunk in chunks(found, _AT_ONCE):
+            for chunk in chunks(selection.positions(alias), _AT_ONCE):
                 with decision_transaction(alias):
                     decided = decision_rows.decide(
                         alias, RESTORE, chunk, sources=selection.states, overdue=overdue, reason="outbox_restore"
@@ -87,7 +88,7 @@ class Command(DatabaseCommand):
                 progress.advance(len(decided.became))
         done = ngettext("%(count)s message restored", "%(count)s messages restored", progress.done)
         self.stdout.write(f"{done}{_counts(total)}.{_about(left)}")
-        refuse_unknown(map(str, selection.message_ids or ()), found.values(), selection.states)
+        refuse_unknown(map(str, named), known, selection.states)
 
 
 def _selection(options: dict[str, Any]) -> Selection:
