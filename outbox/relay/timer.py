@@ -18,7 +18,7 @@ need for a few passes.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 
 from django.db import connections
@@ -33,7 +33,6 @@ from exactly_once.upkeep.loop_leases import TableLease
 from outbox.conf import OutboxOptions
 from outbox.relay.timetable import OF_A_TOPIC, Timetable
 from outbox.store import scheduling
-from outbox.store.scheduling import Offset
 from outbox.store.unwritable_rows import UnwritableRows
 
 logger = escaping_logger(__name__)
@@ -123,8 +122,10 @@ class Timer:
             self._forget()
             return max(self._ask_for_lease_at - monotonic(), 0.0)
         now = monotonic()
-        if now >= self._load_at or self._table.is_short:
+        if now >= self._load_at:
             self._load()
+        elif self._table.is_short:
+            self._read_on(self._table.cut_topics)
         if now >= self._catch_up_at:
             self._catch_up()
         if now >= self._sweep_at:
@@ -146,18 +147,21 @@ class Timer:
 
     def _load(self) -> None:
         """Load the messages that have come within the horizon."""
-        found = scheduling.upcoming(self._alias, self._table.offsets(), self._options.horizon, OF_A_TOPIC)
-        now = monotonic()
-        self._table.read_on(found, now)
+        self._read_on(scheduling.scheduled_topics(self._alias))
         horizon = self._options.horizon.total_seconds()
         # A message scheduled within the horizon rings the bell, so two loads miss no message between them.
-        self._load_at = now + (horizon - _LOAD_AHEAD_SECONDS if self.bell.is_connected else horizon / 10)
+        self._load_at = monotonic() + (horizon - _LOAD_AHEAD_SECONDS if self.bell.is_connected else horizon / 10)
+
+    def _read_on(self, topics: Collection[str]) -> None:
+        offsets = self._table.offsets(topics)
+        self._table.read_on(scheduling.upcoming(self._alias, offsets, self._options.horizon), offsets, monotonic())
 
     def _catch_up(self) -> None:
         """Load messages that were scheduled within the part of the horizon that was already read."""
         began_at = monotonic()
         new = self._table.newest, self._table.missing
-        found = scheduling.newly_scheduled(self._alias, *new, _OVERDUE, self._options.horizon, OF_A_TOPIC)
+        most = min(OF_A_TOPIC, self._table.room)
+        found = scheduling.newly_scheduled(self._alias, *new, _OVERDUE, self._options.horizon, most)
         now = monotonic()
         self._table.take(found, now)
         self._catch_up_at = math.inf
@@ -170,8 +174,8 @@ class Timer:
         """
         began_at = monotonic()
         since = None if began_at >= self._sweep_all_at else self._options.horizon
-        due_topics = {topic: Offset("", 0, 0) for topic in self._table.due_topics}
-        found = scheduling.upcoming(self._alias, due_topics, -_OVERDUE, OF_A_TOPIC, since=since)
+        offsets = self._table.offsets_of_overdue(scheduling.scheduled_topics(self._alias))
+        found = scheduling.upcoming(self._alias, offsets, -_OVERDUE, since=since)
         now = monotonic()
         if since is None:
             self._sweep_all_at = now + _SWEEPING_ALL_SHARE * (now - began_at)

@@ -10,12 +10,16 @@ due after an exact multiple of N would be one turn late.
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from outbox.store.scheduling import Offset, Upcoming
 
 OF_A_TOPIC = 5_000
-"""Maximum messages of one topic held at a time, so that a burst neither fills the memory nor hides other topics."""
+"""Maximum messages of one topic held at a time, so that a burst does not hide other topics."""
+OF_ALL_TOPICS = 50_000
+"""Maximum messages held at a time. A million take 240 MB."""
+_LEAST_READ = 100
+"""A topic is not read on before there is room for as many."""
 _IN_FLIGHT_SECONDS = 0.25
 """Catching up finds rows whose transaction took up to this much longer from INSERT to COMMIT than those before it."""
 _MOST_MISSING = 2_000
@@ -109,14 +113,20 @@ class Timetable:
         return sum(map(len, self._due.values()))
 
     @property
-    def due_topics(self) -> Collection[str]:
-        """The topics that have due messages."""
-        return self._due.keys()
+    def is_short(self) -> bool:
+        """Does a topic have unread messages, and room for at least as many as are held of it?"""
+        share = self._share(self._cut)
+        return share >= _LEAST_READ and any(self._in_hand[topic] < min(share, OF_A_TOPIC / 2) for topic in self._cut)
 
     @property
-    def is_short(self) -> bool:
-        """Does a topic have unread messages, and room for them?"""
-        return any(self._in_hand[topic] < OF_A_TOPIC / 2 for topic in self._cut)
+    def cut_topics(self) -> Collection[str]:
+        """The topics that may have unread messages."""
+        return self._cut
+
+    @property
+    def room(self) -> int:
+        """The number of messages that can be taken."""
+        return max(OF_ALL_TOPICS - len(self._topic_of), 0)
 
     @property
     def newest(self) -> int:
@@ -129,18 +139,23 @@ class Timetable:
         first = max(self._newest[0][1] + 1, self.newest - _MOST_MISSING)
         return [position for position in range(first, self.newest) if position not in self._topic_of]
 
-    def offsets(self) -> dict[str, Offset]:
-        """The offset of each topic that has been read, with the number of messages there is room for."""
-        return {topic: Offset(at, position, self._room(topic)) for topic, (at, position) in self._read.items()}
+    def offsets(self, topics: Collection[str]) -> dict[str, Offset]:
+        """The offsets of these topics, with the number of messages there is room for."""
+        share = self._share(topics)
+        limits = {topic: max(min(OF_A_TOPIC - self._in_hand[topic], share), 0) for topic in topics}
+        return {topic: Offset(*self._read.get(topic, ("", 0)), limit) for topic, limit in limits.items()}
 
-    def _room(self, topic: str) -> int:
-        return max(OF_A_TOPIC - self._in_hand[topic], 0)
+    def offsets_of_overdue(self, topics: Collection[str]) -> dict[str, Offset]:
+        """The beginnings of those of these topics that have no due messages here."""
+        return {topic: Offset("", 0, min(OF_A_TOPIC, self._share(topics))) for topic in topics if topic not in self._due}
 
-    def read_on(self, found: Sequence[Upcoming], now: float) -> None:
-        """Take the rows that were found after `offsets()`."""
+    def _share(self, topics: Collection[str]) -> int:
+        return self.room // max(len(topics), 1)
+
+    def read_on(self, found: Sequence[Upcoming], offsets: Mapping[str, Offset], now: float) -> None:
+        """Take the rows that were found after these offsets, of all topics or of those that were cut."""
         brought = Counter(one.topic for one in found)
-        still_full = {topic for topic in self._cut if not self._room(topic)}
-        self._cut = still_full | {topic for topic, count in brought.items() if count >= self._room(topic)}
+        self._cut = {topic for topic, offset in offsets.items() if brought[topic] >= offset.limit}
         self._read.update({one.topic: (one.at, one.position) for one in found})
         if len(self._read) > _MANY_TOPICS:
             self._read = {topic: offset for topic, offset in self._read.items() if topic in self._in_hand}

@@ -29,7 +29,7 @@ _TOPICS = (
     "WITH RECURSIVE topics(topic) AS ("
     f"SELECT * FROM (SELECT m.topic FROM {{live}} m WHERE {_SCHEDULED} {_LAST_FIRST}) first "
     f"UNION ALL SELECT (SELECT m.topic FROM {{live}} m WHERE {_SCHEDULED} AND m.topic < topics.topic {_LAST_FIRST}) "
-    "FROM topics WHERE topics.topic IS NOT NULL) "
+    "FROM topics WHERE topics.topic IS NOT NULL) SELECT topic FROM topics WHERE topic IS NOT NULL"
 )
 _TAKEN = "UNION ALL SELECT NULL, NULL, NULL, EXTRACT(epoch FROM clock_timestamp() - statement_timestamp())::float8, NULL"
 """A last row without a position, on PostgreSQL: the seconds that the query has taken."""
@@ -58,41 +58,40 @@ class Upcoming(NamedTuple):
     place: str
 
 
-def upcoming(
-    alias: str, offsets: Mapping[str, Offset], within: timedelta, each: int, *, since: timedelta | None = None
-) -> list[Upcoming]:
-    """The messages due `within` this time from now: of each topic those after its offset, or the first `each` without one.
+def scheduled_topics(alias: str) -> list[str]:
+    """The topics that have scheduled messages."""
+    connection = connections[alias]
+    return [topic for (topic,) in fetch(connection, _TOPICS.format(live=live(connection)))]
+
+
+def upcoming(alias: str, offsets: Mapping[str, Offset], within: timedelta, *, since: timedelta | None = None) -> list[Upcoming]:
+    """The messages of these topics after their offsets that are due `within` this time from now.
 
     Args:
-        since: read those without an offset from this time ago; PostgreSQL passes over the dead versions of all earlier ones.
+        since: read those due from this time ago; PostgreSQL passes over the dead versions of all earlier ones.
     """
     connection = connections[alias]
     with connection.cursor() as cursor:
         if is_postgresql(connection):
             earliest = f"{now(connection)} - interval '{since.total_seconds()} seconds'" if since else "'-infinity'"
             cursor.execute(
-                f"{_TOPICS.format(live=LIVE_PART)} SELECT m.id, topics.topic, CAST(m.available_at AS text), "
-                f"{_seconds(connection)}, CAST(m.ctid AS text) FROM topics "
-                "LEFT JOIN unnest(%s::text[], %s::timestamptz[], %s::bigint[], %s::int[]) AS start(topic, at, id, most) "
-                f"ON start.topic = topics.topic CROSS JOIN LATERAL (SELECT m.id, m.available_at, m.ctid FROM {LIVE_PART} m "
-                f"WHERE {_SCHEDULED} AND m.topic = topics.topic "
-                f"AND (m.available_at, m.id) > (COALESCE(start.at, {earliest}), COALESCE(start.id, 0)) "
-                f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT COALESCE(start.most, %s)"
-                f") m WHERE topics.topic IS NOT NULL {_TAKEN}",
+                f"SELECT m.id, start.topic, CAST(m.available_at AS text), {_seconds(connection)}, CAST(m.ctid AS text) "
+                "FROM unnest(%s::text[], %s::timestamptz[], %s::bigint[], %s::int[]) AS start(topic, at, id, most) "
+                f"CROSS JOIN LATERAL (SELECT m.id, m.available_at, m.ctid FROM {LIVE_PART} m "
+                f"WHERE {_SCHEDULED} AND m.topic = start.topic "
+                f"AND (m.available_at, m.id) > (GREATEST(start.at, {earliest}), start.id) "
+                f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT start.most) m {_TAKEN}",
                 [
                     list(offsets),
                     [offset.at or "-infinity" for offset in offsets.values()],
                     array_of(offset.position for offset in offsets.values()),
                     array_of(offset.limit for offset in offsets.values()),
                     within.total_seconds(),
-                    each,
                 ],
             )
             return _fetched(cursor)
-        cursor.execute(f"{_TOPICS.format(live=TABLE)} SELECT topic FROM topics WHERE topic IS NOT NULL")
         found: list[Upcoming] = []
-        for (topic,) in cursor.fetchall():
-            at, position, limit = offsets.get(topic, Offset("", 0, each))
+        for topic, (at, position, limit) in offsets.items():
             cursor.execute(
                 f"SELECT m.id, m.topic, CAST(m.available_at AS text), {_seconds(connection)}, '' FROM {TABLE} m "
                 f"WHERE {_SCHEDULED} AND m.topic = %s AND (m.available_at, m.id) > (%s, %s) "

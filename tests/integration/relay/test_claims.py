@@ -351,7 +351,7 @@ def filled(state, count, *, key="''", due="now()", is_secondary=False):
         )
 
 
-OF_WHAT_IS_DUE = {"promote what is due", "promote what is due again", "upcoming", "upcoming after an offset", "newly scheduled"}
+OF_WHAT_IS_DUE = {"promote what is due", "promote what is due again", "upcoming", "newly scheduled"}
 """Statements that sort due rows if the statistics know of none."""
 
 
@@ -372,8 +372,8 @@ def pages_by_statement(*, by_index=False, may_sort=frozenset()):
         "settle": lambda: settling.settle("default", settlement),
         "promote what is due": lambda: settling.make_scheduled_ready("default", 1000),
         "promote what is due again": lambda: settling.make_retrying_ready("default", 1000),
-        "upcoming": lambda: scheduling.upcoming("default", {}, HOUR, 500),
-        "upcoming after an offset": lambda: scheduling.upcoming("default", {TOPIC: Offset("", 0, 500)}, HOUR, 500),
+        "scheduled topics": lambda: scheduling.scheduled_topics("default"),
+        "upcoming": lambda: scheduling.upcoming("default", {TOPIC: Offset("", 0, 500)}, HOUR),
         "newly scheduled": lambda: scheduling.newly_scheduled("default", max(positions), positions[:9], HOUR, HOUR, 500),
         "fire": lambda: scheduling.fire("default", dict.fromkeys(positions[:50], "")),  # some pages for each
         "room": lambda: scheduling.count_secondary_ready("default", 2000),
@@ -470,7 +470,8 @@ class TestPinnedVacuumHorizon:
             filled("scheduled", 500, due="now() - interval '1 minute'")
             fire_what_is_scheduled(available_at__lt=DatabaseTime())
             for costs, since in ((recent, timedelta(seconds=5)), (every, None)):
-                sweep = partial(scheduling.upcoming, "default", {}, -timedelta(seconds=0.2), 500, since=since)
+                offsets = {TOPIC: Offset("", 0, 500)}
+                sweep = partial(scheduling.upcoming, "default", offsets, -timedelta(seconds=0.2), since=since)
                 with transaction.atomic():
                     costs.append(sum(map(pages_of, measured(sweep))))
 

@@ -20,7 +20,7 @@ from outbox.relay import timer as module
 from outbox.relay.timer import Timer
 from outbox.states import State
 from outbox.store import scheduling
-from outbox.store.scheduling import Upcoming
+from outbox.store.scheduling import Offset, Upcoming
 from tests.support.relaying import TOPIC, in_threads, open_transaction, published, published_many, quick, set_columns, state_of
 from tests.support.waiting import wait_until
 
@@ -197,6 +197,20 @@ class TestBurst:
 
         assert_each_once_and_none_early(messages)
 
+    def test_wheel_holds_a_bounded_number_of_messages_of_all_topics_together(self, monkeypatch):
+        monkeypatch.setattr("outbox.relay.timetable.OF_ALL_TOPICS", 200)
+        monkeypatch.setattr("outbox.relay.timetable._LEAST_READ", 1)
+        timer, held = a_timer(BATCH_SIZE=100), []
+        messages = published_many(600, topic=lambda n: f"shop.{n % 50 if n < 400 else 0}", delay=SOON)
+        timer._load_at = 0.0
+        while scheduled().exists():
+            timer._turn()
+            held.append(len(timer._table._topic_of))
+            timer._sweep_at = math.inf  # the reading alone must find all of them
+
+        assert 100 < max(held) <= 200
+        assert_each_once_and_none_early(messages)
+
 
 # On SQLite one relay works at a time, so its timers need no lease of their own.
 def test_timer_takes_over_when_the_lease_of_the_other_expires(monkeypatch):
@@ -222,7 +236,7 @@ def test_timer_takes_over_when_the_lease_of_the_other_expires(monkeypatch):
 @pytest.mark.parametrize(
     "read",
     [
-        lambda: scheduling.upcoming("default", {}, 2 * HOUR, 10),
+        lambda: scheduling.upcoming("default", {TOPIC: Offset("", 0, 10)}, 2 * HOUR),
         lambda: scheduling.newly_scheduled("default", 0, [], HOUR, 2 * HOUR, 10),
     ],
 )
