@@ -6,7 +6,7 @@ from django.db.models.functions import Cast
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.sql.days import FIRST_DAY, LIVE
-from exactly_once.sql.fields import InstantField, NameField, ReadableJSONField
+from exactly_once.sql.fields import NameField, ReadableJSONField, instants
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.identity import new_message_id
 from exactly_once.wire.text import NAME_LENGTH
@@ -59,13 +59,13 @@ class OutboxMessage(models.Model):
     last_error = models.TextField(default="")
     # Why it failed, as one word of `relay.passes`; since when it fails so, and when it last did.
     error_class = NameField(max_length=NAME_LENGTH, default="", db_default="")
-    failing_since = InstantField(null=True)
-    failed_at = InstantField(null=True)
-    created_at = InstantField()
-    deliver_at = InstantField(null=True)
-    available_at = InstantField(_("due at"))
-    expires_at = InstantField(null=True)
-    settled_at = InstantField(null=True)
+    failing_since = models.DateTimeField(null=True)
+    failed_at = models.DateTimeField(null=True)
+    created_at = models.DateTimeField()
+    deliver_at = models.DateTimeField(null=True)
+    available_at = models.DateTimeField(_("due at"))
+    expires_at = models.DateTimeField(null=True)
+    settled_at = models.DateTimeField(null=True)
     # The day on which it was settled, in days since 1970-01-01 UTC; LIVE until then.
     day = models.PositiveIntegerField(default=LIVE, db_default=LIVE, editable=False)
 
@@ -81,6 +81,10 @@ class OutboxMessage(models.Model):
             ("export_outboxmessage", "Can export dead letters with their content"),
         )
         constraints = (
+            instants(
+                "outbox_message_instants",
+                *("failing_since", "failed_at", "created_at", "deliver_at", "available_at", "expires_at", "settled_at"),
+            ),
             # A state that is changed by hand must match the day, which determines the partition of the row.
             models.CheckConstraint(
                 condition=Q(day=LIVE) & ~Q(state__in=SETTLED) | Q(day__gte=FIRST_DAY, state__in=SETTLED),
@@ -173,6 +177,7 @@ class PausedTopic(models.Model):
         verbose_name = _("paused topic")
         verbose_name_plural = _("paused topics")
         default_permissions = ("view",)
+        constraints = (instants("outbox_topic_instants", "paused_at", "probe_at", "allowed_at"),)
         permissions = (
             ("pause_pausedtopic", "Can pause a topic"),
             ("resume_pausedtopic", "Can resume a topic"),
@@ -192,7 +197,7 @@ class TrailEntry(models.Model):
     message_id = models.UUIDField(_("message id"))
     was = models.CharField(_("from"), max_length=12)
     became = models.CharField(_("to"), max_length=12)
-    at = InstantField()
+    at = models.DateTimeField()
     process = models.CharField(max_length=NAME_LENGTH)
     reason = models.TextField(default="")
 
@@ -200,6 +205,7 @@ class TrailEntry(models.Model):
         verbose_name = _("trail entry")
         verbose_name_plural = _("trail")
         default_permissions = ("view",)
+        constraints = (instants("outbox_trail_instants", "at"),)
         indexes = (
             models.Index(fields=["message_id", "id"], name="outbox_trail_message"),
             models.Index(fields=["at"], name="outbox_trail_at"),
@@ -217,11 +223,11 @@ class PendingCallback(models.Model):
     # key needs a unique index on the whole partitioned table. Messages with a pending callback are not deleted.
     message = models.ForeignKey(OutboxMessage, to_field="message_id", on_delete=models.DO_NOTHING, db_constraint=False)
     event = models.CharField(max_length=12)
-    settled_at = InstantField(_("settled"))
+    settled_at = models.DateTimeField(_("settled"))
     reason = models.TextField(_("why it is dead"), default="")
     callback = models.CharField(max_length=NAME_LENGTH)
     attempts = models.PositiveIntegerField(_("attempts"), default=0)
-    available_at = InstantField(_("due"))
+    available_at = models.DateTimeField(_("due"))
     last_error = models.TextField(default="")
 
     class Meta:
@@ -232,6 +238,7 @@ class PendingCallback(models.Model):
             ("run_pendingcallback", "Can make a pending callback due now"),
             ("discard_pendingcallback", "Can discard a pending callback"),
         )
+        constraints = (instants("outbox_callback_instants", "settled_at", "available_at"),)
         indexes = (models.Index(fields=["available_at", "id"], name="outbox_callback_due"),)
 
     def __str__(self) -> str:

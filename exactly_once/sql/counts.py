@@ -59,7 +59,7 @@ def _counted(alias: str, sources: Mapping[str, Sequence[str]], column: str, by: 
         for clause in clauses:
             names.append(name)
             parts.append(
-                f"SELECT {len(names) - 1}, found.value, count(*), {earliest(alias, 'found.instant')} "  # noqa: S608 - our own names
+                f"SELECT {len(names) - 1}, found.value, count(*), CAST(min(found.instant) AS text) "  # noqa: S608 - our own names
                 f"FROM (SELECT {column} AS instant, {by} AS value {clause} LIMIT {LIMIT + 1}) found GROUP BY found.value"
             )
     with preferring_indexes(alias):
@@ -81,13 +81,6 @@ def _sum(before: Count, found: Count) -> Count:
     number = before.number + found.number
     instants = [instant for instant in (before.oldest, found.oldest) if instant is not None]
     return Count(number=min(number, LIMIT), is_cut=before.is_cut or number > LIMIT, oldest=min(instants) if instants else None)
-
-
-def earliest(alias: str, expression: str) -> str:
-    """The earliest of instants, as text for `instant`, without those that Python cannot represent."""
-    if not is_postgresql(connections[alias]):
-        return f"min({expression})"
-    return f"CAST(min({expression}) FILTER (WHERE isfinite({expression})) AS text)"
 
 
 def instant(text: str | None) -> datetime | None:

@@ -1,4 +1,4 @@
-"""Fields that compare names by their bytes, and fields that can read any value of their columns.
+"""Names that are compared by their bytes, and columns whose every value can be read.
 
 A collation of the operating system may order texts differently after an upgrade. PostgreSQL then searches an index of text in
 the wrong place: it finds no receipt of a message that was handled, and inserts a second row where a unique index should refuse
@@ -7,7 +7,8 @@ index of another collation than its column's. `db_collation` would not do, becau
 
 PostgreSQL and SQLite can store values that Python cannot represent: the instants `infinity` and `-infinity`, years before 1 and
 after 9999, a number of ten thousand digits inside JSON. One such value, written by hand, would fail every query that returns
-its row: a page of the admin, a claim, a report. The other fields replace such a value on reading and leave it in the table.
+its row: a page of the admin, a claim, a report. A constraint of the tables refuses such an instant. Of such JSON the text is
+read.
 
 Migrations see the Django fields that these replace.
 """
@@ -15,40 +16,24 @@ Migrations see the Django fields that these replace.
 from __future__ import annotations
 
 from dataclasses import fields
-from datetime import UTC, datetime
+from functools import reduce
+from operator import and_
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.db import models
+from django.db.models import Func, Q
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.models.expressions import Combinable
-    from django.db.models.sql.compiler import SQLCompiler
 
     _CharField = models.CharField[str | Combinable, str]
 else:
     _CharField = models.CharField
 
 _Value = TypeVar("_Value")
-FIRST_INSTANT, LAST_INSTANT = datetime(1, 1, 3, tzinfo=UTC), datetime(9999, 12, 29, tzinfo=UTC)
+_FIRST, _LAST = "0001-01-03 00:00:00", "9999-12-29 00:00:00"
 """Every instant between them exists in each time zone."""
-_FIRST, _LAST = FIRST_INSTANT.strftime("0001-%m-%d %H:%M:%S"), LAST_INSTANT.strftime("%Y-%m-%d %H:%M:%S")
-
-_CLAMPED = {
-    # GREATEST and LEAST would turn NULL into an instant.
-    "postgresql": (
-        f"CASE WHEN {{0}} > '{_LAST}+00'::timestamptz THEN '{_LAST}+00'::timestamptz "
-        f"WHEN {{0}} < '{_FIRST}+00'::timestamptz THEN '{_FIRST}+00'::timestamptz ELSE {{0}} END"
-    ),
-    # SQLite stores any text. It is shortened before the comparison, because SQLite rounds to milliseconds.
-    "sqlite": (
-        f"CASE WHEN {{0}} IS NULL THEN NULL WHEN {{0}} < '{_FIRST}' THEN '{_FIRST}' "
-        f"WHEN {{0}} < '{_LAST}' AND julianday({{0}}) IS NOT NULL "
-        "AND strftime('%%Y-%%m-%%d %%H:%%M:%%S', substr({0}, 1, 19)) = substr({0}, 1, 19) THEN {0} "
-        f"ELSE '{_LAST}' END"
-    ),
-}
-_REPEATED = {vendor: clamped.count("{0}") for vendor, clamped in _CLAMPED.items()}
 
 
 class NameField(_CharField):
@@ -59,18 +44,20 @@ class NameField(_CharField):
         return {**parameters, "collation": "C"} if connection.vendor == "postgresql" else parameters
 
 
-class InstantField(models.DateTimeField):  # type: ignore[type-arg]
-    """A `DateTimeField` that reads an instant that Python cannot represent as the first or the last one."""
+class IsInstant(Func):
+    """For a constraint: is this NULL, or an instant that Python can represent?"""
 
-    def deconstruct(self) -> Any:
-        return _as_djangos(super().deconstruct(), "DateTimeField")
+    template = f"(%(expressions)s BETWEEN '{_FIRST}+00' AND '{_LAST}+00')"
+    output_field = models.BooleanField()
 
-    def select_format(self, compiler: SQLCompiler, sql: str, params: Any) -> tuple[str, Any]:
-        connection: BaseDatabaseWrapper = compiler.connection
-        clamped = _CLAMPED.get(connection.vendor)
-        if clamped is None:
-            return sql, params
-        return clamped.format(sql), [*params] * _REPEATED[connection.vendor]
+    def as_sqlite(self, compiler: Any, connection: Any, **more: Any) -> Any:
+        within = f"julianday(%(expressions)s) BETWEEN julianday('{_FIRST}') AND julianday('{_LAST}')"
+        return self.as_sql(compiler, connection, template=f"(%(expressions)s IS NULL OR COALESCE({within}, false))", **more)
+
+
+def instants(name: str, *columns: str) -> models.CheckConstraint:
+    """A constraint: these columns have only instants that Python can represent."""
+    return models.CheckConstraint(name=name, condition=reduce(and_, [Q(IsInstant(column)) for column in columns]))
 
 
 class ReadableJSONField(models.JSONField):

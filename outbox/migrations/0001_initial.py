@@ -38,6 +38,7 @@ class Migration(migrations.Migration):
             options={
                 'verbose_name': 'paused topic',
                 'verbose_name_plural': 'paused topics',
+                'constraints': [models.CheckConstraint(condition=models.Q(exactly_once.sql.fields.IsInstant('paused_at'), exactly_once.sql.fields.IsInstant('probe_at'), exactly_once.sql.fields.IsInstant('allowed_at')), name='outbox_topic_instants')],
                 'permissions': (('pause_pausedtopic', 'Can pause a topic'), ('resume_pausedtopic', 'Can resume a topic')),
                 'default_permissions': ('view',),
             },
@@ -80,7 +81,7 @@ class Migration(migrations.Migration):
                 'permissions': (('cancel_outboxmessage', 'Can cancel a message that is not published'), ('reschedule_outboxmessage', 'Can reschedule a message that is not published, or publish it now'), ('restore_outboxmessage', 'Can restore a cancelled, expired, dead or retrying message'), ('decide_outboxmessage', 'Can decide about a prepared message'), ('export_outboxmessage', 'Can export dead letters with their content')),
                 'default_permissions': ('view',),
                 'indexes': [models.Index(condition=models.Q(('ready_position', 0), ('state', 'ready')), fields=['shard', 'id'], name='outbox_stream'), models.Index(models.F('shard'), models.OrderBy(models.F('priority'), descending=True), models.F('id'), models.F('ready_position'), condition=models.Q(('ready_position__gt', 0), ('state', 'ready')), name='outbox_ready_secondary'), models.Index(condition=models.Q(('ready_position__gt', 0), ('state', 'ready'), models.Q(('key', ''), _negated=True)), fields=['key', 'id'], name='outbox_made_ready_keys'), models.Index(condition=models.Q(('ready_position__gt', 0), ('state', 'ready')), fields=['shard', 'ready_position'], name='outbox_made_ready'), models.Index(condition=models.Q(('state', 'scheduled')), fields=['available_at', 'id'], name='outbox_due'), models.Index(condition=models.Q(('state', 'retrying')), fields=['available_at', 'id'], name='outbox_retrying'), models.Index(condition=models.Q(('state', 'scheduled')), fields=['topic', 'available_at', 'id'], name='outbox_schedule'), models.Index(condition=models.Q(('state__in', ['prepared', 'stuck'])), fields=['state', 'available_at', 'id'], name='outbox_undecided'), models.Index(condition=models.Q(('state__in', ['retrying', 'dead', 'paused', 'waiting']), models.Q(('key', ''), _negated=True)), fields=['key', 'id'], name='outbox_holding'), models.Index(condition=models.Q(('state__in', ['dead', 'waiting'])), fields=['state'], name='outbox_dead_or_waiting'), models.Index(condition=models.Q(('state__in', ['paused', 'retrying'])), fields=['state', 'topic', 'id'], name='outbox_paused'), models.Index(fields=['topic', 'biz_id'], name='outbox_biz_id'), models.Index(condition=models.Q(('correlation_id', models.functions.Cast('message_id', models.CharField())), _negated=True), fields=['correlation_id', 'id'], name='outbox_chain'), models.Index(condition=models.Q(('failing_since__isnull', False), ('state__in', ['retrying', 'dead'])), fields=['error_class', 'topic', 'failing_since'], name='outbox_failures'), models.Index(condition=models.Q(('day__gte', 1)), fields=['day'], name='outbox_day')],
-                'constraints': [models.CheckConstraint(condition=models.Q(models.Q(('day', 0), models.Q(('state__in', ('published', 'expired', 'cancelled', 'rolled_back')), _negated=True)), models.Q(('day__gte', 1), ('state__in', ('published', 'expired', 'cancelled', 'rolled_back'))), _connector='OR'), name='outbox_settled_has_day')],
+                'constraints': [models.CheckConstraint(condition=models.Q(exactly_once.sql.fields.IsInstant('failing_since'), exactly_once.sql.fields.IsInstant('failed_at'), exactly_once.sql.fields.IsInstant('created_at'), exactly_once.sql.fields.IsInstant('deliver_at'), exactly_once.sql.fields.IsInstant('available_at'), exactly_once.sql.fields.IsInstant('expires_at'), exactly_once.sql.fields.IsInstant('settled_at')), name='outbox_message_instants'), models.CheckConstraint(condition=models.Q(models.Q(('day', 0), models.Q(('state__in', ('published', 'expired', 'cancelled', 'rolled_back')), _negated=True)), models.Q(('day__gte', 1), ('state__in', ('published', 'expired', 'cancelled', 'rolled_back'))), _connector='OR'), name='outbox_settled_has_day')],
             },
         ),
         migrations.CreateModel(
@@ -109,6 +110,7 @@ class Migration(migrations.Migration):
             options={
                 'verbose_name': 'trail entry',
                 'verbose_name_plural': 'trail',
+                'constraints': [models.CheckConstraint(condition=models.Q(exactly_once.sql.fields.IsInstant('at')), name='outbox_trail_instants')],
                 'default_permissions': ('view',),
                 'indexes': [models.Index(fields=['message_id', 'id'], name='outbox_trail_message'), models.Index(fields=['at'], name='outbox_trail_at')],
             },
@@ -129,6 +131,7 @@ class Migration(migrations.Migration):
             options={
                 'verbose_name': 'pending callback',
                 'verbose_name_plural': 'pending callbacks',
+                'constraints': [models.CheckConstraint(condition=models.Q(exactly_once.sql.fields.IsInstant('settled_at'), exactly_once.sql.fields.IsInstant('available_at')), name='outbox_callback_instants')],
                 'permissions': (('run_pendingcallback', 'Can make a pending callback due now'), ('discard_pendingcallback', 'Can discard a pending callback')),
                 'default_permissions': ('view',),
                 'indexes': [models.Index(fields=['available_at', 'id'], name='outbox_callback_due')],

@@ -13,7 +13,7 @@ from django.db.models import Min, Q, QuerySet
 
 from exactly_once.console.operators.clock_ahead import Dated
 from exactly_once.sql.connections import fetch, is_postgresql
-from exactly_once.sql.counts import Count, count_each, count_up_to_limit, earliest, estimated, instant
+from exactly_once.sql.counts import Count, count_each, count_up_to_limit, estimated, instant
 from exactly_once.sql.days import FIRST_DAY, LIVE
 from exactly_once.sql.now import DatabaseTime, now_after
 from exactly_once.upkeep.minutes import database_time
@@ -93,7 +93,7 @@ def oldest_due(alias: str, counted: dict[State, Count]) -> datetime | None:
     """
     connection = connections[alias]
     heads = f"SELECT {_FIRST.format(live=live(connection))} AS available_at FROM shards"
-    ((head,),) = fetch(connection, f"{_SHARDS} SELECT {earliest(alias, 'available_at')} FROM ({heads}) heads")
+    ((head,),) = fetch(connection, f"{_SHARDS} SELECT CAST(min(available_at) AS text) FROM ({heads}) heads")
     at = [instant(head), *(counted[state].oldest for state in WAITING)]
     return min((found for found in at if found is not None and found <= database_time(alias)), default=None)
 

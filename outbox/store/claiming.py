@@ -71,7 +71,7 @@ _LOOK = (
     f"UNION ALL SELECT NULL, NULL, NULL, NULL, NULL, p.topic, CAST(p.in_trial AS text), p.mode, {{probe_in}} "
     f"FROM {PAUSED_TOPICS} p"
 )
-_UNTIL = "CASE WHEN isfinite({instant}) THEN CAST(EXTRACT(EPOCH FROM {instant} - {now}) AS float8) END"
+_UNTIL = "CAST(EXTRACT(EPOCH FROM {instant} - {now}) AS float8)"
 _UNTIL_SQLITE = "(julianday({instant}) - julianday({now})) * 86400"
 
 

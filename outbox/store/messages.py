@@ -6,7 +6,6 @@ after the broker has answered the previous one. Messages without a key have no o
 """
 
 import json
-import math
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -52,7 +51,7 @@ class RelayedMessage(NamedTuple):
     Attributes:
         position: the row's id.
         attempts: failed or successful attempts before this one.
-        expires_in_seconds: counted from when it was read; None if it never expires, infinite if `expires_at` is damaged.
+        expires_in_seconds: counted from when it was read; None if it never expires.
         is_blocked: an earlier message of its key is retrying, dead, paused or waiting, so it must not be sent yet.
         ready_position: drawn when it became ready, if it is in the secondary ready index; 0 if it is in the stream.
         wire: the wire format of another protocol (`exactly_once.wire.formats`), or None.
@@ -111,11 +110,11 @@ class RelayedMessage(NamedTuple):
 
     @property
     def created_at(self) -> datetime:
-        return _instant("created_at", self.created)
+        return _instant(self.created)
 
     @property
     def deliver_at(self) -> datetime | None:
-        return _instant("deliver_at", self.deliver) if self.deliver is not None else None
+        return _instant(self.deliver) if self.deliver is not None else None
 
     def require_undamaged(self) -> None:
         """Check the values that sending does not parse.
@@ -123,8 +122,6 @@ class RelayedMessage(NamedTuple):
         Raises:
             DamagedRow: the message cannot be sent.
         """
-        if self.expires_in_seconds is not None and not math.isfinite(self.expires_in_seconds):
-            raise DamagedRow("expires_at is not an instant")
         if self.priority > _HIGHEST_PRIORITY:
             raise DamagedRow(f"priority is {self.priority}, and no broker takes more than {_HIGHEST_PRIORITY}")
         if len(self.id) != _UUID_LENGTH:
@@ -147,17 +144,14 @@ _READ_AS = {
 }
 _READ_FROM = {
     "postgresql": {
-        # NULL without an expiry: NULL costs less than any value.
-        "expires_in_seconds": "CASE WHEN m.expires_at IS NULL THEN NULL WHEN isfinite(m.expires_at) "
-        f"THEN CAST(EXTRACT(EPOCH FROM m.expires_at - {NOW['postgresql']}) AS float8) ELSE float8 'infinity' END",
+        "expires_in_seconds": f"CAST(EXTRACT(EPOCH FROM m.expires_at - {NOW['postgresql']}) AS float8)",
         # Only the index that has the keys in their order can return them in it, see `claiming._equals`.
         "is_blocked": _IS_BLOCKED.format(live=LIVE_PART, is_key="= ANY(ARRAY[m.key])"),
         "version": VERSION,
         "place": "CAST(m.ctid AS text)",
     },
     "sqlite": {
-        "expires_in_seconds": "CASE WHEN m.expires_at IS NOT NULL "
-        f"THEN COALESCE((julianday(m.expires_at) - julianday({NOW['sqlite']})) * 86400, 9e999) END",
+        "expires_in_seconds": f"(julianday(m.expires_at) - julianday({NOW['sqlite']})) * 86400",
         "is_blocked": _IS_BLOCKED.format(live=TABLE, is_key="= m.key"),
         "version": "''",
         "place": "''",
@@ -299,12 +293,6 @@ def as_bytes(value: object) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode()
 
 
-def _instant(column: str, text: str) -> datetime:
-    try:
-        instant = datetime.fromisoformat(text)
-        if instant.tzinfo is None:
-            return instant.replace(tzinfo=UTC)
-        # Converted to UTC here, so that instants of the first and last day of the calendar overflow here.
-        return instant if instant.tzinfo is UTC else instant.astimezone(UTC)
-    except (ValueError, OverflowError) as error:
-        raise DamagedRow(f"{column} is {text[:_SHOWN]!r}, which is not an instant of the years 1 to 9999") from error
+def _instant(text: str) -> datetime:
+    instant = datetime.fromisoformat(text)
+    return instant.astimezone(UTC) if instant.tzinfo else instant.replace(tzinfo=UTC)

@@ -180,8 +180,7 @@ def _fetched(cursor: Any) -> list[Upcoming]:
 
 
 def _seconds(connection: BaseDatabaseWrapper) -> str:
-    """Seconds until a message is due. `-infinity` and text that is not an instant, on SQLite, count as overdue."""
+    """Seconds until a message is due."""
     if is_postgresql(connection):
-        at = now(connection)
-        return f"CAST(EXTRACT(epoch FROM GREATEST(m.available_at, {at} - interval '1 day') - {at}) AS float8)"
-    return f"COALESCE((julianday(m.available_at) - julianday({now(connection)})) * 86400.0, -1.0)"
+        return f"CAST(EXTRACT(epoch FROM m.available_at - {now(connection)}) AS float8)"
+    return f"(julianday(m.available_at) - julianday({now(connection)})) * 86400.0"

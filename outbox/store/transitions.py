@@ -36,15 +36,12 @@ from outbox.store.unique import give_up_names
 
 _PARAMETER = re.compile(r"\{(\w+)\}")
 _EXPIRY = {
-    # The time from due to expiry stays the same. A restored message has its old `deliver_at`. The database cannot calculate
-    # with the instants of a row that was damaged by hand, so its expiry is unchanged.
-    "postgresql": "CASE WHEN isfinite(expires_at) AND isfinite(available_at) AND isfinite(created_at) "
-    "AND isfinite(COALESCE(deliver_at, created_at)) THEN {due} + (expires_at - CASE "
-    f"WHEN headers ? '{REPLAY_HEADER}' AND expires_at > available_at THEN available_at "
-    "ELSE COALESCE(deliver_at, created_at) END) ELSE expires_at END",
-    "sqlite": "COALESCE(STRFTIME('%%Y-%%m-%%d %%H:%%M:%%f', {due}, round(86400 * (julianday(expires_at) - julianday(CASE "
+    # The time from due to expiry stays the same. A restored message has its old `deliver_at`.
+    "postgresql": f"{{due}} + (expires_at - CASE WHEN headers ? '{REPLAY_HEADER}' AND expires_at > available_at "
+    "THEN available_at ELSE COALESCE(deliver_at, created_at) END)",
+    "sqlite": "STRFTIME('%%Y-%%m-%%d %%H:%%M:%%f', {due}, round(86400 * (julianday(expires_at) - julianday(CASE "
     f"WHEN json_type(headers, '$.\"{REPLAY_HEADER}\"') IS NOT NULL AND expires_at > available_at THEN available_at "
-    "ELSE COALESCE(deliver_at, created_at) END)), 3) || ' seconds'), expires_at)",
+    "ELSE COALESCE(deliver_at, created_at) END)), 3) || ' seconds')",
 }
 _OF_A_REPLAY = {
     # Publishers cannot set this header. Headers that are not an object were damaged by hand, and are unchanged.
