@@ -22,7 +22,7 @@ from inbox.handlers.message import Message
 from inbox.handlers.options import Backoff, Ordered, Retry, Shed
 
 if TYPE_CHECKING:
-    from inbox.operators.pausing import HandlerState, pause, resume
+    from inbox.operators.handler_pauses import HandlerState, pause, resume
 
 __all__ = [
     "Backoff",
@@ -50,4 +50,4 @@ _PAUSING = {"HandlerState", "pause", "resume"}
 def __getattr__(name: str) -> Any:
     if name not in _PAUSING:
         raise AttributeError(f"module 'inbox' has no attribute {name!r}")
-    return getattr(import_module("inbox.operators.pausing"), name)
+    return getattr(import_module("inbox.operators.handler_pauses"), name)

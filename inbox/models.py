@@ -257,7 +257,7 @@ class LeaseMemory(models.Model):
 class PausedHandler(models.Model):
     """A handler that no process runs until an operator resumes it; all processes read these rows.
 
-    Its messages stay in the broker's queue; those stored here stay due. See `inbox.operators.pausing`.
+    Its messages stay in the broker's queue; those stored here stay due. See `inbox.operators.handler_pauses`.
     """
 
     id = models.BigAutoField(primary_key=True)

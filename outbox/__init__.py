@@ -40,9 +40,9 @@ if TYPE_CHECKING:
         PublishedOutsideTransaction,
         UnknownMessage,
     )
-    from outbox.pausing import pause, resume
     from outbox.preparing import PreparedMessage, prepare
     from outbox.states import TopicState
+    from outbox.topic_pauses import pause, resume
 
 __all__ = [
     "AlreadyDecided",
@@ -84,7 +84,7 @@ __all__ = [
     "resume",
 ]
 
-_MODULES = ("errors", "states", "callbacks", "api", "decisions", "pausing", "preparing")
+_MODULES = ("errors", "states", "callbacks", "api", "decisions", "topic_pauses", "preparing")
 """Those that need no models come first."""
 
 

@@ -1,3 +1,3 @@
 """The inbox in Django's admin."""
 
-from inbox.admin import messages, overview, paused  # noqa: F401 - importing them registers the pages
+from inbox.admin import messages, overview, paused_handlers  # noqa: F401 - importing them registers the pages

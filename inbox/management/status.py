@@ -14,7 +14,8 @@ from inbox.conf import inbox_options
 from inbox.handlers.options import past_in_words
 from inbox.handlers.registry import registry
 from inbox.leases.stores import LeaseStoreUnavailable, lease_store
-from inbox.operators import accounting, pausing
+from inbox.operators import accounting
+from inbox.operators.handler_pauses import paused_handlers
 from inbox.operators.processes import queued, unattended
 from inbox.states import State
 from inbox.store import handler_rows
@@ -56,7 +57,7 @@ def figures(alias: str, *, conflicts: bool) -> dict[str, Any]:
         "unattended": unattended(alias),
         "queued": queued(alias),
         "paused_handlers": [
-            {name: getattr(row, column) for name, column in _OF_A_PAUSE.items()} for row in pausing.paused_handlers(alias)
+            {name: getattr(row, column) for name, column in _OF_A_PAUSE.items()} for row in paused_handlers(alias)
         ],
         "starting_handlers": [
             {

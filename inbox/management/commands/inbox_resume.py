@@ -8,7 +8,7 @@ from django.utils.translation import gettext_lazy
 from exactly_once.console.cli.command import DatabaseCommand
 from exactly_once.console.operators.audit import Actor, Subject, record
 from inbox.errors import UnknownHandler
-from inbox.operators.pausing import HandlerState, resume
+from inbox.operators.handler_pauses import HandlerState, resume
 
 
 class Command(DatabaseCommand):

@@ -8,8 +8,8 @@ from django.utils.translation import gettext_lazy
 from exactly_once.console.cli.command import DatabaseCommand
 from exactly_once.console.operators.audit import Actor, Subject, record
 from outbox.errors import InvalidMessage
-from outbox.pausing import pause
 from outbox.states import TopicState
+from outbox.topic_pauses import pause
 
 _FOUND = {
     TopicState.PAUSED: gettext_lazy("It was paused already; the reason is the new one."),

@@ -12,9 +12,9 @@ from exactly_once.console.operators.audit import Actor, Subject, record
 from exactly_once.sql.connections import decision_transaction
 from outbox.errors import InvalidMessage
 from outbox.models import OutboxMessage
-from outbox.pausing import resume
 from outbox.states import RESUME_CHECKS, State, TopicState
 from outbox.store import decision_rows
+from outbox.topic_pauses import resume
 
 _NOT_PAUSED = {TopicState.ACTIVE, TopicState.LIMITED}
 

@@ -25,7 +25,7 @@ from inbox.contrib.http.waiting import waiting
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, TrailEntry
 from inbox.operators.dry_run import why_not
-from inbox.operators.pausing import pause, resume
+from inbox.operators.handler_pauses import pause, resume
 from inbox.states import Outcome, State
 from inbox.store import counting, lease_rows
 from inbox.testing import deliver as deliver_and_drain

@@ -24,7 +24,7 @@ from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.operators.dead_letters import letters
 from inbox.operators.editing import editable
-from inbox.operators.pausing import pause
+from inbox.operators.handler_pauses import pause
 from inbox.states import Outcome
 from inbox.testing import deliver as deliver_and_drain
 from inbox.testing import drain as drain_all

@@ -12,7 +12,7 @@ from inbox.contrib.joins import correlated, store
 from inbox.contrib.joins.models import Run
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.operators.pausing import pause, resume
+from inbox.operators.handler_pauses import pause, resume
 from inbox.states import Outcome
 from inbox.testing import make_message, run_handler, travel
 from outbox import publish, request

@@ -14,7 +14,7 @@ from exactly_once.wire.envelope import ORDERING_KEY_HEADER
 from inbox import HandlerState, Ordered, pause, resume
 from inbox.errors import UnknownHandler
 from inbox.models import InboxMessage, PausedHandler
-from inbox.operators import pausing
+from inbox.operators import handler_pauses
 from inbox.states import State
 from tests.support.admin_pages import Page, superuser_client
 from tests.support.apps.effects.models import Effect
@@ -157,7 +157,7 @@ class TestConsuming:
 def _pause(name):
     """As the project of the process would, whose handlers this process does not know."""
     with transaction.atomic():
-        pausing.store_pause("default", name, "ada", "defect")
+        handler_pauses.store_pause("default", name, "ada", "defect")
 
 
 class TestCommands:

@@ -13,10 +13,10 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.transport.interface import BrokerUnavailable
 from outbox import signals
 from outbox.models import OutboxMessage
-from outbox.pausing import pause
 from outbox.relay.passes import Pass
 from outbox.states import State
 from outbox.store import claiming, settling
+from outbox.topic_pauses import pause
 from tests.support.relaying import (
     deadline_when,
     ids,

@@ -23,9 +23,9 @@ from inbox.consumer.topology import declare, queue_name
 from inbox.models import InboxMessage, Receipt
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.operators.replaying import Replay, plan
-from outbox.pausing import pause
 from outbox.states import State
 from outbox.store.selecting import Selection
+from outbox.topic_pauses import pause
 from tests.support.commands import output_of
 from tests.support.deliveries import at_once, drain, the_effect
 from tests.support.inbox_rows import delete_messages

@@ -19,7 +19,7 @@ from exactly_once.wire.text import NAME_LENGTH
 from inbox.errors import UnknownHandler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler
-from inbox.operators.pausing import HandlerState, alias_of, pause, resume
+from inbox.operators.handler_pauses import HandlerState, alias_of, pause, resume
 from inbox.states import DUE
 
 

@@ -18,9 +18,9 @@ from exactly_once.console.operators.changes import each
 from exactly_once.upkeep.operation_rows import Given
 from exactly_once.wire.text import NAME_LENGTH, why_no_topic
 from outbox.models import OutboxMessage, PausedTopic
-from outbox.pausing import pause, resume
 from outbox.states import STOPPED, State, TopicState
 from outbox.store import selecting
+from outbox.topic_pauses import pause, resume
 
 
 class PauseTopicForm(PauseForm):
