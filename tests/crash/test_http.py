@@ -94,14 +94,14 @@ def test_message_is_published_once_although_the_server_is_killed_before_and_afte
 
 def test_message_is_read_again_although_the_server_is_killed_between_its_claim_and_the_answer(local_world, serving):
     a_stored_message(local_world)
-    how = {"lease_seconds": 1}
+    how = {"lease": 1}
     for number, (point, attempts) in enumerate(READING.items()):
         local_world.wait_until(is_due, "the message is due again")
         killed(local_world, serving, point, f"inbox/subscriptions/{NAME}/read", how)
         assert InboxMessage.objects.get().attempts == attempts + number, point
 
     _, ask = serving()
-    status, body = ask(f"inbox/subscriptions/{NAME}/read", {"wait_seconds": 20})
+    status, body = ask(f"inbox/subscriptions/{NAME}/read", {"wait": 20})
     assert (status, [message["attempt"] for message in body["messages"]]) == (200, [4])
     assert ask(f"inbox/subscriptions/{NAME}/acknowledge", {"leases": [body["messages"][0]["lease"]]})[0] == 200
     assert InboxMessage.objects.get().state == "done"
@@ -110,7 +110,7 @@ def test_message_is_read_again_although_the_server_is_killed_between_its_claim_a
 def test_repeated_acknowledgement_is_accepted_although_the_server_is_killed_before_and_after_its_commit(local_world, serving):
     a_stored_message(local_world)
     _, ask = serving()
-    _, body = ask(f"inbox/subscriptions/{NAME}/read", {"lease_seconds": 600})
+    _, body = ask(f"inbox/subscriptions/{NAME}/read", {"lease": 600})
     leases = {"leases": [body["messages"][0]["lease"]]}
     for point, state in ACKNOWLEDGING.items():
         killed(local_world, serving, point, f"inbox/subscriptions/{NAME}/acknowledge", leases)

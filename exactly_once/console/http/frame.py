@@ -20,12 +20,13 @@ from django.views.decorators.csrf import csrf_exempt
 from ninja import NinjaAPI
 from ninja.openapi.schema import OpenAPISchema
 from ninja.security.http import HttpAuthBase
-from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from exactly_once.conf.app_options import Client, HttpOptions
 from exactly_once.console.http import problems
 from exactly_once.console.http.problems import Problem, ProblemDetails
 from exactly_once.sql.connections import without_atomic_requests
+from exactly_once.wire.durations import parse_duration
 from exactly_once.wire.text import NAME_LENGTH
 
 MAX_MESSAGES = 100
@@ -36,7 +37,7 @@ _ALWAYS = (400, 401, 403, 411, 413, 422, 500, 503)
 _View = Callable[..., Any]
 _LONGEST_LENGTH = 18
 """Digits of a Content-Length."""
-_LONGEST_SECONDS = timedelta(days=3650).total_seconds()
+_LONGEST = timedelta(days=3650)
 
 
 class BearerToken(HttpAuthBase):
@@ -183,6 +184,14 @@ def _instant(value: object) -> datetime:
     return datetime.fromisoformat(value)
 
 
+def _duration(value: object) -> timedelta:
+    if isinstance(value, str):
+        return parse_duration("it", value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LONGEST.total_seconds():
+        raise ValueError("it must be a number of seconds, or text such as 90s")
+    return timedelta(seconds=value)
+
+
 class Body(BaseModel):
     """The body of a request. An unknown field is an error.
 
@@ -195,8 +204,19 @@ class Body(BaseModel):
 Name = Annotated[str, Field(min_length=1, max_length=NAME_LENGTH)]
 """A topic, key or biz-id; also at most 255 bytes in UTF-8."""
 Instant = Annotated[AwareDatetime, BeforeValidator(_instant)]
-Seconds = Annotated[float, Field(strict=True, ge=0, le=_LONGEST_SECONDS, allow_inf_nan=False)]
-"""A duration."""
-PositiveSeconds = Annotated[float, Field(strict=True, gt=0, le=_LONGEST_SECONDS, allow_inf_nan=False)]
+Duration = Annotated[
+    timedelta,
+    BeforeValidator(_duration),
+    Field(ge=timedelta(), le=_LONGEST),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "minimum": 0, "maximum": _LONGEST.total_seconds(), "description": "Seconds."},
+                {"type": "string", "pattern": "^(0|[1-9][0-9]{0,4})[smhd]$"},
+            ]
+        }
+    ),
+]
+"""A number of seconds, or text such as "90s"."""
 Count = Annotated[int, Field(strict=True, ge=1)]
 Flag = Annotated[bool, Field(strict=True)]

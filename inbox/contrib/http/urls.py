@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from django.http import HttpRequest
 from pydantic import BaseModel, FailFast, Field
 
-from exactly_once.console.http.frame import MAX_MESSAGES, Api, Body, Count, Seconds, answers, client_of, require
+from exactly_once.console.http.frame import MAX_MESSAGES, Api, Body, Count, Duration, answers, client_of, require
 from exactly_once.console.http.problems import Problem, unavailable
 from exactly_once.wire.text import ERROR_LENGTH
 from inbox.conf import inbox_options
@@ -31,19 +31,20 @@ from inbox.transactions.running import DatabaseUnavailable
 app_name = "inbox_http"
 _BODY_LIMIT_BYTES = 1024 * 1024
 """Of requests, which contain no messages."""
-_LONGEST_LEASE = timedelta(hours=12)
-_MAX_WAIT_SECONDS = 30
+_MAX_WAIT = timedelta(seconds=30)
 
 Lease = Annotated[str, Field(pattern=r"^[0-9]{1,18}\.[0-9]{1,9}$")]
-LeaseSeconds = Annotated[float, Field(strict=True, ge=1, le=_LONGEST_LEASE.total_seconds(), allow_inf_nan=False)]
+LeaseDuration = Annotated[Duration, Field(ge=timedelta(seconds=1), le=timedelta(hours=12))]
 
 
 class Reading(Body):
     """How many messages to wait for, and for how long they are the client's."""
 
     max_messages: Count = 1
-    wait_seconds: Seconds = Field(0, description="How long to wait for the first message. 0: do not wait.")
-    lease_seconds: LeaseSeconds = Field(60, description="Without an acknowledgement another client gets them after this.")
+    wait: Duration = Field("0s", validate_default=True, description="How long to wait for the first message. 0: do not wait.")
+    lease: LeaseDuration = Field(
+        "60s", validate_default=True, description="Without an acknowledgement another client gets them after this."
+    )
 
 
 class Leases(Body):
@@ -55,13 +56,13 @@ class Leases(Body):
 class Extension(Leases):
     """Leases, and for how long the messages are the client's from now on."""
 
-    lease_seconds: LeaseSeconds = 60
+    lease: LeaseDuration = Field("60s", validate_default=True)
 
 
 class Release(Leases):
     """Leases of messages that the client does not handle now."""
 
-    delay_seconds: Seconds | None = Field(
+    delay: Duration | None = Field(
         None, description="Until another client gets them. Default: at once; after an error, as the subscription's retry says."
     )
     error: Annotated[str, Field(max_length=ERROR_LENGTH)] = Field(
@@ -120,11 +121,11 @@ async def read(request: HttpRequest, name: str, how: Reading) -> LeasedMessages:
     """Read due messages, or wait for one. Each is the client's until its lease ends."""
     handler, options = _subscription(request, name), inbox_options()
     _require_at_most("max_messages", how.max_messages, MAX_MESSAGES)
-    _require_at_most("wait_seconds", how.wait_seconds, _MAX_WAIT_SECONDS)
+    _require_at_most("wait", how.wait, _MAX_WAIT)
     leased = await until_found(
-        partial(queries.claim, handler, how.max_messages, timedelta(seconds=how.lease_seconds), options),
+        partial(queries.claim, handler, how.max_messages, how.lease, options),
         alias=handler.using,
-        wait=timedelta(seconds=how.wait_seconds),
+        wait=how.wait,
         longest_pause=options.POLL_INTERVAL,
         client=client_of(request).name,
         places=places_for(request, options.http),
@@ -141,7 +142,7 @@ def acknowledge(request: HttpRequest, name: str, given: Leases) -> SettledLeases
 @api.post("/subscriptions/{name}/extend", operation_id="extend", response=answers({200: SettledLeases}, 404))
 def extend(request: HttpRequest, name: str, given: Extension) -> SettledLeases:
     """Keep the messages for longer. Leases that have ended are named; the others are extended."""
-    return _settled(queries.extend(_subscription(request, name), _leases(given), timedelta(seconds=given.lease_seconds)))
+    return _settled(queries.extend(_subscription(request, name), _leases(given), given.lease))
 
 
 @api.post("/subscriptions/{name}/release", operation_id="release", response=answers({200: SettledLeases}, 404))
@@ -151,8 +152,7 @@ def release(request: HttpRequest, name: str, given: Release) -> SettledLeases:
     Leases that have ended are named; the others are released.
     """
     handler = _subscription(request, name)
-    delay = None if given.delay_seconds is None else timedelta(seconds=given.delay_seconds)
-    return _settled(queries.release(handler, _leases(given), delay=delay, error=given.error, options=inbox_options()))
+    return _settled(queries.release(handler, _leases(given), delay=given.delay, error=given.error, options=inbox_options()))
 
 
 urlpatterns = api.patterns
@@ -173,9 +173,9 @@ def _leases(given: Leases) -> Sequence[str]:
     return list(dict.fromkeys(given.leases))
 
 
-def _require_at_most(field: str, value: float, most: float) -> None:
+def _require_at_most(field: str, value: Any, most: Any) -> None:
     if value > most:
-        raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, f"{field} is {value:g}, and the limit is {most:g}.")
+        raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, f"{field} is {value}, and the limit is {most}.")
 
 
 def _settled(leases: Mapping[str, bool]) -> SettledLeases:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Annotated, Any, Literal
 from uuid import UUID
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
-from exactly_once.console.http.frame import Body, Flag, Instant, Name, PositiveSeconds, Seconds
+from exactly_once.console.http.frame import Body, Duration, Flag, Instant, Name
 from outbox.api import MAX_PRIORITY, Draft
 
 Priority = Annotated[int, Field(strict=True, ge=0, le=MAX_PRIORITY)]
@@ -24,16 +24,14 @@ class NewMessage(Body):
     key: Annotated[str, Field(max_length=255)] = Field("", description="Messages with the same key keep their order.")
     headers: Mapping[str, StrictStr | StrictBool | StrictInt | StrictFloat] = Field(default_factory=dict)
     priority: Priority = Field(0, description="0 to 9, higher first; not together with a key.")
-    delay_seconds: Seconds | None = Field(None, description="Not delivered before this time from now.")
+    delay: Duration | None = Field(None, description="Not delivered before this time from now.")
     deliver_at: Instant | None = Field(None, description="Not delivered before this instant.")
-    expires_in_seconds: PositiveSeconds | None = Field(None, description="Not delivered if it has been due for this long.")
+    expires_in: Duration | None = Field(None, description="Not delivered if it has been due for this long.")
     unique: Flag = Field(False, description="At most one message with this topic and biz-id, as long as it is retained.")
 
     @property
     def draft(self) -> Draft:
-        given = dict(self)
-        given |= {name: _duration(given.pop(f"{name}_seconds")) for name in ("delay", "expires_in")}
-        return Draft(**given)
+        return Draft(**dict(self))
 
 
 class NewMessages(Body):
@@ -73,14 +71,10 @@ class Chosen(Body):
 
 
 class Rescheduling(Chosen):
-    """Which messages, and their new time: `delay_seconds` or `deliver_at`. No delay publishes them now."""
+    """Which messages, and their new time: `delay` or `deliver_at`. No delay publishes them now."""
 
-    delay_seconds: Seconds | None = None
+    delay: Duration | None = None
     deliver_at: Instant | None = None
-
-    @property
-    def delay(self) -> timedelta | None:
-        return _duration(self.delay_seconds)
 
 
 class Restoring(Chosen):
@@ -132,7 +126,3 @@ class Statuses(BaseModel):
     """The newest first."""
 
     messages: list[MessageStatus]
-
-
-def _duration(seconds: float | None) -> timedelta | None:
-    return None if seconds is None else timedelta(seconds=seconds)

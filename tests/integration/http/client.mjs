@@ -24,13 +24,13 @@ if (action === 'publish') {
     say({status, biz_id: body.biz_id, created: body.created})
   }
 } else if (action === 'read') {
-  const {status, body} = await call(`inbox/subscriptions/${rest[0]}/read`, {max_messages: 100, wait_seconds: 20, lease_seconds: 2})
+  const {status, body} = await call(`inbox/subscriptions/${rest[0]}/read`, {max_messages: 100, wait: 20, lease: 2})
   say({status, jobs: body.messages.map(message => message.payload.job)})
   setInterval(() => {}, 1000) // until it is killed
 } else if (action === 'work') {
   const [name, wanted] = rest
   for (let done = 0; done < Number(wanted); ) {
-    const {body} = await call(`inbox/subscriptions/${name}/read`, {max_messages: 10, wait_seconds: 20})
+    const {body} = await call(`inbox/subscriptions/${name}/read`, {max_messages: 10, wait: 20})
     const leases = body.messages.map(message => message.lease)
     if (leases.length === 0) continue
     const {status} = await call(`inbox/subscriptions/${name}/acknowledge`, {leases})

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import sys
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 
@@ -27,7 +28,7 @@ CHECKS = (
 def served(live_server, own_handlers, monkeypatch):
     """The URL of both APIs."""
     subscribe(TOPIC)
-    monkeypatch.setattr("inbox.contrib.http.urls._MAX_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr("inbox.contrib.http.urls._MAX_WAIT", timedelta(seconds=0.05))
     with override_settings(ROOT_URLCONF="tests.support.http_urls", OUTBOX={"HTTP": HTTP}):
         yield f"{live_server.url}/api"
 

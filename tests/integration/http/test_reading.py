@@ -45,7 +45,7 @@ pytestmark = pytest.mark.django_db
 
 TOPIC = "shop.order.placed"
 PATH = f"inbox/subscriptions/{TOPIC}"
-LEASE = {"lease_seconds": 60}
+LEASE = {"lease": 60}
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +157,7 @@ def test_message_is_read_again_when_its_lease_has_ended_and_the_old_lease_is_ref
 def test_other_leases_of_a_request_are_settled_beside_one_that_has_ended(orders):
     arrive(orders, 3)
     messages = read(max_messages=3, **LEASE)
-    settle("extend", messages[0], messages[2], lease_seconds=600)
+    settle("extend", messages[0], messages[2], lease=600)
     end_leases()
 
     answer = settle("acknowledge", *messages)
@@ -173,7 +173,7 @@ def test_repeated_acknowledgement_and_release_are_accepted_and_counted_once(orde
         arrive(orders, 2)
         one, two = read(max_messages=2, **LEASE)
         assert [settle("acknowledge", one).status_code for _ in range(2)] == [200, 200]
-        assert [settle("release", two, delay_seconds=60).status_code for _ in range(2)] == [200, 200]
+        assert [settle("release", two, delay=60).status_code for _ in range(2)] == [200, 200]
 
     assert [given["message_id"] for _, given in handled] == [one["id"]]
     assert settle("acknowledge", two).json()["ended"] == [two["lease"]]
@@ -188,7 +188,7 @@ def test_released_message_is_due_at_once_or_after_the_delay_and_costs_no_attempt
     assert message["attempt"] == 1
 
     [message] = read()
-    settle("release", message, delay_seconds=3600)
+    settle("release", message, delay=3600)
     assert read() == []
     travel(timedelta(hours=2))
     assert len(read()) == 1
@@ -199,7 +199,7 @@ def test_reported_errors_use_up_the_attempts_and_make_a_dead_letter_with_the_red
     with override_settings(INBOX={"MAX_ATTEMPTS": 3, "REDACT_ERRORS": "tests.support.redactors.mask_ibans"}):
         for _ in range(3):
             [message] = read()
-            assert settle("release", message, error="cannot book DE12345678901234567890", delay_seconds=0).status_code == 200
+            assert settle("release", message, error="cannot book DE12345678901234567890", delay=0).status_code == 200
 
     assert message["attempt"] == 3
     row = the_row()
@@ -325,7 +325,7 @@ def test_concurrent_readers_never_get_the_same_message(orders):
 @pytest.mark.every_database
 @pytest.mark.django_db(transaction=True)
 def test_waiting_reader_gets_a_message_that_comes_later_and_holds_no_connection_meanwhile(orders):
-    with InAThread(lambda: read(wait_seconds=20)) as reader:
+    with InAThread(lambda: read(wait=20)) as reader:
         wait_until(lambda: waiting_now() == 1)
         if connection.vendor == "postgresql":
             wait_until(lambda: others_connected() == 0)
@@ -347,22 +347,22 @@ def test_request_has_no_transaction_around_it_with_atomic_requests(orders, monke
     with transaction.atomic():
         arrive(orders)
 
-    [message] = read(wait_seconds=0.1)
+    [message] = read(wait=0.1)
     assert settle("acknowledge", message).status_code == 200
     assert Api().post("outbox/messages", {"topic": "shop.a", "payload": 1}).status_code == 201
-    assert read(wait_seconds=0.1) == []
+    assert read(wait=0.1) == []
 
 
 @pytest.mark.django_db(transaction=True)
 def test_client_that_waits_often_leaves_places_to_the_other_clients(subscribed):
     handlers, path = [subscribed(), subscribed("shop.news", name="partner.news")], "inbox/subscriptions/partner.news"
     few = {"HTTP": {**HTTP, "MAX_WAITING": 3}}  # for three clients that may read
-    with override_settings(OUTBOX=few), InAThread(lambda: read(wait_seconds=20)) as first:
+    with override_settings(OUTBOX=few), InAThread(lambda: read(wait=20)) as first:
         wait_until(lambda: waiting_now() == 1)
-        refused = Api().post(f"{PATH}/read", {"wait_seconds": 20})
+        refused = Api().post(f"{PATH}/read", {"wait": 20})
         assert (refused.status_code, refused["Retry-After"]) == (429, "1")
         assert read() == [], "a reader that does not wait is answered"
-        with InAThread(lambda: read(Api(PARTNER), path, wait_seconds=20)) as other:
+        with InAThread(lambda: read(Api(PARTNER), path, wait=20)) as other:
             wait_until(lambda: waiting_now() == 2)
             arrive(handlers[1], topic="shop.news")
         arrive(handlers[0])
@@ -415,7 +415,7 @@ def serving(server):
 @override_settings(OUTBOX={"HTTP": {"TOKENS": HTTP["TOKENS"]}})
 def test_readers_that_wait_under_wsgi_leave_threads_for_other_requests(orders):
     with serving(_Pooled(3)) as ask:
-        polls = [InAThread(lambda: ask(f"{PATH}/read", {"wait_seconds": 30})) for _ in range(6)]
+        polls = [InAThread(lambda: ask(f"{PATH}/read", {"wait": 30})) for _ in range(6)]
         with ExitStack() as running:
             for poll in polls:
                 running.enter_context(poll)
@@ -431,9 +431,9 @@ def test_readers_that_wait_under_wsgi_leave_threads_for_other_requests(orders):
 @override_settings(OUTBOX={"HTTP": {"TOKENS": HTTP["TOKENS"]}})
 def test_server_with_a_single_thread_answers_readers_at_once_and_a_body_without_a_length_with_411(orders):
     with serving(_OneThread()) as ask:
-        assert ask(f"{PATH}/read", {"wait_seconds": 30}) == (200, {"messages": []})
+        assert ask(f"{PATH}/read", {"wait": 30}) == (200, {"messages": []})
         arrive_and_disconnect(orders)
-        assert len(ask(f"{PATH}/read", {"wait_seconds": 30})[1]["messages"]) == 1
+        assert len(ask(f"{PATH}/read", {"wait": 30})[1]["messages"]) == 1
     with serving(_Pooled(1)) as ask:
         status, problem = ask(f"{PATH}/read", [b'{"max_messages": 1}'], **{"Transfer-Encoding": "chunked"})
     assert (status, problem["status"]) == (411, 411)
@@ -448,7 +448,7 @@ def test_reader_waits_under_asgi_without_a_thread(orders):
         def post(**how):
             return client.post(f"/api/{PATH}/read", json.dumps(how), content_type="application/json", headers=headers)
 
-        waits = asyncio.create_task(post(wait_seconds=20))
+        waits = asyncio.create_task(post(wait=20))
         await asyncio.to_thread(wait_until, waiting_now)
         answered_at_once = await post()
         await asyncio.to_thread(arrive_and_disconnect, orders)

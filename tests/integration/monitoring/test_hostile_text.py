@@ -89,7 +89,7 @@ def test_error_that_a_client_reports_forges_no_log_line(log, settings):
     subscribe("shop.order.placed")
     deliver_and_drain(make_message("shop.order.placed", {}))
     path = "inbox/subscriptions/shop.order.placed"
-    [message] = Api().post(f"{path}/read", {"lease_seconds": 60}).json()["messages"]
+    [message] = Api().post(f"{path}/read", {"lease": 60}).json()["messages"]
     Api().post(f"{path}/release", {"leases": [message["lease"]], "error": HOSTILE})
     assert is_harmless(log.getvalue(), quotes="boom")
 

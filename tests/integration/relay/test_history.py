@@ -302,7 +302,7 @@ class TestUnique:
         """It was published long before it was settled, so the positions around it in history are much higher."""
 
         def request():
-            message = {"topic": TOPIC, "payload": {"order": "17"}, "delay_seconds": 60}
+            message = {"topic": TOPIC, "payload": {"order": "17"}, "delay": 60}
             return Api().post("outbox/messages", message, **{"Idempotency-Key": "k-1"})
 
         first = request().json()
