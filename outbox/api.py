@@ -38,6 +38,7 @@ from exactly_once.wire.text import did_you_mean, why_no_topic, why_unfit
 from outbox import doorbell
 from outbox.conf import outbox_options
 from outbox.errors import InvalidMessage, PayloadTooLarge, PublishedOutsideTransaction
+from outbox.models import MAX_PRIORITY
 from outbox.store import writing
 from outbox.store.dialect import database_of
 from outbox.store.unique import Name, take_names
@@ -47,7 +48,6 @@ _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-MAX_PRIORITY = 9
 TRACEPARENT = "traceparent"
 """The W3C trace header: given as a header, it travels as the CloudEvents attribute of that name."""
 HEADERS_LIMIT_BYTES = 16 * 1024

@@ -1,5 +1,6 @@
 """The outbox table: one row per message, its state in one column."""
 
+from django.core.validators import MaxValueValidator
 from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Cast
@@ -15,6 +16,8 @@ from outbox.states import SETTLED, State, TopicState
 SHARDS = 64
 """Number of shards. A row's shard is fixed at insert, so a change of this number would break the order of keys in flight."""
 
+MAX_PRIORITY = 9
+_MAX_ATTEMPTS = 10**9
 
 STREAM = Q(state="ready", ready_position=0)
 """Ready messages that have been ready since their insert, and have no priority."""
@@ -44,7 +47,7 @@ class OutboxMessage(models.Model):
     request_digest = models.CharField(max_length=64, default="", db_default="", editable=False)
     key = NameField(_("ordering key"), max_length=NAME_LENGTH, default="", blank=True)
     shard = models.PositiveSmallIntegerField(_("shard"), editable=False)
-    priority = models.PositiveSmallIntegerField(_("priority"), default=0)
+    priority = models.PositiveSmallIntegerField(_("priority"), default=0, validators=[MaxValueValidator(MAX_PRIORITY)])
     state = NameField(max_length=12, choices=State, default=State.READY)
     # 0: without a priority, and never made ready since its insert. Otherwise another number of the sequence of positions, which
     # was drawn when it became ready.
@@ -55,7 +58,7 @@ class OutboxMessage(models.Model):
     correlation_id = NameField(max_length=NAME_LENGTH, default="")
     causation_id = models.CharField(max_length=NAME_LENGTH, default="")
     traceparent = models.CharField(max_length=NAME_LENGTH, default="")
-    attempts = models.PositiveIntegerField(_("attempts"), default=0)
+    attempts = models.PositiveIntegerField(_("attempts"), default=0, validators=[MaxValueValidator(_MAX_ATTEMPTS)])
     last_error = models.TextField(default="")
     # Why it failed, as one word of `relay.passes`; since when it fails so, and when it last did.
     error_class = NameField(max_length=NAME_LENGTH, default="", db_default="")
@@ -84,6 +87,11 @@ class OutboxMessage(models.Model):
             instants(
                 "outbox_message_instants",
                 *("failing_since", "failed_at", "created_at", "deliver_at", "available_at", "expires_at", "settled_at"),
+            ),
+            # A number beyond its limit must not fail the others of its batch. SQLite stores any text, which is greater.
+            models.CheckConstraint(
+                condition=Q(shard__lt=SHARDS, priority__lte=MAX_PRIORITY, attempts__lte=_MAX_ATTEMPTS),
+                name="outbox_message_numbers",
             ),
             # A state that is changed by hand must match the day, which determines the partition of the row.
             models.CheckConstraint(

@@ -76,10 +76,8 @@ UNDECIDED = (State.PREPARED, State.STUCK)
 """States in which it is not known whether the effect of a prepared message has happened."""
 
 
-ONE_MORE_ATTEMPT = "CASE WHEN attempts < 2147483646 THEN attempts + 1 ELSE attempts END"
-"""A number at the limit of its type, written by hand, must not fail the other messages of the batch."""
 _FAILS: Mapping[str, str] = {
-    "attempts": ONE_MORE_ATTEMPT,
+    "attempts": "attempts + 1",
     "last_error": "{error}",
     "error_class": "{error_class}",
     "failing_since": "CASE WHEN error_class = {error_class} AND failing_since IS NOT NULL THEN failing_since ELSE {now} END",
@@ -101,7 +99,7 @@ CONFIRM = Transition(
     sources=(State.READY,),
     targets=(State.PUBLISHED,),
     when="the broker confirmed it",
-    sets={"attempts": ONE_MORE_ATTEMPT, "last_error": "''", "error_class": "''", "failing_since": "NULL", **_SETTLES},
+    sets={"attempts": "attempts + 1", "last_error": "''", "error_class": "''", "failing_since": "NULL", **_SETTLES},
     recorded=False,
 )
 RETRY = Transition(
@@ -236,7 +234,7 @@ GIVE_UP = Transition(
     sources=(State.PREPARED,),
     targets=(State.STUCK,),
     when='its checker has answered “unknown” `CHECKS["LIMIT"]` times',
-    sets={"attempts": ONE_MORE_ATTEMPT, "last_error": "{error}", "available_at": "{now}"},
+    sets={"attempts": "attempts + 1", "last_error": "{error}", "available_at": "{now}"},
 )
 RESUME_CHECKS = Transition(
     name="resume checks",

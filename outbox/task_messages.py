@@ -19,9 +19,10 @@ from exactly_once.wire.formats import CELERY_TOPICS, Wire
 from exactly_once.wire.identity import new_message_id, uuid_in
 from exactly_once.wire.text import describe, fit
 from outbox import doorbell
-from outbox.api import MAX_PRIORITY, TRACEPARENT
+from outbox.api import TRACEPARENT
 from outbox.conf import outbox_options
 from outbox.errors import InvalidMessage, PayloadTooLarge
+from outbox.models import MAX_PRIORITY
 from outbox.store import writing
 from outbox.transports.frames import FrameWriter
 

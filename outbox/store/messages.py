@@ -32,8 +32,6 @@ _UNBOUNDED_BYTES = 2**62
 VERSION = "CAST(m.xmin AS text)"
 """The transaction that has written this version of the row, on PostgreSQL."""
 _UUID_LENGTH = 36
-_HIGHEST_PRIORITY = 255
-"""AMQP encodes it as one octet."""
 _SHOWN = 100
 _NAMES = ("topic", "biz_id", "key", "correlation_id", "causation_id", "traceparent")
 
@@ -122,8 +120,6 @@ class RelayedMessage(NamedTuple):
         Raises:
             DamagedRow: the message cannot be sent.
         """
-        if self.priority > _HIGHEST_PRIORITY:
-            raise DamagedRow(f"priority is {self.priority}, and no broker takes more than {_HIGHEST_PRIORITY}")
         if len(self.id) != _UUID_LENGTH:
             raise DamagedRow(f"message_id is {self.id[:_SHOWN]!r}, which is not a UUID")
 
@@ -277,7 +273,6 @@ def _from_sqlite(row: Sequence[Any]) -> Sequence[Any]:
     values = dict(zip(RelayedMessage._fields, row, strict=True))
     values.update(id=_uuid_text(values["id"]), body=as_bytes(values["body"]))
     values["is_blocked"] = bool(values["is_blocked"])
-    values.update({name: values[name] if type(values[name]) is int else 0 for name in ("priority", "attempts")})
     values.update({name: str(values[name]) for name in _NAMES})
     return list(values.values())
 

@@ -8,7 +8,7 @@ import base64
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import MAXYEAR, MINYEAR, UTC, datetime
 from typing import Any, BinaryIO
 
 from django.core.exceptions import ValidationError
@@ -184,7 +184,7 @@ def value_of(field: Any, given: Any) -> Any:
         value = field.to_python(given)
         field.run_validators(value)
         if isinstance(value, datetime):
-            value = value.astimezone(UTC) if is_aware(value) else None
+            value = value.astimezone(UTC) if is_aware(value) and MINYEAR < value.year < MAXYEAR else None
         if _fits(field, given, value):
             return value
     raise Refused(_("%(column)s is %(value)s, which does not fit") % {"column": field.name, "value": _shown(given)})

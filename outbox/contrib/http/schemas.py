@@ -10,7 +10,8 @@ from uuid import UUID
 from pydantic import BaseModel, ConfigDict, FailFast, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from exactly_once.console.http.frame import Body, Duration, Flag, Instant, Name
-from outbox.api import MAX_PRIORITY, Draft
+from outbox.api import Draft
+from outbox.models import MAX_PRIORITY
 
 Priority = Annotated[int, Field(strict=True, ge=0, le=MAX_PRIORITY)]
 

@@ -31,11 +31,9 @@ HOUR = timedelta(hours=1)
 REFUSED = {
     **{f"headers = {value}": "headers" for value in ("'5'", "'[1, 2]'", "'null'", "'\"text\"'")},
     f"headers = '{{\"n\": {'9' * 5000}}}'": "headers",
-    "priority = 300": "priority",
 }
 """Changes that damage a row, with the column that the reason names."""
 HARMLESS = (
-    "attempts = 2147483647",
     "body = ''",
     "correlation_id = '\u202e'",
 )
@@ -74,6 +72,14 @@ def test_instant_that_python_cannot_represent_is_refused_by_the_database(instant
                 executed(f"UPDATE {model._meta.db_table} SET {column} = '{instant}'")
 
 
+@pytest.mark.parametrize("change", ["priority = 10", "attempts = 2147483647", "shard = 64"])
+def test_number_that_the_outbox_never_writes_is_refused_by_the_database(change):
+    message = published()
+
+    with pytest.raises(IntegrityError, match="outbox_message_numbers"):
+        damaged(change, message)
+
+
 class TestRelay:
     def test_damaged_rows_are_dead_with_the_reason_and_all_other_messages_are_published(
         self, rabbitmq_url, caplog, add_callback
@@ -102,7 +108,7 @@ class TestRelay:
     def test_damaged_rows_are_refused_alone_in_front_of_local_handlers(self, handles):
         handled = []
         handles(lambda message: handled.append(message.id), topic=TOPIC)
-        refused = [damaged(change) for change in REFUSED if not change.startswith("priority")]
+        refused = [damaged(change) for change in REFUSED]
         others = a_backlog(20)
 
         relay("local://")
