@@ -12,7 +12,7 @@ from typing import Any
 from django.db import DatabaseError, transaction
 
 from exactly_once.process.clock import monotonic
-from exactly_once.process.logs import Reminder, escaping_logger
+from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.faults import is_about_values
 from exactly_once.sql.schema import is_missing
 from exactly_once.transport.interface import (
@@ -36,11 +36,10 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.housekeeping import databases, housekeepers
 from inbox.receiving.admit import hand_over
-from inbox.receiving.reading import read_body
+from inbox.receiving.reading import read_unread
 from inbox.store import handler_rows
 from inbox.store.message_rows import ConcurrentDuplicate
 from inbox.transactions.arrival import Arrival
-from inbox.transactions.running import DatabaseUnavailable
 
 logger = escaping_logger(__name__)
 
@@ -59,7 +58,6 @@ class LocalTransport(Transport):
         self._alias = alias
         self._is_past = is_past
         self._started: set[str] = set()
-        self._outages = Reminder()
         self._runner = Runner(inbox_options())
 
     def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
@@ -88,26 +86,9 @@ class LocalTransport(Transport):
             if isinstance(error, DatabaseError) and (is_missing(error) or not is_about_values(error)):
                 raise
             if len(messages) == 1:
-                return {messages[0].position: self._failed(messages[0], error)}
+                return {messages[0].position: _failed(error)}
             logger.debug("local transport: %d messages are handed over in smaller parts: %s", len(messages), describe(error))
         return None
-
-    def _failed(self, message: OutgoingMessage, error: Exception) -> Verdict:
-        """The verdict of a message that raised `error`. A damaged row may raise anything."""
-        if isinstance(error, ConcurrentDuplicate):
-            return Verdict(PublishOutcome.UNKNOWN, "an earlier copy of the message is running")
-        if not isinstance(error, DatabaseUnavailable):
-            why = "the inbox cannot store it" if isinstance(error, DatabaseError) else "it cannot be handed over"
-            return Verdict(PublishOutcome.REFUSED, f"{why}: {describe(error)}")
-        if self._outages.is_due():
-            logger.warning(
-                "local transport: message %s of %s cannot be handed over: %s. It stays ready and is tried again; no "
-                "attempt is counted. Make that database available, or correct biz_id=.",
-                message.envelope.id,
-                message.envelope.topic,
-                error,
-            )
-        return Verdict(PublishOutcome.UNKNOWN, str(error))
 
     def _hand_over(self, messages: Sequence[OutgoingMessage]) -> dict[int, Verdict]:
         options = inbox_options()
@@ -125,7 +106,7 @@ class LocalTransport(Transport):
             for handler in () if refused else of_its_topic:
                 if handler.name in starting:
                     continue
-                arrived = read_body(handler, message.envelope, options, is_past=self._is_past)
+                arrived = read_unread(handler, message.envelope, options, is_past=self._is_past)
                 arrivals.setdefault(handler.name, []).append(arrived)
         for of_the_handler in arrivals.values():
             hand_over(of_the_handler[0].handler, *of_the_handler)
@@ -170,6 +151,14 @@ class LocalTransport(Transport):
                 f"in a transaction on {self._alias!r}; use a broker between databases",
             )
         return None
+
+
+def _failed(error: Exception) -> Verdict:
+    """The verdict of a message that raised `error`. A damaged row may raise anything."""
+    if isinstance(error, ConcurrentDuplicate):
+        return Verdict(PublishOutcome.UNKNOWN, "an earlier copy of the message is running")
+    why = "the inbox cannot store it" if isinstance(error, DatabaseError) else "it cannot be handed over"
+    return Verdict(PublishOutcome.REFUSED, f"{why}: {describe(error)}")
 
 
 def _in_parts(messages: Sequence[OutgoingMessage]) -> Iterator[Sequence[OutgoingMessage]]:

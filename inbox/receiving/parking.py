@@ -2,8 +2,8 @@
 
 One kind is a concurrent duplicate: its message is being handled, and the outcome is unknown until the handler ends. Many
 unacknowledged duplicates would fill the prefetch window of their queue; returned to the broker, each would be redelivered at
-once, in a loop. The other kind is a delivery that the broker has made before and that only its body identifies: an attempt is
-counted before its body is read.
+once, in a loop. The other kind is a delivery that only its body identifies, if the broker has made it before, because an
+attempt is counted before its body is read; or if a relay hands it over, because a handler's `biz_id` would hold up its pass.
 
 A parked delivery has a biz-id that is a digest of all of it, so that copies share a row. When it is due, it is read, and its
 row becomes that of its message, which is run by the same claim. If the message has a row, the delivery is counted on that one.
@@ -31,12 +31,11 @@ from inbox.receiving.outcomes import admitted, fail_exhausted, fail_stored, refu
 from inbox.receiving.reading import (
     identify,
     is_parked,
-    is_parked_redelivery,
     message_for,
     message_of_opened,
-    parked_envelope,
     parked_row,
     read_body,
+    read_parked,
     reread_row,
     stored_arrival,
     why_undecodable,
@@ -119,7 +118,7 @@ def _identify_parked(handler: Handler, stored: InboxMessage, options: InboxOptio
         Unidentifiable: its body cannot be read now.
         DatabaseUnavailable: the database does not answer.
     """
-    arrival = read_body(handler, parked_envelope(stored), options, redelivered=is_parked_redelivery(stored.biz_id))
+    arrival = read_parked(handler, stored, options)
     # The store of leases has not been asked about it, and may have lost the record of an earlier delivery.
     row = replace(arrival.row, redelivered=True)
     return _identify_unread(handler, stored, arrival) or replace(arrival, row=row, message=None, stored=stored)

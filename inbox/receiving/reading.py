@@ -29,8 +29,10 @@ from exactly_once.wire.envelope import (
 )
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
+from inbox.errors import HandlerTimeout
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
+from inbox.handlers.timeouts import bounded
 from inbox.models import InboxMessage
 from inbox.store.dialect import is_reachable
 from inbox.store.message_rows import CARRIED, EDITED, UNIDENTIFIED, NewRow, business_id, carried_of, stored_row
@@ -39,8 +41,10 @@ from inbox.transactions.running import DatabaseUnavailable
 
 PARKED = "parked:"
 """Begins the biz-id of a delivery that is stored as it came."""
+_LONGEST_IDENTIFYING = timedelta(seconds=10)
+"""For a handler's `biz_id`, which looks at one message."""
 _JSON = ("application/json", "text/json")
-_PARKED_REDELIVERY = f"{PARKED}redelivery:"
+_PARKED_REDELIVERY, _PARKED_PAST = f"{PARKED}redelivery:", f"{PARKED}past:"
 
 _OVERRIDE = "If you are sure that it has not been handled, override the maximum message age to run it; a retry does not run it."
 _LIMIT = "To handle the message, raise INBOX['BODY_LIMIT_BYTES'] and retry it."
@@ -68,8 +72,14 @@ def read(
     return read_body(handler, envelope, options, refused=refused, redelivered=redelivered)
 
 
-def read_unread(handler: Handler, envelope: Envelope, options: InboxOptions, *, redelivered: bool) -> Arrival:
-    """As `read`, without its body. If only that identifies it, it is to be stored as it came: see `parking`."""
+def read_unread(
+    handler: Handler, envelope: Envelope, options: InboxOptions, *, redelivered: bool = False, is_past: bool = False
+) -> Arrival:
+    """As `read`, without its body. If only that identifies it, it is to be stored as it came: see `parking`.
+
+    Args:
+        is_past: the handler is new, so that it cannot have handled the message before, however old that is.
+    """
     refused = outside = ""
     try:
         if handler.ordered:
@@ -77,10 +87,10 @@ def read_unread(handler: Handler, envelope: Envelope, options: InboxOptions, *, 
             envelope = opened(envelope, options.BODY_LIMIT_BYTES)
         if handler.biz_id is None and not is_structured(envelope):
             biz_id = _of_this_queue(handler, envelope.topic, _identified_by_headers(envelope))
-            refused = outside = outside_window(envelope, options)
+            refused = outside = "" if is_past else outside_window(envelope, options)
             row = row_of(handler, envelope, biz_id=biz_id, redelivered=redelivered)
         else:
-            row = parked_row(handler, envelope, redelivered=redelivered)
+            row = parked_row(handler, envelope, redelivered=redelivered, is_past=is_past)
     except Undecodable as error:
         refused = why_undecodable(error)
         row = row_of(handler, envelope, biz_id="", redelivered=redelivered)
@@ -96,11 +106,7 @@ def read_body(
     redelivered: bool = False,
     is_past: bool = False,
 ) -> Arrival:
-    """As `read`, with its body.
-
-    Args:
-        is_past: the handler is new, so that it cannot have handled the message before, however old that is.
-    """
+    """As `read`, with its body. See `read_unread` for `is_past`."""
     biz_id = outside = ""
     message: Message | None = None
     if not refused:
@@ -125,7 +131,7 @@ def why_undecodable(error: Undecodable) -> str:
     return f"{error} {_LIMIT}" if isinstance(error, OverLimit) else str(error)
 
 
-def parked_row(handler: Handler, envelope: Envelope, *, redelivered: bool) -> NewRow:
+def parked_row(handler: Handler, envelope: Envelope, *, redelivered: bool, is_past: bool = False) -> NewRow:
     """The row of a delivery that is stored as it came, before it is known whether its message has been delivered before.
 
     It has all headers and attributes of the delivery. Its biz-id is a digest of the whole delivery, so that copies share a row.
@@ -133,15 +139,18 @@ def parked_row(handler: Handler, envelope: Envelope, *, redelivered: bool) -> Ne
     headers = headers_as_json(dict(sorted(envelope.to_headers().items())))
     row = row_of(handler, envelope, biz_id=PARKED, redelivered=redelivered)
     digest = hashlib.sha256(f"{headers}\n{row.content_type}\n{row.digest}".encode()).hexdigest()
-    return replace(row, headers=headers, biz_id=f"{_PARKED_REDELIVERY if redelivered else PARKED}{digest}")
+    prefix = _PARKED_PAST if is_past else _PARKED_REDELIVERY if redelivered else PARKED
+    return replace(row, headers=headers, biz_id=f"{prefix}{digest}")
 
 
 def is_parked(biz_id: str) -> bool:
     return biz_id.startswith(PARKED)
 
 
-def is_parked_redelivery(biz_id: str) -> bool:
-    return biz_id.startswith(_PARKED_REDELIVERY)
+def read_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Arrival:
+    """As `read_body`, for a delivery that was stored as it came."""
+    redelivered, is_past = (stored.biz_id.startswith(prefix) for prefix in (_PARKED_REDELIVERY, _PARKED_PAST))
+    return read_body(handler, parked_envelope(stored), options, redelivered=redelivered, is_past=is_past)
 
 
 def parked_envelope(stored: InboxMessage) -> Envelope:
@@ -157,16 +166,19 @@ def identify(handler: Handler, message: Message) -> str:
     Raises:
         Undecodable: it has another topic, or the handler's `biz_id` failed.
         DatabaseUnavailable: `biz_id` queries a database that does not answer.
-        Unidentifiable: its query fails as in an outage, and all databases that this thread uses answer.
+        Unidentifiable: its query fails as in an outage, and all databases that this thread uses answer; or it takes too long.
     """
     if handler.biz_id is None:
         return _of_this_queue(handler, message.topic, message.biz_id)
     _of_this_queue(handler, message.topic, "")
     for on_new_session in (False, True):
         try:
-            return _not_ours(handler.identify(message))
+            with bounded(f"{handler.name} (biz_id)", _LONGEST_IDENTIFYING):
+                return _not_ours(handler.identify(message))
         except BaseException as error:  # the user's code, see `run.run`
             reason = f"biz_id of {handler.name} failed with {type(error).__name__}: {describe(error)}"
+            if isinstance(error, HandlerTimeout):
+                raise Unidentifiable(reason) from error
             if not is_outage(error):
                 raise Undecodable(reason) from error
             drop_unusable_connections()

@@ -6,6 +6,7 @@ stores the failure and commits. So the row is not free between its run and the o
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from datetime import timedelta
@@ -20,15 +21,17 @@ from exactly_once.sql.connections import execute, fetch, is_outermost, is_postgr
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import NOW_AFTER, DatabaseTime, now_after
 from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, is_usable, numbered
-from inbox.models import InboxMessage, Receipt
+from inbox.models import InboxMessage
 from inbox.states import DUE, SKIP_COPY, State
 from inbox.store import due, receipts
 from inbox.store.dialect import (
     BOUND,
     IS_OPEN,
     LONGEST_LOCK_WAIT,
+    RECEIPTS,
     TABLE,
     UNBOUND,
+    adapted,
     as_bound,
     columns_of,
     locked_means_busy,
@@ -204,25 +207,38 @@ def begin_stored(
     return Guard(connection, (claimed.pk,), proof, (0,), claimed, order, successor)
 
 
-def identify(alias: str, claimed: InboxMessage, row: NewRow) -> bool | None:
-    """Make a claimed row that was stored without its biz-id that of its message `row`.
+def identify(alias: str, claimed: InboxMessage, row: NewRow, longest_wait: timedelta = LONGEST_LOCK_WAIT) -> bool | None:
+    """Make a claimed row that was stored without its biz-id that of its message `row`: one statement, that commits by itself.
 
     False: another row has the biz-id. None: it is no longer ours.
 
     Raises:
         ConcurrentDuplicate: another transaction is inserting a row of that biz-id and did not end in time.
     """
-    columns = {name: getattr(row, name) for name in COLUMNS} | {"headers": json.loads(row.headers)}
+    connection, stored = connections[alias], stored_row(claimed)
+    changed = [name for name in COLUMNS if getattr(stored, name) != getattr(row, name)]
+    given = [*(adapted(connection, getattr(row, name)) for name in changed), claimed.pk, claimed.fence]
+    message = f"UPDATE {TABLE} SET {', '.join(f'{name} = %s' for name in changed)}"
+    copied = ", ".join(f"{name} = message.{name}" for name in changed if name in receipts.COPIED)
+    receipt = f"UPDATE {RECEIPTS} SET {copied} FROM {{}} WHERE {RECEIPTS}.id = message.id"
+    is_alone = is_postgresql(connection) and not connection.in_atomic_block
     try:
-        with deciding(alias, LONGEST_LOCK_WAIT), locked_means_busy:
-            if not under_claim(alias, claimed).update(**columns):
-                return None
-            copied = {column: value for column, value in columns.items() if column in receipts.COPIED}
-            Receipt.objects.using(alias).filter(pk=claimed.pk).update(**copied)
+        with nullcontext() if is_alone else transaction.atomic(using=alias), locked_means_busy:
+            if is_postgresql(connection):
+                sql = (
+                    f"{BOUND}, message AS ({message} FROM bound WHERE {_OURS} RETURNING {TABLE}.*), "
+                    f"receipt AS ({receipt.format('message')} RETURNING 1) SELECT count(receipt), {UNBOUND} "
+                    "FROM bound LEFT JOIN receipt ON true GROUP BY bound.before"
+                )
+                ours = fetch(connection, sql, [as_bound(longest_wait), *given])[0][0]
+            elif ours := execute(connection, f"{message} WHERE {_OURS}", given):
+                execute(connection, f"{receipt.format(f'{TABLE} AS message')} AND message.id = %s", [claimed.pk])
     except IntegrityError:
         return False
-    for column, value in columns.items():
-        setattr(claimed, column, value)
+    if not ours:
+        return None
+    for name in changed:
+        setattr(claimed, name, json.loads(row.headers) if name == "headers" else getattr(row, name))
     return True
 
 
@@ -239,11 +255,13 @@ def identify_parked(alias: str, claimed: InboxMessage, row: NewRow, longest_wait
     Raises:
         ConcurrentDuplicate: a transaction that is inserting that row did not end within `longest_wait`.
     """
+    if not claimed.ordered:
+        return identify(alias, claimed, row, longest_wait)
     with deciding(alias, longest_wait), locked_means_busy:
         later = _later_copy(alias, claimed, row)
         if later is not None:
             receipts.delete(alias, f"id = %s AND {IS_OPEN}", [later.pk])
-        named = identify(alias, claimed, row)
+        named = identify(alias, claimed, row, longest_wait)
         if not named:
             transaction.set_rollback(True, using=alias)
         elif later is not None:
@@ -252,8 +270,6 @@ def identify_parked(alias: str, claimed: InboxMessage, row: NewRow, longest_wait
 
 
 def _later_copy(alias: str, claimed: InboxMessage, row: NewRow) -> InboxMessage | None:
-    if not claimed.ordered:
-        return None
     behind = receipts.open_message(alias, row).filter(state=State.WAITING, ordered=True, key=claimed.key)
     return behind.exclude(pk=claimed.pk).first()
 

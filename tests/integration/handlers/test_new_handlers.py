@@ -177,13 +177,14 @@ class TestLocally:
         assert HandlerStart.objects.get().handed_over == 0
 
     @pytest.mark.long
-    def test_the_maximum_message_age_does_not_apply_to_the_past(self, handles):
+    @pytest.mark.parametrize("biz_id", [None, lambda message: message.payload["n"]], ids=["its own biz-id", "biz_id="])
+    def test_the_maximum_message_age_does_not_apply_to_the_past(self, handles, biz_id):
         handles(the_effect, topic=TOPIC, name="other")
         message = published(payload={"n": 1})
         relay_all()
         OutboxMessage.objects.filter(message_id=message.id).update(created_at=DatabaseTime(-2 * inbox_options().RETENTION))
 
-        handler = handles(the_effect, topic=TOPIC, name="new", start_from="beginning")
+        handler = handles(the_effect, topic=TOPIC, name="new", start_from="beginning", biz_id=biz_id)
         relay_all()
 
         assert InboxMessage.objects.get(handler=handler.name).state == "done"

@@ -1,5 +1,6 @@
 """`local://`: the relay stores messages in the inbox of the same database, and the runner runs their handlers."""
 
+from collections import Counter
 from datetime import timedelta
 
 import pytest
@@ -7,14 +8,16 @@ from django.core.management import call_command
 from django.db import OperationalError, transaction
 from django.test import override_settings
 
+from inbox import Retry
 from inbox.models import InboxMessage
+from inbox.receiving import reading
 from inbox.states import State
 from outbox import publish
 from outbox.models import OutboxMessage
 from outbox.states import State as OutboxState
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
-from tests.support.deliveries import TOPIC, effects, the_effect
+from tests.support.deliveries import TOPIC, effects, make_due, the_effect
 from tests.support.relaying import connected, one_pass
 from tests.support.waiting import wait_until
 
@@ -101,20 +104,41 @@ class TestHandingOver:
         assert OutboxMessage.objects.get().state == OutboxState.PUBLISHED
         assert InboxMessage.objects.get().state == State.DEAD
 
-    def test_biz_id_that_fails_with_its_database_is_reported_and_counts_no_attempt(self, handles, caplog):
-        def of_an_unavailable_database(message):
-            raise OperationalError("connection to server at 10.0.0.1 failed")
+    def test_biz_id_that_fails_as_in_an_outage_or_hangs_holds_up_no_other_message_and_is_called_again(
+        self, handles, monkeypatch
+    ):
+        monkeypatch.setattr(reading, "_LONGEST_IDENTIFYING", SHORT)
+        calls = Counter()
 
-        handler = handles(the_effect, biz_id=of_an_unavailable_database)
-        first, _ = publish_committed(), publish_committed()
+        def identified(message):
+            calls[message.biz_id] += 1
+            if calls[message.biz_id] <= message.payload["fails"]:
+                raise OperationalError("connection to server at 10.0.0.1 failed")
+            while message.payload["hangs"] and calls[message.biz_id] == 1:
+                pass
+            return message.biz_id
+
+        handles(the_effect, biz_id=identified, retry=Retry(max_attempts=2))
+        handles(the_effect, topic="good")
+        for number in range(20):
+            publish_committed(payload={"fails": 2, "hangs": False}, biz_id=f"bad {number}")
+        publish_committed(payload={"fails": 0, "hangs": True}, biz_id="slow")
+        publish_committed("good", biz_id="good")
 
         with connected("local://") as transport:
             one_pass(transport)
+        assert not calls, "a relay calls none"
+        assert set(OutboxMessage.objects.values_list("state", flat=True)) == {OutboxState.PUBLISHED}
 
-        assert set(OutboxMessage.objects.values_list("state", "attempts")) == {(OutboxState.READY, 0)}
-        [report] = [record.getMessage() for record in caplog.records if "cannot be handed over" in record.getMessage()]
-        assert f"message {first.id} of {TOPIC}" in report
-        assert f"biz_id of {handler.name} failed with OperationalError" in report
+        relay_all()
+        assert effects() == effects("good") == 1
+        errors = InboxMessage.objects.filter(state=State.RETRYING, attempts=1).values_list("last_error", flat=True)
+        assert len(errors) == 21
+        assert any("took longer than its timeout of 0.2 s" in error for error in errors)
+
+        make_due()
+        relay_all()
+        assert effects() == 22
 
 
 class TestFailing:
