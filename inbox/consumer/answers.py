@@ -120,15 +120,13 @@ class Unanswered(Exception):
 
     Attributes:
         load: its deliveries without an answer, in their order.
-        seconds: the backoff before they are taken again.
-        everywhere: the whole database is unavailable, so its other handlers pause, too.
+        seconds: the backoff before they are taken again; 0.0 if the whole database is unavailable, so that all its lanes pause.
     """
 
-    def __init__(self, load: list[Delivery], seconds: float, *, everywhere: bool) -> None:
+    def __init__(self, load: list[Delivery], seconds: float) -> None:
         super().__init__(f"{len(load)} deliveries are unanswered")
         self.load = load
         self.seconds = seconds
-        self.everywhere = everywhere
 
 
 class Answer(NamedTuple):

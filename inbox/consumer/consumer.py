@@ -186,7 +186,6 @@ class Consumer:
         """Let the workers finish their loads, answer the broker, and return the other deliveries to it."""
         logger.info("consumer: stopping. Running deliveries are finished first; send the signal again to end at once.")
         renewal.announce_stop()
-        self._reception.close()
         self._pool.close()
         try:
             self._subscriptions.finish()

@@ -48,6 +48,7 @@ class Lane:
     """The deliveries of one queue, in order. Not thread-safe: its owner holds a lock.
 
     Attributes:
+        wait: the longest wait for a load to fill, in seconds.
         slots: a worker that has run a load leaves the slot of the handler's `concurrency` that `take` took.
     """
 
@@ -57,7 +58,7 @@ class Lane:
         self._waiting: list[Delivery] = []
         self._checked = 0  # so many of the first ones are not dropped by load shedding
         self._most = size_of(handler)
-        self._wait = handler.kind.wait.total_seconds()
+        self.wait = handler.kind.wait.total_seconds()
         # Messages that are stored first are limited where they are run; one load at a time is stored, in its order.
         self._stores = handler.is_stored_first
         self._limiter = None if self._stores else limiter_of(handler)
@@ -72,12 +73,9 @@ class Lane:
     def put(self, delivery: Delivery) -> None:
         self._waiting.append(delivery)
 
-    def take(self, now: float, *, hurry: bool = False) -> list[Delivery]:
-        """The next load for a worker, which leaves its slot after it; empty if none is ready.
-
-        With `hurry`, do not wait for a batch to fill.
-        """
-        if self.seconds_left(now, hurry=hurry) > 0 or not self.slots.take():
+    def take(self, now: float) -> list[Delivery]:
+        """The next load for a worker, which leaves its slot after it; empty if none is ready."""
+        if self.seconds_left(now) > 0 or not self.slots.take():
             return []
         most = fitting(delivery.size for delivery in self._waiting[: min(self._most, self._ready)])
         if self._limiter is not None:
@@ -98,13 +96,11 @@ class Lane:
         self._checked = max(0, self._checked - 1)
         return self._remove(0, 1)[0]
 
-    def seconds_left(self, now: float, *, hurry: bool = False) -> float:
+    def seconds_left(self, now: float) -> float:
         """Seconds until a load may be ready; infinite if it needs another delivery, or a worker to finish."""
         if not self._ready or self._is_running or not self.slots.is_free:
             return inf
-        unfilled = 0.0
-        if not hurry and self._ready < self._most:
-            unfilled = self._wait - (now - self._waiting[0].at)
+        unfilled = self.wait - (now - self._waiting[0].at) if self._ready < self._most else 0.0
         return max(0.0, self._paused_until - now, unfilled, self._limiter.wait_seconds() if self._limiter is not None else 0.0)
 
     def take_to_check(self, now: float) -> list[Delivery]:
@@ -129,7 +125,7 @@ class Lane:
     @property
     def is_filling(self) -> bool:
         """Does a batch wait for further deliveries? A worker knows since the first one until when, and need not be woken."""
-        return self._wait > 0 and not self._is_shedding and 1 < len(self) < self._most
+        return self.wait > 0 and not self._is_shedding and 1 < len(self) < self._most
 
     @property
     def _ready(self) -> int:

@@ -51,12 +51,13 @@ class Pool:
     ) -> None:
         self._lanes = list(lanes)
         self._runner = runner
+        runner.receives_on = {lane.handler.using for lane in lanes}
         runner.on_ring = self._wake
         runner.keeps_others_waiting = self._keeps_others_waiting
         self._reception: Any = reception  # without one there are no lanes
         self._on_idle = on_idle
         self._changed = threading.Condition()
-        self._closing = self._hurry = False
+        self._closing = False
         self._stored_next = False
         self._next_lane = 0
         self._occupied: set[str] = set()
@@ -104,13 +105,14 @@ class Pool:
     def put(self, lane: Lane, delivery: Delivery) -> None:
         with self._changed:
             lane.put(delivery)
-            if self._hurry or not lane.is_filling:
+            if not lane.is_filling:
                 self._changed.notify()
 
     def hurry(self) -> None:
         """Do not wait for batches to fill."""
         with self._changed:
-            self._hurry = True
+            for lane in self._lanes:
+                lane.wait = 0.0
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -172,7 +174,7 @@ class Pool:
                 if left is None:
                     lane.done()
                 else:
-                    lane.put_back(left.load, monotonic(), backoff=0.0 if left.everywhere else left.seconds)
+                    lane.put_back(left.load, monotonic(), backoff=left.seconds)
                 self._changed.notify()
 
     @property
@@ -217,7 +219,7 @@ class Pool:
                     return job
                 self._on_idle()
                 lanes = [lane for lane in self._answering if not self._runner.is_paused(lane.handler)]
-                left = [lane.seconds_left(now, hurry=self._hurry) for lane in lanes]
+                left = [lane.seconds_left(now) for lane in lanes]
                 self._changed.wait(min(*left, self._runner.seconds_left(now), _LONGEST_WAIT_SECONDS))
         return None
 
@@ -229,7 +231,7 @@ class Pool:
             lane = self._lanes[(self._next_lane + turn) % len(self._lanes)]
             if not self._runner.can_store(lane.handler.using) or self._runner.is_paused(lane.handler):
                 continue
-            if load := lane.take(now, hurry=self._hurry):
+            if load := lane.take(now):
                 return self._job(lane, load, turn, partial(self._receive_for, lane))
             if load := lane.take_to_check(now):
                 return self._job(lane, load, turn, partial(self._check_for, lane))
@@ -256,7 +258,7 @@ class Pool:
         with self._changed:
             now = monotonic()
             may_run = self._runner.can_store(lane.handler.using) and not self._runner.is_paused(lane.handler)
-            return lane.take_next(now) if may_run and now < until and not (self._closing or self._runner.stop) else None
+            return lane.take_next(now) if may_run and now < until and not self._runner.stop else None
 
     def _check_for(self, lane: Lane, load: list[Delivery]) -> None:
         to_handle = self._reception.check(load)

@@ -105,17 +105,12 @@ class Reception:
         self._options = options
         self._runner = runner
         self._answer = answer
-        self._closing = False
         self._outages = runner.outages
         self._refusals: defaultdict[str, Reminder] = defaultdict(Reminder)
         self._counting = threading.Lock()
         self._latest: OrderedDict[tuple[object, str], str] = OrderedDict()
         self._storing = _Run(self._store)
         self.outcomes: Counter[Outcome] = Counter()
-
-    def close(self) -> None:
-        """Begin no more runs."""
-        self._closing = True
 
     def receive(self, load: list[Delivery], more: _More | None = None) -> None:
         """Run a load until each delivery is answered, or is left with the broker; one that has waited too long is stored.
@@ -225,8 +220,7 @@ class Reception:
             django.db.Error: the database refuses the values of one of several deliveries.
         """
         handler = part[0].handler
-        # The connection's thread closes this later than it is asked to stop.
-        if self._closing or self._runner.stop or not part[0].acks.is_open:
+        if self._runner.stop or not part[0].acks.is_open:
             return True
         if (outcomes := self._run(part, run)) is None:
             return False
@@ -359,7 +353,7 @@ class Reception:
 
     def _unanswered(self, handler: Handler, left: Iterable[Delivery], outage: DatabaseUnavailable) -> Unanswered:
         seconds, everywhere = self._outages.pause(handler.using, handler.name, outage)
-        return Unanswered(sorted(left, key=lambda delivery: delivery.at), seconds, everywhere=everywhere)
+        return Unanswered(sorted(left, key=lambda delivery: delivery.at), 0.0 if everywhere else seconds)
 
     def _read_all(self, handler: Handler, load: list[Delivery]) -> list[Delivery]:
         """Read the deliveries of open channels, and return them.
@@ -367,7 +361,7 @@ class Reception:
         Raises:
             Unanswered: see `receive`.
         """
-        current = [delivery for delivery in load if delivery.acks.is_open and not self._closing]
+        current = [delivery for delivery in load if delivery.acks.is_open]
         for delivery in current:
             try:
                 delivery.arrival = self._read(delivery)

@@ -7,7 +7,7 @@ any number of processes.
 import random
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from math import inf
 
@@ -79,6 +79,7 @@ class Runner:
     Attributes:
         stop: no run is begun once this is set.
         unattended: the handlers without code here, if they are reported.
+        receives_on: the databases of deliveries. They are not received before a trial has stored a row there.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Runner:
         self._declared: frozenset[str] = frozenset()
         self._started: set[str] = set()
         self._starting: defaultdict[str, Reminder] = defaultdict(Reminder)
+        self.receives_on: Collection[str] = ()
         self.on_ring: Callable[[], object] = _do_nothing
         self.keeps_others_waiting: Callable[[Handler], bool] = lambda handler: False
         self.ran = 0
@@ -224,7 +226,8 @@ class Runner:
             if not self._may_try(alias):
                 continue
             try:
-                if self._try_at.get(alias) == inf and (seconds := self.outages.ask(alias)):
+                is_first = self._try_at.get(alias) == inf and (alias in self.receives_on or self.outages.is_ongoing(alias))
+                if is_first and (seconds := self.outages.ask(alias)):
                     self._try_at[alias] = monotonic() + seconds
                     continue
                 if self.unattended:

@@ -284,7 +284,8 @@ def test_a_load_is_limited(options, sizes, expected):
         lane.put(Delivery(Acks(None, multiple=True), lane.handler, message, 0.0))
 
     loads = []
-    while load := lane.take(0.0, hurry=True):
+    lane.wait = 0.0
+    while load := lane.take(0.0):
         loads.append(numbers(load))
         lane.done()
 

@@ -216,7 +216,7 @@ def test_undecided_deliveries_of_an_ended_channel_are_dropped():
     def receive(load):
         received.extend(delivery.message.delivery_tag for delivery in load)
         end_channels(load)
-        raise Unanswered(load, 0.0, everywhere=False)
+        raise Unanswered(load, 0.0)
 
     with running([lane], receive=receive) as pool:
         pool.put(lane, a_delivery(lane, 7))
@@ -257,7 +257,7 @@ def test_a_load_that_cannot_be_stored_leaves_the_slot_of_its_handler():
     def receive(load):
         tried.append(load[0].message.delivery_tag)
         if len(tried) == 1:
-            raise Unanswered(load, 0.01, everywhere=False)
+            raise Unanswered(load, 0.01)
 
     with running([lane], size=2, receive=receive) as pool:
         for number in (1, 2):

@@ -431,7 +431,7 @@ class TestMessagesNotRunTogether:
             reception.receive(load)
 
         def handle(message):
-            receptions[0].close()
+            receptions[0]._runner.stop.set()
             one_refusing(message)
 
         handler = together(handle)
