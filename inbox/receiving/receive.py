@@ -18,9 +18,7 @@ Many messages are a batch that its handler takes at once, or single calls that s
 et al. 1984), to save round trips instead of disk writes. Any error rolls all of them back. Then the caller runs smaller parts,
 down to single messages, so that a poisoned message fails alone.
 
-Under a *lease* the handler runs outside any transaction, while its lease is extended. The lease store refuses its outcome once
-the lease has ended. So a message has one owner at a time, its effect happens at least once, and an owner whose lease has ended
-cannot overwrite the outcome of the next owner.
+Under a *lease* the handler runs outside any transaction, see `leased`.
 
 Every delivery ends as one of `Outcome`. Only DEFERRED and UNSTORED are not acknowledged, and are processed again.
 """
@@ -34,27 +32,24 @@ from typing import Any, Protocol, cast
 
 from django.db import DatabaseError, InterfaceError, connections
 
-from exactly_once.failures import NEVER_ENDED
 from exactly_once.process.logs import escaping_logger
-from exactly_once.sql.connections import drop_unusable_connections, is_inside_a_transaction
+from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.prepared_statements import Prepared, StatementResult
-from exactly_once.wire.body import Undecodable
 from exactly_once.wire.text import describe
 from inbox import metrics, signals
 from inbox.conf import InboxOptions
-from inbox.errors import LeaseLost, RetryLater, TransactionEnded
+from inbox.errors import RetryLater, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
-from inbox.leases import renewal
-from inbox.leases.steps import Steps
-from inbox.leases.stores import Lease, lease_store, store_as_owner
+from inbox.leases.stores import Lease, lease_store
 from inbox.models import InboxMessage
 from inbox.receiving.admit import admit
 from inbox.receiving.in_hand import in_hand, is_quarantined, quarantine
+from inbox.receiving.leased import run_leased
 from inbox.receiving.outages import make_refunds, refund_later
-from inbox.receiving.outcomes import announce, defer_locked, duplicate, fail_stored, failure_of, send, store_failure
+from inbox.receiving.outcomes import defer_locked, duplicate, fail_stored, failure_of, send, store_failure
 from inbox.receiving.parking import open_claimed
-from inbox.receiving.reading import Unidentifiable, is_parked, message_for, why_undecodable
+from inbox.receiving.reading import Unidentifiable, is_parked, message_for
 from inbox.states import Outcome
 from inbox.store import arrivals as fresh
 from inbox.store import claims, counting
@@ -68,18 +63,15 @@ from inbox.transactions.running import (
     call,
     committed,
     in_transaction,
-    outage_in,
     read_committed,
     run_with_reruns,
     statements_of_ours,
 )
-from inbox.transactions.sessions import SessionChanges, autocommit
 
 logger = escaping_logger(__name__)
 
 _UNAVAILABLE_BACKOFF = timedelta(seconds=5)
 _KEY_BUSY_BACKOFF = timedelta(seconds=0.5)
-_NEVER_ENDED = "Its attempts never ended: the process died, or the lease store became unavailable."
 
 
 class Queue(Protocol):
@@ -141,6 +133,33 @@ def _receive_carefully(handler: Handler, arrival: Arrival, options: InboxOptions
     return run_stored(*claimed, options) if claimed else became
 
 
+def _receive_leased(arrival: Arrival, options: InboxOptions, *, acknowledge: Callable[[], object] | None = None) -> Outcome:
+    """Process one delivery under a lease to its outcome.
+
+    If its lease is in the database, its row and body are stored there, so it is acknowledged before the run. With Redis, the
+    broker has the only copy until the run has ended.
+
+    Raises:
+        DatabaseUnavailable, LeaseStoreUnavailable: the database or the lease store does not answer; the message was not run.
+        ConcurrentDuplicate: another transaction is inserting its row.
+    """
+    drop_unusable_connections()
+    lease = lease_store(options).acquire(arrival)
+    if not isinstance(lease, Lease):
+        return lease or admit(arrival.handler, [arrival], options)[0]
+    if acknowledge is None or lease.pk is None:
+        return run_leased(lease, options, handled)
+    acknowledge()
+    try:
+        return run_leased(lease, options, handled)
+    except DatabaseUnavailable as outage:
+        # The broker does not deliver it again.
+        logger.warning("%s: its outcome could not be stored; it runs again when its lease has ended: %s", lease, outage)
+    except Exception:
+        logger.exception("%s: unexpected error; it runs again when its lease has ended.", lease)
+    return Outcome.STORED
+
+
 def claim_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -> tuple[Handler, InboxMessage] | None:
     """Claim one stored message that is due on `alias` and count its attempt; None if there is none.
 
@@ -199,7 +218,7 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
     with in_hand.running(stored):
         if not handler.lease:
             return (run(Policy(handler, options), [arrival], successor) or [Outcome.STORED])[0]
-        return _run_leased(lease, options) if isinstance(lease, Lease) else lease or Outcome.DUPLICATE
+        return run_leased(lease, options, handled) if isinstance(lease, Lease) else lease or Outcome.DUPLICATE
 
 
 def handled(handler: Handler, messages: Sequence[Message]) -> None:
@@ -430,97 +449,3 @@ def _duplicate(policy: Policy, arrival: Arrival) -> Outcome:
     except DatabaseUnavailable:
         # The others are committed; running all of them again would count them as duplicates.
         return Outcome.DEFERRED
-
-
-def _receive_leased(arrival: Arrival, options: InboxOptions, *, acknowledge: Callable[[], object] | None = None) -> Outcome:
-    """Process one delivery under a lease to its outcome.
-
-    If its lease is in the database, its row and body are stored there, so it is acknowledged before the run. With Redis, the
-    broker has the only copy until the run has ended.
-
-    Raises:
-        DatabaseUnavailable, LeaseStoreUnavailable: the database or the lease store does not answer; the message was not run.
-        ConcurrentDuplicate: another transaction is inserting its row.
-    """
-    drop_unusable_connections()
-    lease = lease_store(options).acquire(arrival)
-    if not isinstance(lease, Lease):
-        return lease or admit(arrival.handler, [arrival], options)[0]
-    if acknowledge is None or lease.pk is None:
-        return _run_leased(lease, options)
-    acknowledge()
-    try:
-        return _run_leased(lease, options)
-    except DatabaseUnavailable as outage:
-        # The broker does not deliver it again.
-        logger.warning("%s: its outcome could not be stored; it runs again when its lease has ended: %s", lease, outage)
-    except Exception:
-        logger.exception("%s: unexpected error; it runs again when its lease has ended.", lease)
-    return Outcome.STORED
-
-
-def _run_leased(lease: Lease, options: InboxOptions) -> Outcome:
-    """Run a message under its lease.
-
-    Raises:
-        DatabaseUnavailable: the database or the lease store does not answer.
-    """
-    arrival, store, steps = lease.arrival, lease.store, Steps(lease)
-    handler, stored, alias = arrival.handler, arrival.stored, arrival.handler.using
-    with renewal.extending(lease):
-        ended = _attempt(lease, options, steps)
-        lease.settling = True
-        settled = False
-        try:
-            if isinstance(ended, Failure):
-                settled = not lease.lost and store_as_owner(lease, "its outcome", store.free, ended)
-            else:
-                settled = not lease.lost and store_as_owner(lease, "its outcome", store.consume)
-        finally:
-            if lease.interrupted and stored is not None and not settled:
-                refund_later(alias, claims.give_back, stored)
-    if not settled:
-        make_refunds(alias)
-        logger.error(
-            "%s: its lease ended before its run, so its outcome was not stored and it may run again. Make the duration and the "
-            "limit of its Lease longer than its longest run.",
-            lease,
-        )
-        store.leave(lease)
-        return Outcome.STORED
-    if isinstance(ended, Message):
-        handled(handler, [ended])
-        return Outcome.HANDLED
-    if steps.in_doubt:
-        # After the message was dead-lettered: it runs again only if an operator retries it.
-        store_as_owner(lease, "its outcome", store.forget, steps.in_doubt)
-    return announce(alias, arrival.row, ended)
-
-
-def _attempt(lease: Lease, options: InboxOptions, steps: Steps) -> Message | Failure:
-    """Run the handler; returns its argument, or its failure. The argument is read now, because the lease counts the attempt."""
-    handler, arrival = lease.arrival.handler, lease.arrival
-    if lease.attempt > handler.retry.most_attempts(options.retry):
-        return Failure(error=_NEVER_ENDED, error_class=NEVER_ENDED, retry_after=None, attempts=lease.attempt - 1)
-    if is_inside_a_transaction(handler.using):
-        raise RuntimeError(f"{handler.name} runs under a lease and must be called outside a transaction; one is open.")
-    try:
-        message = arrival.message or message_for(arrival, options)
-    except Undecodable as error:
-        return Failure(error=why_undecodable(error), retry_after=None, attempts=lease.attempt)
-    message = replace(message, attempt=lease.attempt, redelivered=lease.attempt > 1, fence=lease.fence, _steps=steps)
-    changes = SessionChanges()
-    try:
-        with changes, autocommit(handler.using):
-            call(handler, [(message, arrival.envelope)])
-    # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
-    except BaseException as error:  # noqa: BLE001
-        error = outage_in(error, handler.using) or error
-        # The step may learn of the lost lease only once the database answers again.
-        is_outage = isinstance(error, DatabaseUnavailable) or (lease.without_store and isinstance(error, LeaseLost))
-        lease.interrupted = is_outage and not steps.interrupted
-        return failure_of(handler, steps.interrupted or error, lease.attempt, options, row=lease.pk)
-    finally:
-        changes.end_sessions()
-    # The handler may have caught the interruption; the message must stop anyway.
-    return failure_of(handler, steps.interrupted, lease.attempt, options) if steps.interrupted else message
