@@ -46,6 +46,7 @@ def paths() -> dict[str, Trace]:
         f"batch of {BATCH}": _traced(_Handled(size=BATCH), count=BATCH),
         "stored message": _traced(_Stored()),
         "lease in the database": _traced(_Handled(lease=True)),
+        "duplicate": _traced(_Repeated()),
         "ordered": _traced(_Ordered(ordered=True)),
         "idempotent Celery task": _traced(_Task()),
         "first failure": _traced(_Handled(_fails)),
@@ -107,7 +108,7 @@ class _Handled:
         InboxMessage.objects.filter(handler=self.handler.name).delete()
 
     def _answer(self, answers: Answers) -> None:
-        if outcomes := {outcome for _, outcome in answers} - {Outcome.HANDLED, Outcome.STORED}:
+        if outcomes := {outcome for _, outcome in answers} - {Outcome.HANDLED, Outcome.STORED, Outcome.DUPLICATE}:
             raise AssertionError(f"the outcomes of deliveries are {outcomes}")
 
     def _delivery(self) -> Any:
@@ -137,6 +138,15 @@ class _InTurn(_Handled):
     def go(self) -> None:
         waiting = iter(self.load)
         self.reception.receive([next(waiting)], more=lambda: next(waiting, None))
+
+
+class _Repeated(_Handled):
+    """Duplicates of messages that have been handled."""
+
+    def prepare(self, count: int) -> None:
+        super().prepare(count)
+        self.go()
+        self.load = [Delivery(one.acks, one.handler, one.message, monotonic()) for one in self.load]
 
 
 class _Ordered(_Handled):

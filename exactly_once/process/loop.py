@@ -126,19 +126,22 @@ class StopRequest:
 
     An operator's requests (`process.loop`) reach the loops the same way. They apply to the whole process, so a follower
     passes them to its leader.
+
+    Attributes:
+        is_set: True once the process is to end; also the value as a condition.
     """
 
     def __init__(self, leader: StopRequest | None = None) -> None:
         self._leader = leader
         self._followers: tuple[StopRequest, ...] = ()
-        self._asked = self._paused = self._draining = False
+        self.is_set = self._paused = self._draining = False
         self._bell = Bell()
 
     def __bool__(self) -> bool:
-        return self._asked
+        return self.is_set
 
     def set(self) -> None:
-        self._asked = True
+        self.is_set = True
         self._bell.ring()
         for follower in self._followers:
             follower.set()
@@ -147,7 +150,7 @@ class StopRequest:
         """A request that ends one phase of the process: it is set with this one, and when the process is to drain."""
         follower = StopRequest(self)
         self._followers += (follower,)
-        if self._asked or self._draining:
+        if self.is_set or self._draining:
             follower.set()
         return follower
 
@@ -180,7 +183,7 @@ class StopRequest:
         """What the process does now."""
         if self._leader is not None:
             return self._leader.mode
-        if self._asked:
+        if self.is_set:
             return Mode.STOPPING
         if self._draining:
             return Mode.DRAINING
@@ -188,12 +191,12 @@ class StopRequest:
 
     def wait(self, seconds: float) -> bool:
         """Sleep up to `seconds`; return True as soon as a stop is requested."""
-        if not self._asked:
+        if not self.is_set:
             # The ring is never read, so it wakes every waiting thread.
             poll = select.poll()
             poll.register(self, select.POLLIN)
             poll.poll(seconds * 1000)
-        return self._asked
+        return self.is_set
 
     def fileno(self) -> int:
         """Readable as soon as a stop is requested, for a loop that also waits on something else."""

@@ -299,8 +299,8 @@ def _run(
     after: Sequence[bytes] = (),
 ) -> list[Any]:
     """PostgreSQL's result of each statement."""
-    session = _session(connection)
     raw: Any = connection.connection
+    session: _Session = getattr(raw, _SESSION)  # since `is_usable`
     with connection.wrap_database_errors:
         try:
             given = []

@@ -85,12 +85,12 @@ class Tally:
 
     def count(self, subject: str, name: str, amount: int = 1) -> None:
         with self._lock:
-            self._of(subject).counts[name] += amount
+            (self._subjects.get(subject) or self._of(subject)).counts[name] += amount
 
     def time(self, subject: str, name: str, seconds: Iterable[float]) -> None:
         """Count durations. A negative one, by clocks that differ, counts as zero."""
         with self._lock:
-            times = self._of(subject).times
+            times = (self._subjects.get(subject) or self._of(subject)).times
             if name not in times:
                 times[name] = Counter()
             for each in seconds:

@@ -220,7 +220,7 @@ class Reception:
             django.db.Error: the database refuses the values of one of several deliveries.
         """
         handler = part[0].handler
-        if self._runner.stop or not part[0].acks.is_open:
+        if self._runner.stop.is_set or not part[0].acks.is_open:
             return True
         if (outcomes := self._run(part, run)) is None:
             return False
@@ -236,7 +236,8 @@ class Reception:
     def _count(self, part: Sequence[Delivery], outcomes: Sequence[Outcome]) -> None:
         """Count outcomes, and the latencies of first deliveries. The effect of a stored message is timed where it is run."""
         with self._counting:
-            self.outcomes.update(outcomes)
+            for outcome in outcomes:
+                self.outcomes[outcome] += 1
         handler, now, received = part[0].handler, monotonic(), []
         for one, outcome in zip(part, outcomes, strict=True):
             if outcome in _TIMED and not one.redelivered:

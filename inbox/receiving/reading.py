@@ -303,7 +303,7 @@ def row_of(handler: Handler, envelope: Envelope, *, biz_id: str, redelivered: bo
         message_id=envelope.id,
         body=envelope.body,
         digest=digest,
-        headers=headers_as_json(headers),
+        headers=headers_as_json(headers) if headers else "{}",
         replayed=envelope.replayed,
         redelivered=redelivered,
     )

@@ -15,20 +15,19 @@ import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from operator import attrgetter
-from typing import Annotated, NamedTuple, TypedDict, Unpack, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypedDict, Unpack, get_type_hints
 
-from django.db import connections, transaction
+from django.db import OperationalError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.failures import DEFERRED
-from exactly_once.sql.connections import is_outermost, is_postgresql
+from exactly_once.sql.connections import execute, fetch, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.now import NOW, NOW_AFTER
 from exactly_once.sql.prepared_statements import PLANNED_SINGLY, Prepared, PreparedStatement, StatementResult, is_usable
 from inbox.conf import inbox_options
 from inbox.states import INSERTED, State
-from inbox.store.dialect import BOUND, RECEIPTS, TABLE, UNBOUND, adapted, as_bound, locked_means_busy, run
+from inbox.store.dialect import RECEIPTS, TABLE, adapted, as_bound, locked_means_busy, raise_if_busy, run
 from inbox.store.duplicates import count_duplicate
 from inbox.store.failure_columns import FIRST_ATTEMPT, as_inserted
 from inbox.store.message_rows import COLUMNS, Earlier, Failure, Guard, NewRow, columns_of, emptied
@@ -38,26 +37,26 @@ from inbox.store.trail_entries import ENTRY, record, this_process
 
 
 class Values(TypedDict, total=False):
-    """What a row is inserted with besides the columns of its delivery: each with PostgreSQL's type, and its default."""
+    """What a row is inserted with besides the columns of its delivery, each with PostgreSQL's type."""
 
-    leads: Annotated[bool, "boolean", "false"]
+    leads: Annotated[bool, "boolean"]
     """It is the first of its ordering key in its load, and is not `waiting` but `received` if no open row precedes it."""
-    due_after: Annotated[float | None, "float8", "NULL"]
+    due_after: Annotated[float | None, "float8"]
     """Seconds until it is due; a row that waits behind another is not due. None: it is not due at all."""
-    attempts: Annotated[int, "int", "0"]
-    fence: Annotated[int, "bigint", "0"]
-    ordered: Annotated[bool, "boolean", "false"]
-    place: Annotated[int | None, "bigint", "NULL"]
-    replaces_id: Annotated[int, "bigint", "NULL"]
+    attempts: Annotated[int, "int"]
+    fence: Annotated[int, "bigint"]
+    ordered: Annotated[bool, "boolean"]
+    place: Annotated[int | None, "bigint"]
+    replaces_id: Annotated[int, "bigint"]
     """The dead row whose payload an operator has corrected."""
-    quarantined: Annotated[bool, "boolean", "false"]
-    last_error: Annotated[str, "text", "''"]
-    error_class: Annotated[str, "text", "''"]
-    error_place: Annotated[str, "text", "''"]
-    attempt: Annotated[str | None, "text", "NULL"]
+    quarantined: Annotated[bool, "boolean"]
+    last_error: Annotated[str, "text"]
+    error_class: Annotated[str, "text"]
+    error_place: Annotated[str, "text"]
+    attempt: Annotated[str | None, "text"]
     """Its first failed attempt, as JSON, see `failures`."""
-    traceback: Annotated[str, "text", "''"]
-    result: Annotated[str | None, "text", "NULL"]
+    traceback: Annotated[str, "text"]
+    result: Annotated[str | None, "text"]
     """What its handler returned, as JSON."""
 
 
@@ -69,73 +68,95 @@ class Insertion(NamedTuple):
     values: Values
 
 
-_OPTIONAL = {name: hint.__metadata__ for name, hint in get_type_hints(Values, include_extras=True).items()}
-"""Type and default of each of the `Values`. A source gives NULL for the default."""
+_VALUES = {name: hint.__metadata__[0] for name, hint in get_type_hints(Values, include_extras=True).items()}
+_SETTLED = ", ".join(f"'{state}'" for one in INSERTED if "day" in one.sets for state in one.targets)
+
+_MESSAGE = """
+INSERT INTO {table} (
+    id, handler, topic, biz_id, message_id, key, content_type, digest, headers, source, correlation_id, causation_id,
+    traceparent, created_at, body, state, attempts, fence, ordered, place, replaces_id, quarantined, result,
+    received_at, settled_at, day, next_attempt_at,
+    last_error, error_class, error_place, traceback, failing_since, failed_at, failures
+)
+SELECT
+    id, handler, topic, biz_id, message_id, key, content_type, digest, {headers}, source, correlation_id, causation_id,
+    traceparent, created_at, body, became, COALESCE(attempts, 0), COALESCE(fence, 0), COALESCE(ordered, false), place,
+    replaces_id, COALESCE(quarantined, false), {result},
+    {now},
+    CASE WHEN became IN ({settled}) THEN {now} END,
+    CASE WHEN became IN ({settled}) THEN {today} ELSE {live} END,
+    CASE WHEN due_after IS NOT NULL AND became <> 'waiting' THEN {due_at} END,
+    COALESCE(last_error, ''), COALESCE(error_class, ''), COALESCE(error_place, ''), COALESCE(traceback, ''),
+    {failed_at}, {failed_at}, CASE WHEN attempt IS NOT NULL THEN {first_attempt} END
+FROM {given}
+"""
+"""Insert messages from `given`, which has their id, `COLUMNS`, `Values`, and the state that they get."""
+_FAILED_AT = f"CASE WHEN became IN ('retrying', 'dead') AND COALESCE(error_class, '') NOT IN ('', '{DEFERRED}') THEN {{}} END"
+_BECAME = f"""
+CASE WHEN COALESCE(load.leads, false) AND load.state = 'waiting' AND NOT EXISTS (
+    SELECT 1 FROM {TABLE} m WHERE m.handler = load.handler AND m.key = load.key AND {OPEN}
+) THEN 'received' ELSE load.state END
+"""
+
+
+def _message(vendor: str, given: str, cast: str = "") -> str:
+    return _MESSAGE.format(
+        table=TABLE,
+        given=given,
+        settled=_SETTLED,
+        live=LIVE,
+        headers=f"headers{cast}",
+        result=f"result{cast}",
+        now=NOW[vendor],
+        today=DAY_OF_NOW[vendor],
+        due_at=NOW_AFTER[vendor].replace("%s", "due_after"),
+        failed_at=_FAILED_AT.format(NOW[vendor]),
+        first_attempt=FIRST_ATTEMPT[vendor].format("attempt"),
+    )
+
+
+_ONE_ROW = dict.fromkeys(("attempts", "fence", "due_after", "result")).keys()
+"""The `Values` that the statement for a single row takes."""
+_ONE = PreparedStatement(
+    "inbox_begin",
+    [*COLUMNS.values(), "varchar", "int", "bigint", "float8", "jsonb", "text"],
+    f"""
+    WITH bound AS MATERIALIZED (
+        SELECT current_setting('lock_timeout') AS before, set_config('lock_timeout', $20, true)
+    ), receipt AS (
+        INSERT INTO {RECEIPTS} (handler, topic, biz_id, message_id, digest, received_at)
+        SELECT $1, $2, $3, $4, $7, statement_timestamp() FROM bound
+        ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING id
+    ), message AS (
+        INSERT INTO {TABLE} (
+            id, {", ".join(COLUMNS)}, state, attempts, fence, next_attempt_at, result,
+            received_at, settled_at, day
+        )
+        SELECT
+            id, {", ".join(f"${number}" for number, _ in enumerate(COLUMNS, 1))}, $15, COALESCE($16, 0), COALESCE($17, 0),
+            statement_timestamp() + make_interval(secs => $18), $19,
+            statement_timestamp(),
+            CASE WHEN $15 IN ({_SETTLED}) THEN statement_timestamp() END,
+            CASE WHEN $15 IN ({_SETTLED}) THEN {DAY_OF_NOW["postgresql"]} ELSE {LIVE} END
+        FROM receipt
+    )
+    SELECT receipt.id, pg_current_xact_id()::text, set_config('lock_timeout', bound.before, true)
+    FROM bound LEFT JOIN receipt ON true
+    """,
+)
+"""One round trip: bound the wait for a concurrent duplicate, insert, restore the transaction's own lock_timeout."""
+
 _TEXTS = [column for column in COLUMNS if column != "body"]
-_NOT_STORED = {"leads", "due_after", "attempt"}
-_DOCUMENT = {"state": "varchar", **{column: kind for column, (kind, _) in _OPTIONAL.items()}, "entry": "text"}
-"""The values of a row in a JSON document, with PostgreSQL's types: what `Values` says, and the reason in its trail entry."""
+_READ = {column: f"COALESCE({column}, '') AS {column}" for column in _TEXTS}
+# A single empty text is split into nothing, and therefore NULL. A missing instant is Python's None.
+_READ["created_at"] = "nullif(created_at, 'None')::timestamptz AS created_at"
+_DOCUMENT = {"state": "varchar", **_VALUES, "entry": "text"}
+"""The values of a row in a JSON document: what `Values` says, and the reason in its trail entry."""
 _SEPARATOR = "\x1f"
 """Between the values of a column. A name has no control characters, and JSON escapes them."""
 
 
-def _inserted_with(column: str) -> str:
-    """The states of new rows that have a value in this column."""
-    return ", ".join(f"'{state}'" for one in INSERTED if column in one.sets for state in one.targets)
-
-
-def _insert(vendor: str, source: str) -> str:
-    """Insert messages from a relation with `id`, `COLUMNS`, `Values`, and `became`, the state that they get."""
-    at = NOW[vendor]
-    values = {
-        "id": "given.id",
-        **{column: f"given.{column}" for column in COLUMNS},
-        **{column: f"COALESCE(given.{column}, {default})" for column, (_, default) in _OPTIONAL.items()},
-        "state": "given.became",
-        "received_at": at,
-        "settled_at": f"CASE WHEN given.became IN ({_inserted_with('settled_at')}) THEN {at} END",
-        "day": f"CASE WHEN given.became IN ({_inserted_with('day')}) THEN {DAY_OF_NOW[vendor]} ELSE {LIVE} END",
-        "next_attempt_at": "CASE WHEN given.due_after IS NOT NULL AND given.became <> 'waiting' "
-        f"THEN {NOW_AFTER[vendor].replace('%s', 'given.due_after')} END",
-    }
-    fails = f"given.became IN ('retrying', 'dead') AND COALESCE(given.error_class, '') NOT IN ('', '{DEFERRED}')"
-    values["failing_since"] = values["failed_at"] = f"CASE WHEN {fails} THEN {at} END"
-    values["failures"] = f"CASE WHEN given.attempt IS NOT NULL THEN {FIRST_ATTEMPT[vendor].format('given.attempt')} END"
-    if vendor == "postgresql":
-        values["headers"] += "::jsonb"
-        values["result"] += "::jsonb"
-    stored = [column for column in values if column not in _NOT_STORED]
-    return f"INSERT INTO {TABLE} ({', '.join(stored)}) SELECT {', '.join(values[column] for column in stored)} FROM {source}"
-
-
-_COPIED = "handler, topic, biz_id, message_id, digest"
-_ONCE = "ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING id"
-_PRECEDES = f"SELECT 1 FROM {TABLE} m WHERE m.handler = source.handler AND m.key = source.key AND {OPEN}"
-_BECAME = (
-    f"CASE WHEN COALESCE(source.leads, false) AND source.state = 'waiting' AND NOT EXISTS ({_PRECEDES}) THEN 'received' "
-    "ELSE source.state END"
-)
-
-
-def _values_of_one(given: Mapping[str, str]) -> str:
-    """One row as a source: the expressions that are given, and the defaults of the other values."""
-    absent = {column: f"{default}::{kind}" for column, (kind, default) in _OPTIONAL.items() if column not in given}
-    return f"(SELECT {', '.join(f'{value} AS {column}' for column, value in {**given, **absent}.items())}) AS source"
-
-
-_LOAD_TYPES = [*["text"] * (2 + len(_TEXTS)), "bytea[]", "json", "text"]
-_BODIES, _DOCUMENTS, _PROCESS = (f"${len(_TEXTS) + number}" for number in (3, 4, 5))
-_SOURCE = ", ".join(f"unnest(string_to_array(${number}, $2))" for number, _ in enumerate(_TEXTS, 3))
-_SOURCE += f", unnest({_BODIES}), json_to_recordset({_DOCUMENTS}) AS ({', '.join(map(' '.join, _DOCUMENT.items()))})"
-# A single empty text is split into nothing, and therefore NULL. A missing instant is Python's None.
-_READ = {column: f"coalesce({column}, '')" for column in _TEXTS} | {"created_at": "nullif(created_at, 'None')::timestamptz"}
-_ENTRIES = (
-    f", entry AS ({ENTRY} SELECT message_id, handler, '', became, statement_timestamp(), {_PROCESS}, entry FROM new "
-    "WHERE entry IS NOT NULL)"
-)
-
-
-def _many(became: str, entries: str = "") -> str:
+def _many(name: str, became: str, *, entries: str = "", **options: Any) -> PreparedStatement:
     """Insert a load in one round trip that limits the wait for a lock, inserts, and restores the transaction's lock_timeout.
 
     The aggregates ensure that all receipts are inserted before that. A row is returned also if none is inserted. Receipts are
@@ -144,46 +165,58 @@ def _many(became: str, entries: str = "") -> str:
     Args:
         became: the state that a row gets.
         entries: writes the entries of the trail.
+        options: of the `PreparedStatement`.
     """
-    return BOUND.replace("%s", "coalesce($1, current_setting('lock_timeout'))") + (
-        f", source AS (SELECT {', '.join(f'{value} AS {column}' for column, value in _READ.items())}, "
-        f"body, {', '.join(_DOCUMENT)}, number "
-        f"FROM ROWS FROM ({_SOURCE}) WITH ORDINALITY AS source({', '.join([*COLUMNS, *_DOCUMENT])}, number)), "
-        f"given AS MATERIALIZED (SELECT nextval('{RECEIPTS}_id_seq') AS id, source.*, {became} AS became "
-        "FROM (SELECT * FROM source ORDER BY number) AS source), "
-        f"receipt AS (INSERT INTO {RECEIPTS} (id, {_COPIED}, received_at) "
-        f"SELECT id, {_COPIED}, statement_timestamp() FROM bound, given ORDER BY number {_ONCE}), "
-        "new AS MATERIALIZED (SELECT given.* FROM given JOIN receipt USING (id)), "
-        f"message AS ({_insert('postgresql', 'new AS given')}){entries} "
-        f"SELECT indexes, ids, states, pg_current_xact_id()::text, {UNBOUND} FROM bound, "
-        "(SELECT array_agg(number - 1 ORDER BY id) AS indexes, array_agg(id ORDER BY id) AS ids, "
-        "array_agg(became ORDER BY id) AS states FROM new) AS inserted"
-    )
+    bodies, documents, process = (f"${len(_TEXTS) + number}" for number in (3, 4, 5))
+    text = f"""
+    WITH bound AS MATERIALIZED (
+        SELECT current_setting('lock_timeout') AS before,
+            set_config('lock_timeout', COALESCE($1, current_setting('lock_timeout')), true)
+    ), load AS (
+        SELECT {", ".join(_READ.values())}, body, {", ".join(_DOCUMENT)}, number
+        FROM ROWS FROM (
+            {", ".join(f"unnest(string_to_array(${number}, $2))" for number, _ in enumerate(_TEXTS, 3))},
+            unnest({bodies}),
+            json_to_recordset({documents}) AS ({", ".join(map(" ".join, _DOCUMENT.items()))})
+        ) WITH ORDINALITY AS load({", ".join([*_TEXTS, "body", *_DOCUMENT])}, number)
+    ), given AS MATERIALIZED (
+        SELECT nextval('{RECEIPTS}_id_seq') AS id, load.*, {became} AS became
+        FROM (SELECT * FROM load ORDER BY number) AS load
+    ), receipt AS (
+        INSERT INTO {RECEIPTS} (id, handler, topic, biz_id, message_id, digest, received_at)
+        SELECT id, handler, topic, biz_id, message_id, digest, statement_timestamp() FROM bound, given ORDER BY number
+        ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING id
+    ), new AS MATERIALIZED (
+        SELECT given.* FROM given JOIN receipt USING (id)
+    ), message AS (
+        {_message("postgresql", "new", "::jsonb")}
+    ){entries.format(process)}
+    SELECT indexes, ids, states, pg_current_xact_id()::text, set_config('lock_timeout', bound.before, true)
+    FROM bound, (
+        SELECT array_agg(number - 1 ORDER BY id) AS indexes, array_agg(id ORDER BY id) AS ids,
+            array_agg(became ORDER BY id) AS states
+        FROM new
+    ) AS inserted
+    """
+    return PreparedStatement(name, [*["text"] * (2 + len(_TEXTS)), "bytea[]", "json", "text"], text, **options)
 
 
-_MANY = PreparedStatement("inbox_insert", _LOAD_TYPES, _many("source.state"))
+_ENTRIES = f""", entry AS (
+    {ENTRY} SELECT message_id, handler, '', became, statement_timestamp(), {{}}, entry FROM new WHERE entry IS NOT NULL
+)"""
+_MANY = _many("inbox_insert", "load.state")
 # These read the table, which a load may fill: see PreparedStatement.
-_MANY_ORDERED = PreparedStatement("inbox_insert_ordered", _LOAD_TYPES, _many(_BECAME), most_runs=PLANNED_SINGLY)
-_MANY_RECORDED = PreparedStatement("inbox_insert_recorded", _LOAD_TYPES, _many(_BECAME, _ENTRIES), most_runs=PLANNED_SINGLY)
-_RECEIPT_ON_SQLITE = f"INSERT INTO {RECEIPTS} ({_COPIED}, received_at) VALUES (%s, %s, %s, %s, %s, {NOW['sqlite']}) {_ONCE}"
-_GIVEN_ON_SQLITE = dict.fromkeys(["id", *COLUMNS, "state", *_OPTIONAL], "%s")
-_GIVEN_ALONE = f"(SELECT source.*, {_BECAME} AS became FROM {_values_of_one(_GIVEN_ON_SQLITE)}) AS given"
-_MESSAGE_ON_SQLITE = f"{_insert('sqlite', _GIVEN_ALONE)} RETURNING state"
-_copied_of = attrgetter(*_COPIED.split(", "))
-_ONE_ROW = dict.fromkeys(("attempts", "fence", "due_after", "result")).keys()
-"""The `Values` that the statement for a single row takes."""
-_TYPES = {**COLUMNS, "state": "varchar", **{name: _OPTIONAL[name][0] for name in _ONE_ROW}}
-_PLACES = {name: f"${number}::{kind}" for number, (name, kind) in enumerate(_TYPES.items(), 1)}
-# One round trip: bound the wait for a concurrent duplicate, insert, restore the transaction's own lock_timeout.
-_NEW_ONE = f"(SELECT receipt.id, source.*, state AS became FROM receipt, {_values_of_one(_PLACES)}) AS given"
-_ONE = PreparedStatement(
-    "inbox_begin",
-    [*_TYPES.values(), "text"],
-    f"{BOUND.replace('%s', f'${len(_TYPES) + 1}')}, receipt AS (INSERT INTO {RECEIPTS} ({_COPIED}, received_at) "
-    f"SELECT {', '.join(_PLACES[column] for column in _COPIED.split(', '))}, statement_timestamp() FROM bound {_ONCE}), "
-    f"message AS ({_insert('postgresql', _NEW_ONE)}) "
-    f"SELECT receipt.id, pg_current_xact_id()::text, {UNBOUND} FROM bound LEFT JOIN receipt ON true",
-)
+_MANY_ORDERED = _many("inbox_insert_ordered", _BECAME, most_runs=PLANNED_SINGLY)
+_MANY_RECORDED = _many("inbox_insert_recorded", _BECAME, entries=_ENTRIES, most_runs=PLANNED_SINGLY)
+
+_RECEIPT_ON_SQLITE = f"""
+INSERT INTO {RECEIPTS} (handler, topic, biz_id, message_id, digest, received_at)
+VALUES (%(handler)s, %(topic)s, %(biz_id)s, %(message_id)s, %(digest)s, {NOW["sqlite"]})
+ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING id
+"""
+_GIVEN_ON_SQLITE = ["id", *COLUMNS, "state", *_VALUES]
+_LOAD_ON_SQLITE = f"(SELECT {', '.join(f'%({name})s AS {name}' for name in _GIVEN_ON_SQLITE)}) AS load"
+_MESSAGE_ON_SQLITE = _message("sqlite", f"(SELECT load.*, {_BECAME} AS became FROM {_LOAD_ON_SQLITE})") + "RETURNING state"
 
 
 def begin_fresh(
@@ -208,7 +241,7 @@ def begin_fresh(
         ConcurrentDuplicate: another transaction is inserting one of them and did not end within `duplicate_timeout`.
     """
     connection = connections[alias]
-    is_read = is_postgresql(connection) and is_outermost(connection)
+    is_read = connection.vendor == "postgresql" and len(connection.atomic_blocks) == 1
     is_emptied = not inbox_options().keeps_successes
     values: Values = {"attempts": attempt, "result": result}
     order = in_lock_order(rows) if len(rows) > 1 else range(1)
@@ -312,7 +345,7 @@ def insert_many(
     connection, bound = connections[alias], None if longest_wait is None else as_bound(longest_wait)
     row, state, values = insertions[0]
     entries = _entries(insertions) if recorded else {}
-    with locked_means_busy:
+    try:
         if len(insertions) == 1 and bound and not entries and values.keys() <= _ONE_ROW and is_usable(connection):
             connection.validate_no_broken_transaction()
             given = [*columns_of(row), state, *map(values.get, _ONE_ROW), bound]
@@ -320,13 +353,26 @@ def insert_many(
             return ({}, "") if pk is None else ({0: (int(pk), state)}, transaction_id)
         if not is_postgresql(connection):
             return _insert_each(connection, insertions, entries, then)
-        *names, created, bodies = zip(*[columns_of(row) for row, _, _ in insertions], strict=True)
-        texts = [*names, [*map(str, created)]]
-        mark = str(uuid.uuid4()) if _SEPARATOR in "".join(map("".join, texts)) else _SEPARATOR
-        documents = [{"state": state, "entry": entries.get(n), **others} for n, (_, state, others) in enumerate(insertions)]
-        given = [bound, mark, *map(mark.join, texts), [*bodies], json.dumps(documents), this_process() if entries else ""]
-        statement = _MANY_RECORDED if entries else _MANY_ORDERED if "leads" in values else _MANY
-        ((indexes, ids, states, transaction_id, _),) = run(statement, connection, given, then=then)
+        return _insert_load(connection, insertions, entries, bound, then)
+    except OperationalError as error:  # not as `locked_means_busy`: this is on the way of each message
+        raise_if_busy(error)
+        raise
+
+
+def _insert_load(
+    connection: BaseDatabaseWrapper,
+    insertions: Sequence[Insertion],
+    entries: Mapping[int, str],
+    bound: str | None,
+    then: Sequence[bytes],
+) -> tuple[Mapping[int, tuple[int, str]], str]:
+    *names, created, bodies = zip(*[columns_of(row) for row, _, _ in insertions], strict=True)
+    texts = [*names, [*map(str, created)]]
+    mark = str(uuid.uuid4()) if _SEPARATOR in "".join(map("".join, texts)) else _SEPARATOR
+    documents = [{"state": state, "entry": entries.get(n), **others} for n, (_, state, others) in enumerate(insertions)]
+    given = [bound, mark, *map(mark.join, texts), [*bodies], json.dumps(documents), this_process() if entries else ""]
+    statement = _MANY_RECORDED if entries else _MANY_ORDERED if "leads" in insertions[0].values else _MANY
+    ((indexes, ids, states, transaction_id, _),) = run(statement, connection, given, then=then)
     return dict(zip(indexes or (), zip(ids or (), states or (), strict=True), strict=True)), transaction_id
 
 
@@ -334,17 +380,17 @@ def _insert_each(
     connection: BaseDatabaseWrapper, insertions: Sequence[Insertion], entries: Mapping[int, str], then: Sequence[bytes]
 ) -> tuple[Mapping[int, tuple[int, str]], str]:
     rows: dict[int, tuple[int, str]] = {}
-    with transaction.atomic(using=connection.alias, savepoint=False), connection.cursor() as cursor:
+    with transaction.atomic(using=connection.alias, savepoint=False):
         for index, (row, state, values) in enumerate(insertions):
-            cursor.execute(_RECEIPT_ON_SQLITE, _copied_of(row))
-            for (pk,) in cursor.fetchall():
-                given = [*columns_of(row), state, *map(values.get, _OPTIONAL)]
-                cursor.execute(_MESSAGE_ON_SQLITE, [pk, *(adapted(connection, value) for value in given)])
-                rows[index] = pk, cursor.fetchone()[0]
+            given = [None, *columns_of(row), state, *map(values.get, _VALUES)]
+            named = {name: adapted(connection, value) for name, value in zip(_GIVEN_ON_SQLITE, given, strict=True)}
+            for (pk,) in fetch(connection, _RECEIPT_ON_SQLITE, named):
+                ((became,),) = fetch(connection, _MESSAGE_ON_SQLITE, {**named, "id": pk})
+                rows[index] = pk, became
                 if index in entries:
                     record(connection.alias, [pk], was="", reason=entries[index])
         for one in then:
-            cursor.execute(one.decode())
+            execute(connection, one.decode())
     return rows, ""
 
 

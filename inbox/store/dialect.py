@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
+from functools import lru_cache
 from typing import Any
 
 from django.db import OperationalError, connections
@@ -36,13 +37,20 @@ class _LockedMeansBusy(AbstractContextManager[object]):
     """A context: a statement that waits for a lock for longer than lock_timeout raises ConcurrentDuplicate."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, OperationalError) and sqlstate_of(error) == LOCK_TIMEOUT:
-            raise ConcurrentDuplicate from error
+        if isinstance(error, OperationalError):
+            raise_if_busy(error)
 
 
 locked_means_busy = _LockedMeansBusy()
 
 
+def raise_if_busy(error: OperationalError) -> None:
+    """Raise ConcurrentDuplicate if the statement has waited for a lock for longer than lock_timeout."""
+    if sqlstate_of(error) == LOCK_TIMEOUT:
+        raise ConcurrentDuplicate from error
+
+
+@lru_cache
 def as_bound(longest_wait: timedelta) -> str:
     """The parameter of BOUND."""
     return f"{int(longest_wait.total_seconds() * 1000)}ms"

@@ -120,14 +120,13 @@ def finish(
             "The handler returned, but its transaction can no longer commit: it closed the database connection, which rolled "
             "everything back. Remove the call; close_old_connections() is for threads that the handler starts."
         )
-    refuse_if_ended(guard)
+    if not guard.transaction:
+        refuse_if_ended(guard)
     try:
         connection.validate_no_broken_transaction()
-        if following is not None:
-            return _PROVE_ONE.commit_and_send(connection, guard.rows, following)
         if commit:
-            _finish_and_commit(connection, guard, result)
-        elif _finish(connection, guard, result) != len(guard.rows):
+            return _finish_and_commit(connection, guard, result, following)
+        if _finish(connection, guard, result) != len(guard.rows):
             raise TransactionEnded(ENDED)
     except (DatabaseError, InterfaceError) as error:
         if sqlstate_of(error) in _SAYS_ENDED and (not commit or _is_open(connection)):
@@ -137,10 +136,9 @@ def finish(
         raise TransactionBroken(
             f"The handler returned, but its transaction can no longer commit ({describe(error)}). {_remedy(error)}"
         ) from error
-    if not commit:
-        record(connection.alias, guard.rows, was=guard.claimed.state if guard.claimed else "", matters=FINISH.recorded)
-        if guard.order is not None:
-            promote_next(connection.alias, *guard.order)
+    record(connection.alias, guard.rows, was=guard.claimed.state if guard.claimed else "", matters=FINISH.recorded)
+    if guard.order is not None:
+        promote_next(connection.alias, *guard.order)
     return None
 
 
@@ -167,7 +165,7 @@ def can_commit(guard: Guard, result: str | None) -> bool:
     return (
         (guard.claimed is not None or result == guard.result)
         and not (FINISH.recorded or inbox_options().records_all)
-        and is_outermost(connection)
+        and len(connection.atomic_blocks) == 1
         and connection.commit_on_exit
         and is_usable(connection)
     )
@@ -215,13 +213,18 @@ def _given(guard: Guard, claimed: InboxMessage, result: str | None, *, is_follow
     return [claimed.pk, claimed.fence, guard.transaction, inbox_options().keeps_successes, result, *gate]
 
 
-def _finish_and_commit(connection: BaseDatabaseWrapper, guard: Guard, result: str | None) -> None:
+def _finish_and_commit(
+    connection: BaseDatabaseWrapper, guard: Guard, result: str | None, following: Prepared | None
+) -> Callable[[], StatementResult] | None:
+    if following is not None:
+        return _PROVE_ONE.commit_and_send(connection, guard.rows, following)
     if guard.claimed is not None:
         _settle_and_commit(connection, guard, guard.claimed, result)
     elif len(guard.rows) > 1:
         _PROVE_MANY.execute_and_commit(connection, [f"{{{','.join(map(str, guard.rows))}}}"])
     else:
         _PROVE_ONE.execute_and_commit(connection, guard.rows)
+    return None
 
 
 def _settle_and_commit(connection: BaseDatabaseWrapper, guard: Guard, claimed: InboxMessage, result: str | None) -> None:
