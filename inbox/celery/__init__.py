@@ -95,10 +95,11 @@ class IdempotentTask(DjangoTask):  # type: ignore[misc] # celery is not typed
 
             from inbox.celery.receiving import receive_task  # noqa: PLC0415 - models are not ready before
 
+            using = database_of(kind.using)
             if not request.is_eager:
-                worker_statistics.begin(database_of(kind.using))
+                worker_statistics.begin(using)
             with _marked_as_running(delivery):
-                return receive_task(self, function, signature, args, kwargs, sent_at=_sent_at(request))
+                return receive_task(self, function, signature, args, kwargs, using=using, sent_at=_sent_at(request))
 
         self.run = run
 

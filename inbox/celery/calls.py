@@ -19,7 +19,6 @@ from exactly_once.wire.envelope import JSON, Envelope
 from exactly_once.wire.formats import CELERY_TOPICS
 from exactly_once.wire.text import fit
 from inbox.conf import InboxOptions
-from inbox.handlers.decorator import database_of
 from inbox.handlers.handler import Handler, as_biz_id, value_at
 from inbox.handlers.message import Message
 from inbox.handlers.options import AS_THE_SETTINGS
@@ -66,6 +65,7 @@ def read_call(
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     options: InboxOptions,
     *,
+    using: str,
     sent_at: datetime | None,
 ) -> Call:
     """Read the delivery that `task` is running.
@@ -88,7 +88,7 @@ def read_call(
         topics=(name,),
         function=_with_fresh_arguments(function, args, kwargs, snapshot),
         biz_id=None,
-        using=database_of(task.using),
+        using=using,
         retry=type(task)._retry or AS_THE_SETTINGS,  # noqa: SLF001 - given to the decorator
     )
     redelivered = bool((request.delivery_info or {}).get("redelivered"))

@@ -69,6 +69,7 @@ def receive_task(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
+    using: str,
     sent_at: datetime | None,
 ) -> object:
     """Process one delivery; returns the result of the task, from this run or from the earlier one.
@@ -80,7 +81,7 @@ def receive_task(
         Exception: what the task raised; its effect is rolled back.
     """
     options = inbox_options()
-    call = read_call(task, function, signature, (args, kwargs), options, sent_at=sent_at)
+    call = read_call(task, function, signature, (args, kwargs), options, using=using, sent_at=sent_at)
     policy = TaskPolicy(call, options)
     try:
         make_refunds(call.handler.using)
