@@ -932,7 +932,7 @@ def test_unexpected_error_after_the_acknowledgement_leaves_the_message_running_a
     def fails(*given):
         raise RuntimeError("unexpected")
 
-    monkeypatch.setattr(receiving, "_run_leased", fails)
+    monkeypatch.setattr(receiving, "run_leased", fails)
 
     assert receive_load([a_delivery(handles(the_effect, lease=Lease()))], options(LEASE_STORE="database")) == [Outcome.STORED]
     assert (the_row().state, effects()) == (State.RUNNING, 0)
