@@ -308,14 +308,16 @@ class Runner:
 
     def _ready_beside(self, handler: Handler) -> list[str]:
         """The other handlers of its database that may run a stored message now."""
-        others = [one for one in self._handlers() if one.using == handler.using and not one.pulled and one.name != handler.name]
+        others = [
+            one for one in self._handlers() if one.using == handler.using and one.kind.is_called and one.name != handler.name
+        ]
         if self.outages.beside:
             others = [one for one in others if not self.outages.is_paused(one.name)]
         return [one.name for one in others if slots_of(one).is_free and not _wait_for_token(one)]
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Claim for a handler whose `concurrency` is not reached, and take one of its slots."""
-        mine = [handler for handler in handlers if handler.using == alias and not handler.pulled]
+        mine = [handler for handler in handlers if handler.using == alias and handler.kind.is_called]
         if self.outages.beside:
             mine = [handler for handler in mine if not self.outages.is_paused(handler.name)]
         here = [handler for handler in mine if slots_of(handler).take_for_stored(self._poll_now)]

@@ -85,14 +85,6 @@ class Handler:
         return self.kind if isinstance(self.kind, Lease) else None
 
     @cached_property
-    def pulled(self) -> bool:
-        return not self.kind.is_called
-
-    @cached_property
-    def batch(self) -> bool:
-        return self.kind.gets_list
-
-    @cached_property
     def may_follow(self) -> bool:
         """May its next message be read and begun in the round trip that commits the one before it?
 

@@ -107,7 +107,7 @@ def receive(
         DatabaseUnavailable: the database does not answer; nothing was decided.
     """
     first = arrivals[0]
-    if first.refused or handler.pulled:
+    if first.refused or not handler.kind.is_called:
         return admit(handler, arrivals, options)
     held = None
     try:
@@ -423,7 +423,7 @@ def _settle_failed(
 def _call_all(policy: Policy, arrivals: Sequence[Arrival], ran: Mapping[int, Message]) -> str | None:
     """One call with all messages, or one for each."""
     handler, given = policy.handler, [(message, arrivals[index].envelope) for index, message in ran.items()]
-    if len(given) == 1 or handler.batch:
+    if len(given) == 1 or handler.kind.gets_list:
         returned = call(handler, given)
         return policy.encode_result(returned) if policy.encode_result else None
     for one in given:

@@ -382,7 +382,7 @@ def call(handler: Handler, given: Sequence[tuple[Message, Envelope]]) -> object:
         handled.reset(token)
         if metrics.HANDLER_SECONDS.is_attached:
             metrics.HANDLER_SECONDS.observe(monotonic() - began_at, handler.name)
-            if handler.batch:
+            if handler.kind.gets_list:
                 metrics.BATCH_MESSAGES.observe(len(given), handler.name)
 
 
