@@ -60,7 +60,7 @@ class LocalTransport(Transport):
         self._started: set[str] = set()
         self._runner = Runner(inbox_options())
 
-    def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
+    def send(self, messages: Sequence[OutgoingMessage], deadline: float, *, ends_early: bool = False) -> Sent:
         verdicts: dict[int, Verdict] = {}
         parts = deque(_in_parts(messages))
         while parts and monotonic() <= deadline:

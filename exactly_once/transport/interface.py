@@ -3,7 +3,7 @@
 A transport declares its `Capabilities`, and its users do not check which broker it is. One thread uses a transport.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -86,6 +86,7 @@ class Sent:
 
     Attributes:
         verdicts: by position; the outcome of a missing message is unknown.
+        awaited: the positions of those without a verdict whose answer may still come, see `Transport.news`.
         broken: why the connection was lost, or None while it is healthy.
         suspected: the positions of messages one of which made the broker close the connection. A single one has a verdict. Send
             the others again.
@@ -93,6 +94,7 @@ class Sent:
     """
 
     verdicts: Mapping[int, Verdict] = field(default_factory=dict)
+    awaited: Collection[int] = ()
     broken: str | None = None
     suspected: Sequence[int] = ()
     suspicious: bool = False
@@ -133,22 +135,22 @@ class Transport:
             BrokerUnavailable: the broker cannot be used now.
         """
 
-    def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
+    def send(self, messages: Sequence[OutgoingMessage], deadline: float, *, ends_early: bool = False) -> Sent:
         """Send `messages` in order and wait for the broker's answers until `deadline` (`clock.monotonic`).
 
         A broken connection is part of the answer, not an exception.
+
+        Args:
+            ends_early: wait no longer than some round trips in which no answer comes.
         """
         raise NotImplementedError
 
-    def unconfirmed(self) -> Mapping[int, str]:
-        """Positions and keys of the messages that were sent and whose answers may still come: they must not be sent now.
+    def probe(self, message: OutgoingMessage, deadline: float) -> Sent:
+        """Send a message that the broker may not answer, so that it holds up no other; ends early."""
+        return self.send([message], deadline, ends_early=True)
 
-        When the confirm has come, `answers` or the next `send` of the message returns it, and it is not sent again.
-        """
-        return {}
-
-    def answers(self, messages: Iterable[OutgoingMessage]) -> Mapping[int, Verdict]:
-        """The broker's answers since for those of `messages` that were sent earlier, in the same form."""
+    def news(self) -> Mapping[int, Verdict]:
+        """The answers since to messages that were `awaited`, by position; unknown if it can no longer come."""
         return {}
 
     def idle(self) -> None:

@@ -6,9 +6,13 @@ pauses the topic. After the pause it makes a few messages of the topic ready and
 them, the pause is doubled; if it accepts one, the topic is resumed, in batches. A topic that the broker *forbids* is paused at
 the first refusal, because each refusal costs the connection.
 
+A topic is *silent* if the broker has messages of it and confirms none, for example because a queue has lost its majority.
+RabbitMQ then may answer nothing on their channel, whatever the topic. So the relay sends one message of each silent topic on
+a channel of its own. If it is not confirmed either, the topic is paused at once.
+
 Pauses are stored in the database (`store.paused_topics`), so that every relay reads them with its next query for work, and
 another relay continues when one ends. An operator's pause is a row of the same table. No relay probes it, and only an operator
-ends it. Only the number of refusals is in memory, separately for each lane.
+ends it. Only refusals and silent topics are in memory, separately for each lane.
 
 A topic with a rate (`TopicOptions.rate`) has a row while it has messages. Any relay makes as many of them ready as the rate
 allows, and all relays send only these. The broker's answers do not matter to the rate.
@@ -37,6 +41,8 @@ _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _TOPICS_TRIED_PER_ROUND = 10
 _SWEEP_SECONDS = 60.0
+_MOST_COUNTED = 1000
+"""Topics whose refusals are counted. Those that were refused first are forgotten first."""
 _REFUSED = (
     "relay: topic %r paused after %d refusals in a row (%s); a few of its messages are tried at least every %.0f s, other "
     "topics go on"
@@ -45,6 +51,12 @@ _FORBIDDEN = (
     "relay: topic %r paused, because the broker forbids it; a message is tried at least every %.0f s, other topics go on. "
     "Permit the relay's user to write to it (rabbitmqctl set_topic_permissions or set_permissions), or cancel its messages: %s"
 )
+_SILENT = (
+    "relay: topic %r paused, because the broker does not confirm its messages; a message is tried at least every %.0f s, other "
+    "topics go on. Find out which of its queues has no leader or is overloaded, for example by rabbitmq-diagnostics "
+    "check_if_any_quorum_queue_has_no_leader"
+)
+_UNCONFIRMED = Verdict(PublishOutcome.UNKNOWN, "the broker does not confirm its messages")
 _RESUMED = "relay: topic %r resumed: the broker takes its messages again"
 _STRANDED = (
     f"relay: topic %r resumed: it had paused messages, but no row in {PAUSED_TOPICS}, which may have been deleted by hand"
@@ -71,6 +83,7 @@ class PausedTopics:
         self._to_limit: dict[str, list[int]] = {}
         self._resuming: Sequence[str] = ()
         self._refusals: Counter[str] = Counter()
+        self._silent: dict[str, None] = {}
         self._answered: dict[str, Verdict] = {}
         self._taken: set[str] = set()
         self._unwritable = UnwritableRows(alias)
@@ -102,20 +115,38 @@ class PausedTopics:
         """Is the topic paused? Its messages that are not stopped are probes."""
         return topic in self._paused
 
-    def record(self, taken: Iterable[str], refused: Iterable[tuple[str, Verdict]], forbidden: Mapping[str, str]) -> None:
+    def is_probed(self, topic: str) -> bool:
+        """Is the topic paused, or silent? Then its messages are sent one by one."""
+        return topic in self._paused or topic in self._silent
+
+    def record(
+        self,
+        taken: Iterable[str],
+        refused: Iterable[tuple[str, Verdict]],
+        forbidden: Mapping[str, str],
+        silent: Iterable[str] = (),
+        unconfirmed: str | None = None,
+    ) -> None:
         """Record the broker's answers of one pass.
 
         Args:
             taken: the topics of the messages that it accepted.
             refused: topic and verdict of each message that it refused because of its topic.
             forbidden: the topics that it does not permit, with its reason.
+            silent: the topics of messages that it has not answered.
+            unconfirmed: of these, the topic of the message that was sent on a channel of its own.
         """
         refusals = list(refused)
-        if not (refusals or forbidden or self._refusals or self._paused):
+        if not (refusals or forbidden or silent or self._refusals or self._silent or self._paused):
             return
         took = set(taken)
         for topic in took & self._refusals.keys():
             del self._refusals[topic]
+        self._silent.update(dict.fromkeys(silent))
+        for topic in took.union(topic for topic, _ in refusals) & self._silent.keys():
+            del self._silent[topic]
+        if unconfirmed is not None and unconfirmed not in took:
+            self._answered[unconfirmed] = _UNCONFIRMED
         self._taken |= took & self._paused.keys()
         for topic, verdict in refusals:
             if topic not in took:
@@ -123,6 +154,9 @@ class PausedTopics:
                 if self.is_paused(topic) or self._refusals[topic] >= _REFUSALS:
                     self._answered[topic] = verdict
         self._answered.update({topic: Verdict(PublishOutcome.FORBIDDEN, reason) for topic, reason in forbidden.items()})
+        for counted in (self._refusals, self._silent):
+            while len(counted) > _MOST_COUNTED:
+                del counted[next(iter(counted))]
 
     def store(self) -> None:
         """Pause topics, prolong their pauses or resume them, by the recorded answers.
@@ -147,6 +181,8 @@ class PausedTopics:
             is_new = paused_topics.pause_refused(self._alias, topic, verdict, _FIRST_PAUSE_SECONDS, first)
         if is_new and is_forbidden:
             logger.warning(_FORBIDDEN, topic, _LONGEST_PAUSE_SECONDS, reason)
+        elif is_new and verdict is _UNCONFIRMED:
+            logger.warning(_SILENT, topic, _LONGEST_PAUSE_SECONDS)
         elif is_new:
             logger.warning(_REFUSED, topic, refusals, reason, _LONGEST_PAUSE_SECONDS)
 

@@ -1,13 +1,12 @@
-"""Locks of other sessions on rows and shards. The relay skips locked rows for a moment, and reports locks once a minute.
+"""Locks of other sessions on rows and shards. Locked rows are set aside, and locks reported once a minute.
 
-A ready row that another session has locked cannot be settled, so it is not sent. The relay remembers it for a second and reads
-the rows after it, except for the later messages of its key, which must not overtake it.
+A ready row that another session has locked cannot be settled, so it is not sent. It is set aside.
 
 A locked shard belongs to another relay, and is free again in a moment. A shard that is locked for longer than any pass lasts is
 held by a relay that does not read what the database sends it. The session of such a relay is ended.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 from django.db import Error
@@ -18,13 +17,9 @@ from outbox.models import SHARDS
 from outbox.store import claiming
 from outbox.store.claiming import Claim
 from outbox.store.messages import RelayedMessage
+from outbox.store.set_aside import Reason, SetAside
 
 logger = escaping_logger(__name__)
-
-_REMEMBERED_SECONDS = 1.0
-"""Since the last locked row was found."""
-_REMEMBERED_AT_MOST_SECONDS = 10.0
-"""Since the first locked row was found, while more are found."""
 
 
 class Contention:
@@ -32,34 +27,27 @@ class Contention:
 
     Args:
         longest_pass: maximum time that a relay holds a shard.
+        aside: where locked rows are set aside.
     """
 
-    def __init__(self, alias: str, longest_pass: timedelta) -> None:
+    def __init__(self, alias: str, longest_pass: timedelta, aside: SetAside) -> None:
         self._alias = alias
         self._longest_pass = longest_pass
-        self._locked: dict[int, str] = {}
-        self._locked_before: set[int] = set()
-        self._found_at = self._last_found_at = 0.0
+        self._aside = aside
         self._rows, self._tables, self._shards = Reminder(), Reminder(), Reminder()
         self._look_for_holders_at = 0.0
 
-    def skipped(self) -> Mapping[int, str]:
-        """The positions of the locked rows, with the keys of their messages. They are forgotten from time to time."""
+    def record(self, claim: Claim) -> None:
+        """Record the locks that a claim found, and report them if a report is due."""
+        self._aside.hold({row.position: row.key for row in claim.locked_rows}, Reason.LOCKED)
+        # A row that was found locked only once may have been locked for a moment.
+        again = [row for row in claim.locked_rows if self._aside.was_held_before(row.position)]
+        if again and self._rows.is_due():
+            self._report_rows(again)
         now = monotonic()
-        if self._locked and now >= min(self._last_found_at + _REMEMBERED_SECONDS, self._found_at + _REMEMBERED_AT_MOST_SECONDS):
-            self._locked_before = set(self._locked)
-            self._locked = {}
-        return self._locked
-
-    def record(self, claim: Claim) -> int:
-        """Record the locks that a claim found, and report them if a report is due; return the number of skipped rows."""
-        now = monotonic()
-        if claim.locked_rows:
-            self._remember(claim.locked_rows, now)
         if claim.locked_shards and now >= self._look_for_holders_at:
             self._look_for_holders_at = now + self._longest_pass.total_seconds()
             self._report_shards()
-        return len(self._locked)
 
     def timed_out(self) -> None:
         """A pass timed out waiting for a lock: report the session that has locked the tables, if there is one."""
@@ -76,15 +64,6 @@ class Contention:
             "pg_terminate_backend().",
             ", ".join(map(str, pids)),
         )
-
-    def _remember(self, locked: Sequence[RelayedMessage], now: float) -> None:
-        if not self._locked:
-            self._found_at = now
-        self._last_found_at = now
-        self._locked.update((row.position, row.key) for row in locked)
-        # A row that was found locked only once may have been locked for a moment.
-        if (again := [row for row in locked if row.position in self._locked_before]) and self._rows.is_due():
-            self._report_rows(again)
 
     def _report_rows(self, locked: Sequence[RelayedMessage]) -> None:
         pids = claiming.lockers(self._alias, [row.position for row in locked])

@@ -33,6 +33,7 @@ from outbox.relay.counting import count_pass
 from outbox.store import claiming, settling
 from outbox.store.claiming import Bounds, BusyShard
 from outbox.store.messages import DamagedRow, RelayedMessage, in_order, outgoing, waves
+from outbox.store.set_aside import Reason, SetAside
 from outbox.store.settling import Failure, Settlement
 from outbox.store.unwritable_rows import Changed, UnwritableRows
 
@@ -59,9 +60,7 @@ class PassReport:
         claimed: number of claimed rows; 0 means that there was nothing to do.
         locked_shards: number of shards that another session has locked.
         locked_rows: number of messages whose rows were found locked by other sessions.
-        skipped: number of such messages that are not read for a moment.
-        unwritable: number of messages that are not read for some time, because the database refuses to change their rows.
-        unconfirmed: number of messages that are not read, because the broker may still confirm them.
+        aside: number of messages that are set aside, by reason.
         settled: number of rows whose outcome is stored.
         published: of these, confirmed.
         has_more: the same shards have more messages that can be sent at once.
@@ -74,9 +73,7 @@ class PassReport:
     claimed: int = 0
     locked_shards: int = 0
     locked_rows: int = 0
-    skipped: int = 0
-    unwritable: int = 0
-    unconfirmed: int = 0
+    aside: Counter[Reason] = field(default_factory=Counter)
     settled: int = 0
     published: int = 0
     has_more: bool = False
@@ -92,7 +89,10 @@ class _Batch:
 
     Attributes:
         paused: by topic, the positions that were not sent because the topic is paused.
-        one_by_one: rows to be sent one by one after all others, because the broker is expected to close the connection.
+        retried: rows that failed before. They are sent after the others, because the broker may close the connection again.
+        probes: rows to be sent one by one after all others, because the broker may not answer, or close the connection.
+        silent: the topics of messages that the broker has and does not confirm.
+        unconfirmed: of these, the topic of a probe.
         forbidden: topics that the broker does not permit, with its reason.
         outgoing: the messages to send, by position.
         damaged: by position, why the row cannot be sent.
@@ -103,7 +103,10 @@ class _Batch:
     rows: Sequence[RelayedMessage]
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     paused: dict[str, list[int]] = field(default_factory=dict)
-    one_by_one: list[RelayedMessage] = field(default_factory=list)
+    retried: list[RelayedMessage] = field(default_factory=list)
+    probes: list[RelayedMessage] = field(default_factory=list)
+    silent: set[str] = field(default_factory=set)
+    unconfirmed: str | None = None
     forbidden: dict[str, str] = field(default_factory=dict)
     outgoing: dict[int, OutgoingMessage] = field(default_factory=dict)
     damaged: dict[int, str] = field(default_factory=dict)
@@ -125,10 +128,10 @@ class Pass:
         self._begun_at = 0.0
         self._tally = tally or Tally()
         self.topics = PausedTopics(alias, self._rate if transport.capabilities.limited else lambda topic: 0.0)
-        self._refused: set[int] = set()
         self._readable = options.BATCH_SIZE
-        self.contention = Contention(alias, options.BATCH_DEADLINE + _MARGIN)
-        self._unwritable = UnwritableRows(alias, purpose="settled")
+        self.aside = SetAside()
+        self.contention = Contention(alias, options.BATCH_DEADLINE + _MARGIN, self.aside)
+        self._unwritable = UnwritableRows(alias, purpose="settled", aside=self.aside)
         # Nothing but a later send depends on the outcomes, unless sending writes to this database.
         self._limits = Bounds(options.BATCH_DEADLINE + _MARGIN, is_repeatable=not transport.capabilities.transactional)
 
@@ -139,32 +142,38 @@ class Pass:
             django.db.Error: the database failed; nothing is settled, and all claimed messages stay ready.
         """
         limit = min(limit, self._readable)
-        unwritable, self._begun_at = self._unwritable.skipped(), monotonic()
-        skipped = {**self.contention.skipped(), **unwritable, **self._transport.unconfirmed()}
+        self._begun_at = monotonic()
+        self.take_news()
+        skipped = self.aside.skipped()
         with transaction.atomic(using=self._alias, durable=True):
             claim = claiming.claim_ready(self._alias, shards, limit, skipped, self._limits)
+            self.aside.forget((row.position for row in claim.rows), Reason.LOCKED)
             batch = self._send(self._writable(claim.rows), claim.begun_at, limit)
             settled = self._settle(batch)
         report = self._report(batch, *settled)
+        self.contention.record(claim)
         return replace(
             report,
             locked_shards=len(claim.locked_shards),
             locked_rows=len(claim.locked_rows),
-            skipped=self.contention.record(claim),
-            unwritable=len(unwritable),
-            unconfirmed=len(self._transport.unconfirmed()),
+            aside=self.aside.counts(),
         )
+
+    def take_news(self) -> None:
+        """Take the broker's late answers: their messages are read again, and their topics may be resumed."""
+        self.topics.record(taken=self.aside.answered(self._transport.news()), refused=[], forbidden={})
 
     def _writable(self, rows: Sequence[RelayedMessage]) -> Sequence[RelayedMessage]:
         """The rows that may be sent. Rows that could not be settled before are not sent before a rehearsal succeeds.
 
         After many such rows it may be that no row can be settled. Then all are rehearsed, so that not all are sent in vain.
         """
-        doubtful = [row.position for row in rows if self._unwritable.are_many or row.position in self._unwritable]
+        are_many = self._unwritable.are_many
+        doubtful = [row.position for row in rows if are_many or row.position in self._unwritable]
         if not doubtful:
             return rows
         rehearsed = settling.rehearse(self._alias, doubtful)
-        self._unwritable.forget_due(rehearsed.done)
+        self.aside.forget(rehearsed.done or (), Reason.UNWRITABLE)
         self._record_unwritable(rehearsed)
         left = set(doubtful).difference(rehearsed.done or ())
         return in_order(rows, {row.position for row in rows} - left)
@@ -176,6 +185,8 @@ class Pass:
         """Store the outcomes, without those of rows that the database refuses to change; and the number of changed rows."""
         places = {row.position: row.place for row in batch.rows}
         settlement, changed = settling.settle_writable(self._alias, self._decide(batch), places)
+        if self.aside:
+            self.aside.forget(settlement.positions)
         self._record_unwritable(changed)
         return settlement, changed.count
 
@@ -188,20 +199,23 @@ class Pass:
         deadline = begun_at + self._options.BATCH_DEADLINE.total_seconds()
         batch = _Batch(rows, overdue=bool(rows) and monotonic() > deadline, is_full=len(rows) >= limit)
         # First, because a message may have expired or been paused since it was sent.
-        batch.verdicts.update(self._transport.answers(self._intact(batch)))
-        stopped_keys: set[str] = set()
+        batch.verdicts.update(self.aside.answers(self._read_again(batch)))
         in_waves = waves(self._sendable(batch))
         sent_now = self._number_sent_now(in_waves, is_full=batch.is_full)
         left = [row for wave in in_waves[sent_now:] for row in wave]
-        batch.left = len(left)
-        left_keys = {row.key for row in left}
-        one_by_one = [[row] for row in batch.one_by_one if row.key not in left_keys]
-        for wave in [*in_waves[:sent_now], *one_by_one]:
-            if batch.broken is not None or monotonic() > deadline:
+        batch.left += len(left)
+        left_keys = {row.key for row in left if row.key}
+        again = waves(row for row in batch.retried if row.key not in left_keys)
+        left_keys.update(row.key for wave in again[_MOST_WAVES:] for row in wave)
+        probes = [[row] for row in batch.probes if row.key not in left_keys]
+        stopped_keys: set[str] = set()
+        in_turn = [*((wave, False) for wave in (*in_waves[:sent_now], *again[:_MOST_WAVES])), *((one, True) for one in probes)]
+        for wave, is_probe in in_turn:
+            if batch.broken is not None or batch.silent or monotonic() > deadline:
                 break
             passed = monotonic() - begun_at
             sendable = [row for row in wave if row.key not in stopped_keys and not row.expires_within(passed)]
-            self._send_wave(batch, self._formed(sendable, batch), deadline)
+            self._send_wave(batch, self._formed(sendable, batch), deadline, is_probe=is_probe)
             stopped_keys.update(row.key for row in wave if row.key and not _is_confirmed(row, batch.verdicts))
         return batch
 
@@ -221,6 +235,8 @@ class Pass:
     def _sendable(self, batch: _Batch) -> Iterator[RelayedMessage]:
         """The rows that may be sent together. A row that is paused, has failed, or is sent one by one, stops its key."""
         stopped_keys: set[str] = set()
+        retried_keys: set[str] = set()
+        probed: set[str] = set()
         for row in batch.rows:
             if row.expired or _is_confirmed(row, batch.verdicts):
                 continue
@@ -230,15 +246,23 @@ class Pass:
                 batch.paused.setdefault(row.topic, []).append(row.position)
             elif row.is_blocked or row.key in stopped_keys:
                 continue
-            elif row.position in self._refused or self.topics.is_paused(row.topic):
-                batch.one_by_one.append(row)
+            elif self.topics.is_probed(row.topic):
+                if row.topic in probed and not self.topics.is_paused(row.topic):
+                    batch.left += 1
+                else:
+                    probed.add(row.topic)
+                    batch.probes.append(row)
+            elif row.attempts or row.key in retried_keys:
+                batch.retried.append(row)
+                retried_keys.update([row.key] if row.key else [])
+                continue
             else:
                 yield row
                 continue
             if row.key:
                 stopped_keys.add(row.key)
 
-    def _send_wave(self, batch: _Batch, rows: Sequence[RelayedMessage], deadline: float) -> None:
+    def _send_wave(self, batch: _Batch, rows: Sequence[RelayedMessage], deadline: float, *, is_probe: bool) -> None:
         """Send `rows`. If the broker closes the connection because of one of them, find it by halving, and send the others.
 
         The remaining messages of a topic that turns out to be forbidden are not sent. A search that does not end before the
@@ -252,8 +276,12 @@ class Pass:
             if monotonic() > deadline:
                 batch.suspicious = searching
                 break
-            sent = self._transmit([batch.outgoing[row.position] for row in part], deadline)
+            sent = self._transmit([batch.outgoing[row.position] for row in part], deadline, is_probe=is_probe)
             batch.verdicts.update(sent.verdicts)
+            self.aside.expect(batch.outgoing[position] for position in sent.awaited)
+            if sent.awaited and sent.broken is None:
+                batch.silent.update(row.topic for row in part if row.position in sent.awaited)
+                batch.unconfirmed = part[0].topic if is_probe else None
             batch.forbidden.update(_forbidden(part, sent.verdicts))
             if sent.suspected:
                 parts += _parts_without(part, sent)
@@ -261,22 +289,27 @@ class Pass:
             elif sent.broken is not None:
                 batch.broken, batch.suspicious = sent.broken, sent.suspicious or searching
 
-    def _transmit(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
+    def _transmit(self, messages: Sequence[OutgoingMessage], deadline: float, *, is_probe: bool) -> Sent:
         try:
             self._transport.connect()
         except BrokerUnavailable as error:
             return Sent(broken=str(error))
         with tracing.sending(self._system, [message.envelope for message in messages]) as span:
-            sent = self._transport.send(messages, deadline)
+            if is_probe:
+                sent = self._transport.probe(messages[0], deadline)
+            else:
+                sent = self._transport.send(messages, deadline, ends_early=True)
             if sent.broken is not None:
                 tracing.failed(span, "broken connection")
             return sent
 
-    def _intact(self, batch: _Batch) -> Iterator[OutgoingMessage]:
-        for row in batch.rows:
-            with suppress(DamagedRow):
-                batch.outgoing[row.position] = outgoing(row, self._options)
-                yield batch.outgoing[row.position]
+    def _read_again(self, batch: _Batch) -> Iterator[OutgoingMessage]:
+        """The messages of rows that were set aside and are read again."""
+        for row in batch.rows if self.aside else ():
+            if row.position in self.aside:
+                with suppress(DamagedRow):
+                    batch.outgoing[row.position] = outgoing(row, self._options)
+                    yield batch.outgoing[row.position]
 
     def _formed(self, rows: Iterable[RelayedMessage], batch: _Batch) -> list[RelayedMessage]:
         """Build the messages in `batch.outgoing`; return their rows. Rows that were damaged by hand are in `batch.damaged`."""
@@ -300,6 +333,7 @@ class Pass:
         taken: list[str] = []
         expired: list[int] = []
         waiting: list[int] = []
+        unknown: list[RelayedMessage] = []
         failed: dict[tuple[Verdict, int, RetryPolicy], list[RelayedMessage]] = {}
         for row in batch.rows:
             verdict = batch.verdicts.get(row.position)
@@ -309,24 +343,29 @@ class Pass:
             elif row.expired:
                 expired.append(row.position)
             elif verdict is None or verdict.outcome is PublishOutcome.UNKNOWN:
+                if verdict is not None:
+                    unknown.append(row)
                 if row.is_blocked and row.topic not in batch.paused:
                     waiting.append(row.position)
             else:
                 failed.setdefault((verdict, row.attempts + 1, self._options.topic(row.topic).retry), []).append(row)
+        self.aside.hold({row.position: row.key for row in unknown}, Reason.UNKNOWN)
         self.topics.record(
-            taken=taken,
+            taken=[*taken, *self.aside.answered(self._transport.news())],
             refused=[
-                (row.topic, verdict)
-                for (verdict, *_), rows in failed.items()
-                if verdict.outcome in _TOPICS_FAULT
-                for row in rows
+                *(
+                    (row.topic, verdict)
+                    for (verdict, *_), rows in failed.items()
+                    if verdict.outcome in _TOPICS_FAULT
+                    for row in rows
+                ),
+                *((row.topic, batch.verdicts[row.position]) for row in unknown),
             ],
             forbidden=batch.forbidden,
+            silent=batch.silent,
+            unconfirmed=batch.unconfirmed,
         )
-        refused = {
-            row.position for (verdict, *_), rows in failed.items() if verdict.outcome is PublishOutcome.REFUSED for row in rows
-        }
-        settlement = Settlement(
+        return Settlement(
             published=published,
             expired=expired,
             waiting=waiting,
@@ -339,8 +378,6 @@ class Pass:
             ],
             paused=batch.paused,
         )
-        self._refused = (self._refused | refused).difference(published, settlement.dead)
-        return settlement
 
     def _failure(self, rows: Sequence[RelayedMessage], verdict: Verdict, attempt: int, retry: RetryPolicy) -> Failure:
         if verdict.outcome in _NEVER_DEAD:

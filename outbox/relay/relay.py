@@ -30,6 +30,7 @@ from outbox.relay.passes import Pass, PassReport
 from outbox.relay.releasing import Release
 from outbox.store import claiming, settling
 from outbox.store.dialect import EVER
+from outbox.store.set_aside import Reason
 from outbox.store.unwritable_rows import UnwritableRows
 
 logger = escaping_logger(__name__)
@@ -37,13 +38,8 @@ logger = escaping_logger(__name__)
 _SHORTEST_POLL_SECONDS = 0.01
 _LONGEST_CONTENDED_SECONDS = 0.1
 _MADE_READY_PER_ROUND = 1000
-_BESIDE_UNWRITABLE_SECONDS = 1.0
+_BESIDE_STUCK_SECONDS = 1.0
 _PAUSED_SECONDS = 0.2
-_LATE = (
-    "relay: the broker has not confirmed %d messages within OUTBOX['BATCH_DEADLINE'] (%g s). They stay ready, and are settled "
-    "when it confirms them. This relay does not send them again while the connection lasts, another may send a copy, "
-    "and passes are smaller meanwhile. If this repeats, find out what slows the broker down, or set a longer BATCH_DEADLINE."
-)
 
 
 class Relay:
@@ -93,7 +89,6 @@ class Relay:
         self._size = BatchSize(options.BATCH_SIZE)
         self._poll_seconds = _SHORTEST_POLL_SECONDS
         self._alert_until = 0.0
-        self._late = Reminder()
         self._broker = Outage("the broker", log=broker_log)
         self._database = Outage("the database", log=database_log)
         unexpected = "Unexpected error in the relay: a pass over %r failed. Its messages stay ready."
@@ -157,7 +152,7 @@ class Relay:
         if report is None:
             return None
         self._record(report)
-        is_held_elsewhere = report.locked_shards or report.skipped or report.unconfirmed
+        is_held_elsewhere = report.locked_shards or report.aside.total() > report.aside[Reason.UNWRITABLE]
         self._idle = not (self._retry_in <= 0 or self._moved or report.claimed or is_held_elsewhere)
         return report
 
@@ -197,16 +192,17 @@ class Relay:
         self._floors.end(found)
         topics = self._pass.topics
         topics.update(found.paused)
+        self._pass.take_news()
         report = self._run_pass(found.shards) if found.shards else PassReport()
         topics.store()
         # After a full pass the same shards have more messages, so the next pass needs no query for shards.
         self._more = found.shards if report.has_more else ()
-        # If due rows are not made ready, another relay has locked them and makes them ready.
         self._retry_in, self._retries_since, self._moved = found.retry_in, found.retries_since, 0
         if found.retry_in <= 0:
             self._moved = settling.make_retrying_ready(self._alias, _MADE_READY_PER_ROUND, self._retrying, self._retries_since)
-            if self._retrying.count and not self._moved:
-                self._retry_in = _BESIDE_UNWRITABLE_SECONDS  # the unwritable rows hide when the next one is due
+            if not self._moved:
+                # Another session has locked them, or the database refuses to change them. They hide when the next one is due.
+                self._retry_in = _BESIDE_STUCK_SECONDS
         if not self._timed:
             self._moved += settling.make_scheduled_ready(self._alias, _MADE_READY_PER_ROUND, self._scheduled)
         is_last = drain and not report.settled
@@ -218,10 +214,7 @@ class Relay:
         return report
 
     def _run_pass(self, shards: Sequence[claiming.BusyShard]) -> PassReport:
-        wanted = self._share.of(shards)
-        # What the broker has not confirmed counts, so that a late broker gets less. Its other queues may be fast.
-        unconfirmed = len(self._transport.unconfirmed())
-        limit = max(self._size.now - unconfirmed, self._size.now // 4, 1) if unconfirmed < 2 * self._options.BATCH_SIZE else 1
+        wanted, limit = self._share.of(shards), self._size.now
         # A pass reads at least one row of each shard.
         before = work.begin("outbox", self._alias, "")
         try:
@@ -237,8 +230,6 @@ class Relay:
         self._heartbeat.published(report.published)
         self._heartbeat.claims(self._share.most)
         self._heartbeat.broker_took(self._transport.round_trip)
-        if report.unconfirmed and self._late.is_due():
-            logger.warning(_LATE, report.unconfirmed, self._options.BATCH_DEADLINE.total_seconds())
         if report.overdue:
             self._size.overdue("OUTBOX['BATCH_DEADLINE'] had passed when they were read")
         elif report.suspicious:
@@ -263,7 +254,7 @@ class Relay:
         wait_for_broker(self._broker, self._stop, reason, setting=setting, url=url, refused=refused, drain=self._drains)
 
     def _wait(self, report: PassReport) -> None:
-        is_contended = bool(report.locked_shards or report.skipped or report.unwritable or report.unconfirmed)
+        is_contended = bool(report.locked_shards or report.aside)
         if not is_contended:
             self._contended.reset()
         if report.settled:

@@ -1,13 +1,11 @@
 """Rows that the database refuses to change, because a trigger, a constraint or a damaged index raises for them.
 
 A change of many rows that failed because of some of them is repeated in halves, and these in halves again, so that the others
-are changed. Unwritable rows are skipped for some time, longer after each try, and reported once a minute. Later rows of their
-keys wait for them.
+are changed. Unwritable rows are set aside, longer after each try, and reported once a minute.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from types import MappingProxyType
 
 from django.db import Error, connections, transaction
@@ -19,10 +17,10 @@ from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_canceled, may_be_of_a_row, remedy
 from exactly_once.sql.partitions import lately
 from exactly_once.sql.schema import is_missing
-from exactly_once.wire.retry import Pause
 from exactly_once.wire.text import describe
 from outbox.models import OutboxMessage
 from outbox.store.dialect import TABLE, chunks
+from outbox.store.set_aside import LONGEST_SKIP_SECONDS, Reason, SetAside
 from outbox.store.transitions import Found
 
 logger = escaping_logger(__name__)
@@ -31,9 +29,7 @@ Rows = Sequence[int] | Found
 Change = Callable[[Rows], int]
 """Changes rows inside an open transaction or in its own, and returns their number."""
 
-LONGEST_SKIP_SECONDS = 30.0
 NO_KEYS: Mapping[int, str] = MappingProxyType({})
-_FIRST_SKIP_SECONDS = 1.0
 _IMMEDIATE = "SET CONSTRAINTS ALL IMMEDIATE"
 """A deferred constraint would raise when the transaction commits, and not for a row."""
 SAVEPOINT = (_IMMEDIATE, "SAVEPOINT writable")
@@ -144,29 +140,15 @@ def _why_unwritable(error: BaseException, alias: str) -> str:
     return f"{describe(error)}. {remedy(error, alias) or unknown}"
 
 
-@dataclass
-class _Skipped:
-    """An unwritable row, and the instants (monotonic) of its next try, and of forgetting it if it is not tried until then."""
-
-    key: str
-    pause: Pause = field(default_factory=lambda: Pause(_FIRST_SKIP_SECONDS, LONGEST_SKIP_SECONDS))
-    again_at: float = 0.0
-    forgotten_at: float = inf
-
-
 class UnwritableRows:
-    """The rows that one loop could not change by one kind of transition, in its memory.
+    """The rows that one loop could not change by one kind of transition.
 
     Args:
         component: begins the log line.
         purpose: of the change, as in "they cannot be made ready".
         reminder: decides when to report; loops may share it.
-
-    Attributes:
-        at_once: maximum number of due rows to try together. A row that is refused again must be identified again.
+        aside: where they are set aside.
     """
-
-    at_once = 25
 
     def __init__(
         self,
@@ -175,36 +157,24 @@ class UnwritableRows:
         purpose: str = "made ready",
         *,
         reminder: Reminder | None = None,
+        aside: SetAside | None = None,
     ) -> None:
         self._alias = alias
         self._component = component
         self._purpose = purpose
         self._reminder = reminder or Reminder()
-        self._rows: dict[int, _Skipped] = {}
-        self._due: set[int] = set()
+        self.aside = SetAside() if aside is None else aside
 
     @property
     def count(self) -> int:
-        return len(self._rows)
+        return self.aside.counts()[Reason.UNWRITABLE]
 
     def __contains__(self, position: int) -> bool:
-        return position in self._rows
+        return self.aside.reason(position) is Reason.UNWRITABLE
 
     def skipped(self) -> Mapping[int, str]:
-        """The positions of the rows that are not tried now, with the keys of their messages.
-
-        The rows of a key are tried together: each one that is skipped would hold back the others.
-        """
-        now = monotonic()
-        self._rows = {at: row for at, row in [*self._rows.items()] if now < row.forgotten_at}
-        due = sorted((row.again_at, position) for position, row in self._rows.items() if row.again_at <= now)[: self.at_once]
-        for row in (self._rows[position] for _, position in due):
-            row.again_at = now + _FIRST_SKIP_SECONDS  # others are tried meanwhile, if this one is not
-            # Then it has changed, or belongs to another process.
-            row.forgotten_at = min(row.forgotten_at, now + LONGEST_SKIP_SECONDS)
-        keys = {self._rows[position].key for _, position in due} - {""}
-        self._due = {position for _, position in due} | {position for position, row in self._rows.items() if row.key in keys}
-        return {position: row.key for position, row in self._rows.items() if position not in self._due}
+        """See `SetAside.skipped`."""
+        return self.aside.skipped()
 
     @property
     def are_many(self) -> bool:
@@ -218,22 +188,15 @@ class UnwritableRows:
             django.db.Error: none of many rows can be changed, so the cause is not one row.
         """
         changed = change_writable(self._alias, rows, change)
-        self.forget_due(changed.done)
+        self.aside.forget_due(changed.done)
         self.record(changed.unwritable, changed.keys)
         if not changed.count and len(changed.unwritable) >= _MANY:
             raise next(iter(changed.unwritable.values()))
         return changed.count
 
-    def skip(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = NO_KEYS) -> None:
-        """Skip the refused rows until their backoff ends."""
-        now = monotonic()
-        for position in refused:
-            row = self._rows.setdefault(position, _Skipped(keys.get(position, "")))
-            row.again_at, row.forgotten_at = now + row.pause.next_seconds(), inf
-
     def record(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = NO_KEYS) -> None:
-        """`skip` the refused rows, and report them if a report is due."""
-        self.skip(refused, keys)
+        """The refused rows are set aside, and reported if a report is due."""
+        self.aside.hold({position: keys.get(position, "") for position in refused}, Reason.UNWRITABLE)
         if refused and self._reminder.is_due():
             position, error = next(iter(refused.items()))
             named = (
@@ -253,9 +216,3 @@ class UnwritableRows:
                 _why_unwritable(error, self._alias),
                 LONGEST_SKIP_SECONDS,
             )
-
-    def forget_due(self, tried: Collection[int] | None = None) -> None:
-        """Forget the rows that were due and could be changed: all that were tried again, or those among these positions."""
-        for position in self._due:
-            if tried is None or position in tried:
-                self._rows.pop(position, None)

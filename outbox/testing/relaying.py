@@ -105,7 +105,7 @@ class _TestTransport(Transport):
         """At the end of the block, raise the first error of a handler in it."""
         return nullcontext() if self._local is None else self._local.raising_errors()
 
-    def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
+    def send(self, messages: Sequence[OutgoingMessage], deadline: float, *, ends_early: bool = False) -> Sent:
         handed = self._handed_over(messages, deadline)
         verdicts = {message.position: handed.get(message.position, CONFIRMED) for message in messages}
         self.sent += [_sent(message) for message in messages if verdicts[message.position].outcome is PublishOutcome.CONFIRMED]

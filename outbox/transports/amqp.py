@@ -3,17 +3,18 @@
 py-amqp's `confirm_publish` is not used: it credits a late ack to the next message, and every heartbeat restarts its timeout.
 This transport publishes a batch in one go, then collects acks, nacks and returns by delivery tag until a monotonic deadline.
 The outcome of a message without an answer at the deadline is *unknown*. If the broker is only late, the connection stays open,
-and the message is not sent again before its answer has come.
+and the answer is reported when it has come.
 
-Any error of the channel or the socket closes the connection: py-amqp would silently reopen the channel without confirm mode
-and restart its delivery tags. The transport uses one connection with one channel, in one thread, without consumers.
+Any error of a channel or the socket closes the connection: py-amqp would silently reopen the channel without confirm mode
+and restart its delivery tags. The transport uses one connection in one thread, without consumers, with one channel and one
+more for each probe without an answer.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from math import inf
 from struct import Struct, pack
-from typing import Any, Self
+from typing import Any
 
 import kombu
 from amqp.exceptions import NotFound, RecoverableConnectionError
@@ -33,7 +34,6 @@ from exactly_once.transport.broker import (
     read_in_chunks,
 )
 from exactly_once.transport.interface import (
-    CONFIRMED,
     BrokerRefused,
     BrokerUnavailable,
     Capabilities,
@@ -68,38 +68,47 @@ _BASIC_ACK = pack(">HH", 60, 80)
 _ACK_ARGUMENTS = Struct(">Q?")
 """Delivery tag and `multiple`, the only bit of its octet (AMQP 0-9-1, basic.ack)."""
 _OVERDUE = "the broker did not confirm everything within the deadline"
+_LOST = Verdict(PublishOutcome.UNKNOWN, "the connection was lost, or its channel given up")
+_PATIENCE_ROUND_TRIPS = 20
+_SHORTEST_PATIENCE_SECONDS = 0.25
+_ROUND_TRIPS_TO_OPEN = 2
 _ALIVE_SECONDS = 2.0
 _LATEST_SECONDS = 60.0
 """An answer that comes later than this after the deadline is given up, with its connection: it may never come."""
 
-_UNASKED = (
-    "The broker has confirmed message %s after its deadline, so it is delivered. Meanwhile it was settled by another relay, "
-    "cancelled, rescheduled or changed."
-)
 
+class _Channel:
+    """A channel in confirm mode, and the publishes that await their confirms.
 
-@dataclass(slots=True)
-class _Late:
-    """A message without an answer at the deadline of its batch; its verdict when that has come.
-
-    Its position alone does not identify it: a failover may give it to another message, and an operator may correct the message.
+    Attributes:
+        sent_at: when the last batch was begun.
+        heard_at: when an answer was last noticed.
+        awaited_since: when a publish was first left without an answer; infinite if none is.
     """
 
-    message: OutgoingMessage
-    digest: bytes
-    until: float
-    verdict: Verdict | None = None
+    def __init__(self, amqp: Any, exchange: str, on_return: Callable[..., None]) -> None:
+        self.channel = amqp.channel()
+        self.tracker = ConfirmTracker()
+        self.frames = FrameWriter(channel=self.channel.channel_id, exchange=exchange, frame_max=amqp.frame_max)
+        self.sent_at = self.heard_at = monotonic()
+        self.awaited_since = inf
+        self._heard = 0
+        self.channel.confirm_select()
+        self.channel.events["basic_ack"].add(self.tracker.acked)
+        self.channel.events["basic_nack"].add(self.tracker.nacked)
+        self.channel.events["basic_return"].add(partial(on_return, self.tracker))
 
-    @classmethod
-    def of(cls, message: OutgoingMessage) -> Self:
-        """Without its body, of which there may be many megabytes."""
-        envelope = message.envelope
-        kept = message._replace(envelope=envelope._replace(body=b""), priority=0, expires_in_seconds=None)
-        return cls(kept, blake2b(envelope.body).digest(), monotonic() + _LATEST_SECONDS)
+    def has_news(self) -> bool:
+        """Has an answer come since the last call?"""
+        if self.tracker.answered == self._heard:
+            return False
+        self._heard, self.heard_at = self.tracker.answered, monotonic()
+        return True
 
-    def is_of(self, message: OutgoingMessage) -> bool:
-        other = _Late.of(message)
-        return (self.message, self.digest) == (other.message, other.digest)
+    @property
+    def is_silent(self) -> bool:
+        """Has no answer been noticed since the last batch was begun?"""
+        return self.heard_at < self.sent_at
 
 
 class AmqpTransport(Transport):
@@ -115,12 +124,11 @@ class AmqpTransport(Transport):
         self._exchange = exchange
         self._connection: kombu.Connection | None = None
         self._amqp: Any = None
-        self._channel: Any = None
-        self._frames: FrameWriter
-        self._tracker = ConfirmTracker()
+        self._channels: list[_Channel] = []
+        self._current: _Channel
         self._exchanges: set[str] = set()
         self._blocked: str | None = None
-        self._late: dict[int, _Late] = {}
+        self._news: dict[int, Verdict] = {}
         self._is_overdue = False
 
     def connect(self) -> None:
@@ -133,82 +141,88 @@ class AmqpTransport(Transport):
         if self._connection is None:
             self._open()
 
-    def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
+    def send(self, messages: Sequence[OutgoingMessage], deadline: float, *, ends_early: bool = False) -> Sent:
+        return self._send(self._main, messages, deadline, self._patience if ends_early else inf)
+
+    def probe(self, message: OutgoingMessage, deadline: float) -> Sent:
+        """Send a message on a channel of its own.
+
+        RabbitMQ answers nothing on a channel whose process waits for a queue, not even for messages to other queues.
+        """
+        try:
+            with self._amqp.transport.having_timeout(_ALIVE_SECONDS):
+                channel = self._opened()
+            sent = self._send(channel, [message], deadline, self._patience)
+            if sent.broken is None and sent.verdicts:
+                if self._main.tracker.waiting and self._main.is_silent:
+                    # The process of the main channel may wait for a queue.
+                    self._lose(self._main)
+                    self._channels[0] = self._opened()
+                channel.channel.close()
+            elif sent.broken is None:
+                self._channels.append(channel)
+        except BROKER_FAILURES as error:
+            self._discard()
+            return Sent(broken=self._explained(error))
+        return sent
+
+    def news(self) -> Mapping[int, Verdict]:
+        if any(channel.tracker.waiting for channel in self._channels):
+            self.idle()
+        self._collect()
+        if any(monotonic() > channel.awaited_since + _LATEST_SECONDS for channel in self._channels):
+            logger.warning("The broker has not confirmed a message for %.0f s; the connection is given up.", _LATEST_SECONDS)
+            self._discard()
+        news, self._news = self._news, {}
+        return news
+
+    @property
+    def _main(self) -> _Channel:
+        """The channel of all messages but probes. The others are those of probes without an answer."""
+        return self._channels[0]
+
+    @property
+    def _patience(self) -> float:
+        """Seconds without an answer after which a pass ends early."""
+        return max(_SHORTEST_PATIENCE_SECONDS, _PATIENCE_ROUND_TRIPS * (self.round_trip or 0.0))
+
+    def _opened(self) -> _Channel:
+        return _Channel(self._amqp, self._exchange, self._on_return)
+
+    def _send(self, channel: _Channel, messages: Sequence[OutgoingMessage], deadline: float, patience: float) -> Sent:
         refused: dict[int, Verdict] = {}
-        if self._late:
-            refused.update(self.answers(messages))
-            messages = [
-                message for message in messages if message.position not in refused and message.position not in self._late
-            ]
-            if not messages:
-                return Sent(verdicts=refused)
+        positions = {message.position for message in messages}
+        for other in self._channels:
+            if other.tracker.waiting:
+                other.tracker.forget(positions)
         broken: str | None = None
         suspected: list[int] = []
         suspicious = False
-        behind = self._tracker.last_tag
+        tracker = channel.tracker
+        self._current, behind, channel.sent_at = channel, tracker.last_tag, monotonic()
         try:
-            self._is_overdue = not self._publish(messages, deadline, refused)
-            sent_at = monotonic()
-            self._is_overdue = self._is_overdue or not self._await_confirms(deadline, behind)
-            if not self._is_overdue:
-                self.round_trip = monotonic() - sent_at
+            self._is_overdue = not (
+                self._publish(channel, messages, deadline, patience, refused)
+                and self._await_confirms(channel, deadline, patience, behind)
+            )
         except BROKER_FAILURES as error:
             broken = self._explained(error)
             # An earlier message may be the cause.
-            suspicious = _code_of(error) in _FAULTS and not self._late.keys().isdisjoint(self._tracker.unanswered)
-            suspected = [] if suspicious else self._suspected(error, messages)
-            if len(suspected) == 1 and (_blames_a_destination(error) or len(self._tracker.unanswered) == 1):
+            suspicious = _code_of(error) in _FAULTS and not positions.issuperset(tracker.unanswered)
+            suspected = [] if suspicious else self._suspected(channel, error, messages)
+            if len(suspected) == 1 and (_blames_a_destination(error) or len(tracker.unanswered) == 1):
                 refused[suspected[0]] = Verdict(_FAULTS[_code_of(error)], f"the broker refuses it: {broken}")
-        verdicts = self._collect()
-        verdicts.update(refused)
-        if self._is_overdue or self._blocked:
-            unanswered = set(self._tracker.unanswered)
-            self._late.update((message.position, _Late.of(message)) for message in messages if message.position in unanswered)
-        if broken is None and not self._blocked:
-            return Sent(verdicts=verdicts)
-        if self._blocked:
-            # The broker enqueues the contents of the socket's buffers when the alarm ends, even if this side disconnects. So
+        verdicts = self._collect(channel, positions) | refused
+        if broken is None or self._blocked:
+            awaited = positions.intersection(tracker.unanswered)
+            if awaited:
+                channel.awaited_since = min(channel.awaited_since, monotonic())
+            # The broker enqueues the contents of the socket's buffers when an alarm ends, even if this side disconnects. So
             # keep this connection until then: every new connection would add another batch of duplicates.
-            return Sent(verdicts=verdicts, broken=self._blocked, suspicious=True)
+            return Sent(verdicts=verdicts, awaited=awaited, broken=self._blocked, suspicious=self._blocked is not None)
+        tracker.forget(positions)
         self._discard()
         return Sent(verdicts=verdicts, broken=broken, suspected=suspected, suspicious=suspicious)
-
-    def unconfirmed(self) -> Mapping[int, str]:
-        if not self._late:
-            return {}
-        self._collect()
-        if self._is_given_up():
-            self.idle()  # this process may have been frozen, and the answer may be in the socket
-            self._collect()
-        if self._is_given_up():
-            logger.warning("The broker has not confirmed a message for %.0f s; the connection is given up.", _LATEST_SECONDS)
-            self._discard()
-        now = monotonic()
-        for position in [position for position, late in self._late.items() if now > late.until]:
-            self._forget(position)
-        return {position: late.message.envelope.key for position, late in self._late.items() if late.verdict is None}
-
-    def answers(self, messages: Iterable[OutgoingMessage]) -> Mapping[int, Verdict]:
-        answers: dict[int, Verdict] = {}
-        for message in messages if self._late else ():
-            late = self._late.get(message.position)
-            if late is not None and late.verdict is not None:
-                if late.is_of(message):
-                    answers[message.position] = late.verdict
-                    del self._late[message.position]
-                else:
-                    self._forget(message.position)
-        return answers
-
-    def _is_given_up(self) -> bool:
-        now = monotonic()
-        return any(late.verdict is None and now > late.until for late in self._late.values())
-
-    def _forget(self, position: int) -> None:
-        """Drop an answer that no pass has asked for."""
-        late = self._late.pop(position)
-        if late.verdict == CONFIRMED:
-            logger.info(_UNASKED, late.message.envelope.id)
 
     def idle(self) -> None:
         """Read pending frames and send a heartbeat; this finds a dead connection before the next batch."""
@@ -231,7 +245,6 @@ class AmqpTransport(Transport):
 
     def _open(self) -> None:
         self._blocked = None
-        self._tracker = ConfirmTracker()
         self._exchanges = {""}
         events = {"on_blocked": self._on_blocked, "on_unblocked": self._on_unblocked}
         try:
@@ -239,26 +252,24 @@ class AmqpTransport(Transport):
             self._connection.ensure_connection(**connection_attempts(self._url))
             # Stored here, because kombu's own `connection` attribute silently reconnects after this connection is closed.
             self._amqp = self._connection.connection
-            self._channel = self._amqp.channel()
-            self._channel.exchange_declare(self._exchange, EXCHANGE_TYPE, durable=True, auto_delete=False)
             asked_at = monotonic()
-            self._channel.confirm_select()
-            self.round_trip = monotonic() - asked_at
+            self._channels = [self._opened()]
+            self._current = self._main
+            self.round_trip = (monotonic() - asked_at) / _ROUND_TRIPS_TO_OPEN
+            self._main.channel.exchange_declare(self._exchange, EXCHANGE_TYPE, durable=True, auto_delete=False)
         except Exception as error:
             # Any exception: the server on that port may not speak AMQP.
             self._discard()
             raise (BrokerRefused if is_refusal(error) else BrokerUnavailable)(self._explained(error)) from error
-        self._frames = FrameWriter(channel=self._channel.channel_id, exchange=self._exchange, frame_max=self._amqp.frame_max)
         read_in_chunks(self._amqp.transport)
-        self._channel.events["basic_ack"].add(self._tracker.acked)
-        self._channel.events["basic_nack"].add(self._tracker.nacked)
-        self._channel.events["basic_return"].add(self._on_return)
 
     def _discard(self) -> None:
         connection = self._connection
-        self._connection = self._amqp = self._channel = self._blocked = None
+        for channel in self._channels:
+            self._lose(channel)
+        self._channels = []
+        self._connection = self._amqp = self._blocked = None
         self._is_overdue = False
-        self._late = {position: late for position, late in self._late.items() if late.verdict is not None}
         if connection is not None:
             try:
                 connection.collect(socket_timeout=1.0)
@@ -275,27 +286,48 @@ class AmqpTransport(Transport):
             raise BrokerUnavailable(f"{_OVERDUE}, and does not answer: {describe(error)}") from error
         self._is_overdue = False
 
-    def _collect(self) -> dict[int, Verdict]:
-        """The new answers. Those of earlier batches are stored until their messages are claimed again.
-
-        A failure counts, too: a message that is always returned late would otherwise be sent forever. If another relay has
-        counted the failure of its own copy meanwhile, it costs the message one attempt too many.
-        """
-        verdicts = self._tracker.collect()
-        for position in self._late.keys() & verdicts.keys():
-            late = self._late[position]
-            late.verdict, late.until = verdicts.pop(position), monotonic() + _LATEST_SECONDS
+    def _collect(self, sent: _Channel | None = None, positions: Collection[int] = ()) -> dict[int, Verdict]:
+        """The new answers to these messages, which were sent on a channel; all others are news."""
+        verdicts: dict[int, Verdict] = {}
+        for channel in self._channels if sent is None or sent in self._channels else [*self._channels, sent]:
+            self._notice(channel)
+            for position, verdict in channel.tracker.collect().items():
+                (verdicts if channel is sent and position in positions else self._news)[position] = verdict
+            if not channel.tracker.waiting:
+                channel.awaited_since = inf
+        self._channels[1:] = [channel for channel in self._channels[1:] if channel.tracker.waiting]
         return verdicts
 
-    def _publish(self, messages: Sequence[OutgoingMessage], deadline: float, refused: dict[int, Verdict]) -> bool:
-        """Write the messages; False if the deadline has passed before all were written."""
+    def _notice(self, channel: _Channel) -> bool:
+        """Has an answer come on this channel since the last call?"""
+        was_silent = channel.is_silent
+        if not channel.has_news():
+            return False
+        if was_silent:
+            self.round_trip = channel.heard_at - channel.sent_at
+        return True
+
+    def _lose(self, channel: _Channel) -> None:
+        """No answer comes from this channel any more."""
+        self._news.update(channel.tracker.collect())
+        self._news.update(dict.fromkeys(channel.tracker.unanswered, _LOST))
+
+    def _publish(
+        self,
+        channel: _Channel,
+        messages: Sequence[OutgoingMessage],
+        deadline: float,
+        patience: float,
+        refused: dict[int, Verdict],
+    ) -> bool:
+        """Write the messages; False if the deadline has passed, or the broker falls silent, before all were written."""
         buffer = bytearray()
         unwritten: list[OutgoingMessage] = []
-        behind = self._tracker.last_tag
+        behind = channel.tracker.last_tag
         unconfirmed_bytes = 0
         missing: set[str] = set()
         for message in messages:
-            frames = self._encode(message, missing)
+            frames = self._encode(channel, message, missing)
             if isinstance(frames, Verdict):
                 refused[message.position] = frames
                 continue
@@ -304,18 +336,18 @@ class AmqpTransport(Transport):
             if len(buffer) < _WRITE_BYTES:
                 continue
             unconfirmed_bytes += len(buffer)
-            if not self._write(buffer, unwritten, deadline):
+            if not self._write(channel, buffer, unwritten, deadline):
                 return False
             while self._read(_GLANCE_SECONDS):
                 pass
             if unconfirmed_bytes > _WINDOW_BYTES:
                 # If the acks are not read, the broker stops writing them, and then stops reading.
-                if not self._await_confirms(deadline, behind):
+                if not self._await_confirms(channel, deadline, patience, behind):
                     return False
                 unconfirmed_bytes = 0
-        return self._write(buffer, unwritten, deadline)
+        return self._write(channel, buffer, unwritten, deadline)
 
-    def _encode(self, message: OutgoingMessage, missing: set[str]) -> bytes | Verdict:
+    def _encode(self, channel: _Channel, message: OutgoingMessage, missing: set[str]) -> bytes | Verdict:
         # Outside of the `try`: it asks the broker, and the connection may be lost.
         route = None
         if message.queue:
@@ -326,9 +358,9 @@ class AmqpTransport(Transport):
             route = message.exchange, message.envelope.topic
         try:
             if message.wire is None:
-                return self._frames.publish(message, route)
+                return channel.frames.publish(message, route)
             wire = Wire.from_text(message.wire)
-            frames = self._frames.publish_formed(message.envelope, wire)
+            frames = channel.frames.publish_formed(message.envelope, wire)
         except Exception as error:  # noqa: BLE001 - a row written by another program may hold anything
             return Verdict(PublishOutcome.REFUSED, f"it cannot be encoded: {describe(error)}")
         if not self._exists(wire.exchange, missing):
@@ -363,13 +395,13 @@ class AmqpTransport(Transport):
         self._exchanges.add(exchange)
         return True
 
-    def _write(self, buffer: bytearray, unwritten: list[OutgoingMessage], deadline: float) -> bool:
+    def _write(self, channel: _Channel, buffer: bytearray, unwritten: list[OutgoingMessage], deadline: float) -> bool:
         left = deadline - monotonic()
         if left <= 0 or self._blocked:
             return False
         # Only now, because the broker counts what it receives.
         for message in unwritten:
-            self._tracker.sent(message.position, message.envelope.id)
+            channel.tracker.sent(message.position, message.envelope.id)
         unwritten.clear()
         with self._amqp.transport.having_timeout(left):
             self._amqp.transport.write(buffer)
@@ -377,13 +409,16 @@ class AmqpTransport(Transport):
         buffer.clear()
         return True
 
-    def _await_confirms(self, deadline: float, behind: int) -> bool:
-        """Wait for the confirms of the publishes behind a tag; False at the deadline."""
-        while self._tracker.waits_behind(behind):
-            left = deadline - monotonic()
+    def _await_confirms(self, channel: _Channel, deadline: float, patience: float, behind: int) -> bool:
+        """Wait for the confirms of the publishes behind a tag; False at the deadline, or without news for too long."""
+        since = monotonic()
+        while channel.tracker.waits_behind(behind):
+            left = min(deadline, since + patience) - monotonic()
             if left <= 0 or self._blocked:
                 return False
             self._read(min(left, _TICK_SECONDS))
+            if self._notice(channel):
+                since = channel.heard_at
         return True
 
     def _read(self, seconds: float) -> bool:
@@ -407,28 +442,30 @@ class AmqpTransport(Transport):
         Returns:
             Whether confirms are outstanding. If none are, the next read handles the remaining frames.
         """
+        current = self._current
         kind, channel, payload = frame
-        if kind == METHOD and channel == self._channel.channel_id and payload.startswith(_BASIC_ACK):
+        if kind == METHOD and channel == current.channel.channel_id and payload.startswith(_BASIC_ACK):
             self._amqp.bytes_recv += 1  # py-amqp's heartbeat check reads this counter
-            self._tracker.acked(*_ACK_ARGUMENTS.unpack_from(payload, len(_BASIC_ACK)))
+            current.tracker.acked(*_ACK_ARGUMENTS.unpack_from(payload, len(_BASIC_ACK)))
         else:
             self._amqp.on_inbound_frame(frame)
-        return self._tracker.waiting
+        return current.tracker.waiting
 
-    def _on_return(self, error: Exception, exchange: str, routing_key: str, message: Any) -> None:
+    def _on_return(self, tracker: ConfirmTracker, error: Exception, exchange: str, routing_key: str, message: Any) -> None:
         bound = f"no queue is bound to exchange {exchange!r} for topic {routing_key!r}"
         reason = f"unroutable: {bound if exchange else f'queue {routing_key!r} does not exist'}"
-        self._tracker.returned(str(message.properties.get("message_id", "")), reason)
+        tracker.returned(str(message.properties.get("message_id", "")), reason)
 
     def _on_blocked(self, reason: str) -> None:
         self._blocked = "it blocks publishers, probably because of a memory or disk alarm; see the broker's log"
 
     def _on_unblocked(self) -> None:
         self._blocked = None
-        for late in self._late.values():
-            late.until = monotonic() + _LATEST_SECONDS
+        for channel in self._channels:
+            if channel.tracker.waiting:
+                channel.awaited_since = monotonic()
 
-    def _suspected(self, error: Exception, messages: Sequence[OutgoingMessage]) -> list[int]:
+    def _suspected(self, channel: _Channel, error: Exception, messages: Sequence[OutgoingMessage]) -> list[int]:
         """The positions of the messages that may have made the broker close the channel; empty for any other reason.
 
         RabbitMQ names the forbidden topic. It reads in order, so it stopped at the first message of that topic.
@@ -436,7 +473,7 @@ class AmqpTransport(Transport):
         code = _code_of(error)
         if code not in _FAULTS or self._is_about_our_exchange(error):
             return []
-        unanswered = set(self._tracker.unanswered)
+        unanswered = set(channel.tracker.unanswered)
         sent = [message for message in messages if message.position in unanswered]
         if code == _NOT_FOUND:
             # An exchange that was deleted after the check.

@@ -7,7 +7,7 @@ messages. A returned message is named by its message id only and arrives before 
 This module uses no socket and no clock.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from exactly_once.transport.interface import CONFIRMED, PublishOutcome, Verdict
 
@@ -17,10 +17,11 @@ class ConfirmTracker:
 
     Attributes:
         last_tag: of the last publish.
+        answered: the number of publishes that were answered.
     """
 
     def __init__(self) -> None:
-        self.last_tag = 0
+        self.last_tag = self.answered = 0
         self._first_open_tag = 1
         self._open: dict[int, tuple[int, str]] = {}
         self._by_message_id: dict[str, int] = {}
@@ -39,6 +40,11 @@ class ConfirmTracker:
     def unanswered(self) -> list[int]:
         """The positions without a confirm, in the order of sending."""
         return [position for position, _ in self._open.values()]
+
+    def forget(self, positions: Collection[int]) -> None:
+        """Ignore the answers to the publishes of these positions, which are sent again, or are other messages by now."""
+        for tag in [tag for tag, (position, _) in self._open.items() if position in positions]:
+            self._closed([tag])
 
     def sent(self, position: int, message_id: str) -> None:
         """Record the message at `position` as the next publish of this channel."""
@@ -80,4 +86,5 @@ class ConfirmTracker:
         for position, message_id in closed:
             if self._by_message_id.get(message_id) == position:
                 del self._by_message_id[message_id]
+        self.answered += len(closed)
         return [position for position, _ in closed]

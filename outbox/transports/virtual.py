@@ -89,7 +89,7 @@ class VirtualTransport(Transport):
             raise (BrokerRefused if is_refusal(error) else BrokerUnavailable)(describe(error)) from error
         self._connection = connection
 
-    def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
+    def send(self, messages: Sequence[OutgoingMessage], deadline: float, *, ends_early: bool = False) -> Sent:
         verdicts: dict[int, Verdict] = {}
         failures = failures_of(self._connection)
         for message in messages:

@@ -4,6 +4,7 @@ import threading
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import kombu
 import pytest
@@ -140,10 +141,20 @@ def connected(url, *, alias="default"):
 
 def one_pass(transport, *, limit=500, alias="default", **options):
     """One pass of a relay that does nothing else."""
-    single = Pass(alias, transport, quick(**options))
+    single = _pass_of(transport, alias, **options)
     found = claiming.look(alias)
     single.topics.update(found.paused)
     return single.run(found.shards, limit)
+
+
+def _pass_of(transport, alias, **options):
+    """The same for one transport, unless it has options: it knows which messages await a confirm."""
+    if options or transport not in _passes:
+        _passes[transport] = Pass(alias, transport, quick(**options))
+    return _passes[transport]
+
+
+_passes = WeakKeyDictionary()
 
 
 def in_hand(limit=500, alias="default", limits=None):

@@ -116,6 +116,40 @@ class TestRefusals:
 
         assert BAD in stored.paused
 
+    def test_refusals_of_thousands_of_topics_are_not_all_counted_for_ever(self, topics, stored):
+        for number in range(3000):
+            topics.record(["silent.and.taken"], [(f"topic-{number}", REFUSED)], {}, silent=[f"silent-{number}"])
+        assert len(topics._refusals) == len(topics._silent) == 1000
+
+        refuse(topics, REFUSALS - 1, topic="topic-2999")
+        assert [*stored.paused] == ["topic-2999"]
+
+
+class TestSilentTopic:
+    """The broker has messages of it, and confirms none."""
+
+    def test_silent_topic_is_paused_when_its_probe_is_not_confirmed_and_logged_once(self, topics, stored, caplog):
+        topics.record([GOOD], [], {}, silent=[BAD])
+        assert (topics.is_probed(BAD), topics.is_probed(GOOD)) == (True, False)
+        topics.store()
+        assert not stored.paused
+
+        for _ in range(2):
+            topics.record([], [], {}, silent=[BAD], unconfirmed=BAD)
+            topics.store()
+
+        assert [*stored.paused] == [BAD]
+        assert len(warnings(caplog, "does not confirm its messages")) == 1
+
+    @pytest.mark.parametrize("late", [False, True])
+    def test_topic_is_no_longer_silent_after_any_confirm(self, topics, stored, late):
+        topics.record([], [], {}, silent=[BAD])
+        topics.record([BAD], [], {}, silent=[BAD], unconfirmed=BAD if late else None)
+        topics.store()
+
+        assert not topics.is_probed(BAD)
+        assert not stored.paused
+
 
 class TestPausedTopic:
     def test_only_messages_in_trial_are_sent(self, topics):

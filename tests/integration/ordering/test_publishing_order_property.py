@@ -230,7 +230,7 @@ class RelayActor(Actor):
         relay = self.machine.new_relay()
         send = relay._transport.send
 
-        def gated(messages, deadline):
+        def gated(messages, deadline, **options):
             self.stop_at("before send")
             # The time that others took while this one stood at a gate is none of the schedule's.
             return send(messages, monotonic() + LATE_SECONDS)
@@ -498,6 +498,8 @@ class Machine:
     def _drain(self):
         """When the broker confirms everything, each message is published that was committed and not cancelled."""
         self._all_taken = True
+        for one in self._late:
+            self._take(one)
         for topic in TOPICS:
             resume(topic)
         for actor in self._actors:

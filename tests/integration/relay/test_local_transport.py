@@ -8,17 +8,20 @@ from django.core.management import call_command
 from django.db import OperationalError, transaction
 from django.test import override_settings
 
+import inbox.local
 from inbox import Retry
 from inbox.models import InboxMessage
 from inbox.receiving import reading
+from inbox.receiving.admit import hand_over
 from inbox.states import State
+from inbox.store.message_rows import ConcurrentDuplicate
 from outbox import publish
 from outbox.models import OutboxMessage
 from outbox.states import State as OutboxState
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import TOPIC, effects, make_due, the_effect
-from tests.support.relaying import connected, one_pass
+from tests.support.relaying import connected, one_pass, published_many, relaying
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
@@ -139,6 +142,28 @@ class TestHandingOver:
         make_due()
         relay_all()
         assert effects() == 22
+
+    @pytest.mark.long
+    def test_messages_whose_earlier_copies_are_running_hold_up_no_others(self, handles, monkeypatch):
+        """More than fit into a batch: of a topic whose other messages can be handed over, and of one of which none can."""
+
+        def hand_over_others(handler, *arrivals):
+            if any(arrival.envelope.biz_id.startswith("running") for arrival in arrivals):
+                raise ConcurrentDuplicate
+            hand_over(handler, *arrivals)
+
+        monkeypatch.setattr(inbox.local, "hand_over", hand_over_others)
+        handles(the_effect, topic=[TOPIC, "shop.running"])
+        published_many(600, biz_id=lambda number: f"other-{number}" if number % 20 == 19 else f"running-{number}")
+        published_many(600, "shop.running", biz_id=lambda number: f"running-{number}")
+        with relaying("local://"):
+            wait_until(lambda: InboxMessage.objects.count() == 30)
+            later = [publish_committed() for _ in range(20)]
+            wait_until(lambda: InboxMessage.objects.count() == 30 + len(later))
+
+        left = OutboxMessage.objects.exclude(state=OutboxState.PUBLISHED)
+        assert set(left.values_list("attempts", flat=True)) == {0}
+        assert set(left.filter(topic=TOPIC).values_list("state", flat=True)) == {OutboxState.READY}
 
 
 class TestFailing:

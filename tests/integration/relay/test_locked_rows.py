@@ -13,6 +13,7 @@ import pytest
 from django.test import override_settings
 
 from exactly_once.process.clock import monotonic
+from exactly_once.sql.now import DatabaseTime
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store.dialect import LOCK_SPACE
@@ -27,6 +28,7 @@ from tests.support.relaying import (
     published,
     published_many,
     relaying,
+    set_columns,
     state_of,
     states,
 )
@@ -149,6 +151,19 @@ class TestLockedRow:
                 assert not draining.ended
                 lock.close()
         assert state_of(message) == State.PUBLISHED
+
+
+def test_locked_message_whose_retry_is_due_costs_an_idle_relay_few_transactions_and_does_not_stop_a_drain(rabbitmq_url):
+    locked, other = [published(biz_id=biz_id) for biz_id in ("locked", "other")]
+    for message in (locked, other):
+        set_columns(message, state=State.RETRYING, attempts=1, available_at=DatabaseTime())
+    with Queue(rabbitmq_url) as queue, locked_rows([locked]):
+        with relaying(rabbitmq_url, POLL_INTERVAL=timedelta(seconds=1)):
+            wait_until(lambda: state_of(other) == State.PUBLISHED)
+            wait_until(lambda: transactions_per_second() < 20)
+        drained(rabbitmq_url)
+        assert state_of(locked) == State.RETRYING
+        assert ids(queue.take_all()) == [str(other.id)]
 
 
 @pytest.mark.parametrize("table", ["outboxmessage", "trailentry", "pendingcallback"])

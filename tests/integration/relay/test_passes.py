@@ -16,6 +16,7 @@ from outbox.models import OutboxMessage
 from outbox.relay.passes import Pass
 from outbox.states import State
 from outbox.store import claiming, settling
+from outbox.store.set_aside import Reason
 from outbox.topic_pauses import pause
 from tests.support.relaying import (
     deadline_when,
@@ -208,7 +209,7 @@ class TestUnknownOutcome:
         assert (state_of(answered), state_of(silent)) == (State.PUBLISHED, State.READY)
         assert row_of(silent).attempts == 0
         assert report.broken is None
-        assert report.unconfirmed == 1
+        assert report.aside == {Reason.AWAITED: 1}
 
     def test_message_with_an_unknown_outcome_is_sent_again_with_the_same_id(self, peer, transport):
         """When its connection is lost; before that, the broker may still confirm it. A late ack then confirms nothing."""

@@ -14,7 +14,8 @@ from outbox.models import OutboxMessage
 from outbox.relay.passes import Pass
 from outbox.states import State
 from outbox.store import claiming, settling, unwritable_rows
-from outbox.store.unwritable_rows import LONGEST_SKIP_SECONDS, UnwritableRows
+from outbox.store.set_aside import LONGEST_SKIP_SECONDS
+from outbox.store.unwritable_rows import UnwritableRows
 from tests.support.refused_rows import POISON, cleared, refused, reports
 from tests.support.relaying import (
     TOPIC,
@@ -170,7 +171,7 @@ class TestManyRows:
         self, peer, monkeypatch
     ):
         leapt = [0.0]
-        monkeypatch.setattr("outbox.store.unwritable_rows.monotonic", lambda: monotonic() + leapt[0])
+        monkeypatch.setattr("outbox.store.set_aside.monotonic", lambda: monotonic() + leapt[0])
         published_many(900, biz_id=lambda number: f"{POISON}-{number}")
         with refused(), connected(peer.url) as transport:
             single = Pass("default", transport, quick())
