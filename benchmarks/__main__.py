@@ -31,6 +31,7 @@ RELAY_SIDE = (
     "backlog",
     "relays",
     "latency",
+    "silent_queue",
     "steps",
     "footprint",
     "horizon",
@@ -39,7 +40,20 @@ RELAY_SIDE = (
     "pages",
 )
 TIME_SIDE = ("lateness", "scheduled_backlog", "due_burst", "rows_read")
-INBOX_SIDE = ("trace", "inbox", "group_commit", "batch", "ordered", "lease", "effect_latency", "rate_limit", "celery", "days")
+INBOX_SIDE = (
+    "trace",
+    "inbox",
+    "publishing",
+    "duplicates",
+    "group_commit",
+    "batch",
+    "ordered",
+    "lease",
+    "effect_latency",
+    "rate_limit",
+    "celery",
+    "days",
+)
 NAMES = (*RELAY_SIDE, *TIME_SIDE, *INBOX_SIDE)
 RESULTS = Path(__file__).parent / ".results"
 FULL_RUNS, QUICK_RUNS = 5, 2

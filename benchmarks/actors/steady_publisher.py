@@ -1,9 +1,9 @@
 """Publish at a steady pace; print when each message's commit had been answered: [number, nanoseconds of the monotonic clock].
 
-    python -m benchmarks.actors.steady_publisher COUNT PER_TRANSACTION SHORTEST LONGEST
+    python -m benchmarks.actors.steady_publisher COUNT PER_TRANSACTION SHORTEST LONGEST [TOPIC]
 
 Between two transactions it waits from SHORTEST to LONGEST seconds, at random. It does not make up for lost time.
-Every message is about a sale that is written in its transaction.
+Every message is about a sale that is written in its transaction. With TOPIC, a message of that topic precedes each transaction.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ def main() -> None:
 
     count, per_transaction = int(sys.argv[1]), int(sys.argv[2])
     shortest, longest = float(sys.argv[3]), float(sys.argv[4])
+    preceding = sys.argv[5:]
     committed: list[tuple[int, int]] = []
     due = time.monotonic()
     for first in range(0, count, per_transaction):
+        for topic in preceding:
+            with transaction.atomic():
+                publish(topic, payload(first))
         numbers = range(first, min(first + per_transaction, count))
         with transaction.atomic():
             # Before publish() registers its own: the commit is answered, and the doorbell has not been rung yet.

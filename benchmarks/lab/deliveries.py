@@ -52,6 +52,10 @@ SELECT
 FROM past
 """
 EFFECTS = "SELECT number, extract(epoch FROM pg_xact_commit_timestamp(xmin))::float8 FROM shop_effect ORDER BY id"
+DUPLICATES = (
+    "SELECT id, extract(epoch FROM pg_xact_commit_timestamp(xmin))::float8 FROM inbox_inboxmessage WHERE duplicates = 1 "
+    "ORDER BY id"
+)
 DRAWN = "SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM shop_effect_id_seq"
 COUNT = "SELECT count(*) FROM shop_effect"
 UNFINISHED = (
@@ -147,6 +151,18 @@ def effects_of(project: Project, count: int, *, unread: Collection[str] = ()) ->
         return ready + queued + int(value(handled))
 
     return Progress(project=project, what="effects", goal=count, current=written, work_left=work_left)
+
+
+def duplicates_of(project: Project, count: int) -> Progress:
+    """The progress of its handler towards this number of messages that have had a duplicate."""
+    counted, left = "SELECT count(*) FROM inbox_inboxmessage WHERE duplicates > 0", effects_of(project, count).work_left
+    value = project.database.value
+    return Progress(project=project, what="duplicates", goal=count, current=lambda: int(value(counted)), work_left=left)
+
+
+def duplicates(project: Project) -> list[tuple[int, float]]:
+    """The id of each message that has had one duplicate, and when that was committed."""
+    return project.database.connection.execute(DUPLICATES).fetchall()
 
 
 def effects(project: Project) -> list[tuple[int, float]]:

@@ -12,6 +12,8 @@ from typing import Any
 TOPIC = "shop.order.placed"
 TOPICS = (TOPIC, *(f"shop.reminder.{kind}" for kind in range(1, 8)))
 """What scheduled messages are about, in turn."""
+NEXT_TOPIC = "shop.order.noted"
+"""What a handler that publishes publishes."""
 EXCHANGE = "outbox"
 QUEUE = "benchmark"
 HANDLER = "shop.write_effect"
