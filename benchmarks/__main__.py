@@ -36,6 +36,8 @@ RELAY_SIDE = (
     "footprint",
     "horizon",
     "order",
+    "neighbours",
+    "unique",
     "history",
     "pages",
 )
