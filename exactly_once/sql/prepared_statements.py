@@ -201,9 +201,11 @@ class PreparedStatement:
         parameters: Sequence[Any],
         following: PreparedStatement,
         its_parameters: Sequence[Any],
+        *,
+        before: Sequence[bytes] = (),
     ) -> list[tuple[Any, ...]]:
         """As `execute_and_commit`, with a second statement before the commit: what `following` returns."""
-        _, found = _run(connection, [(self, parameters), (following, its_parameters)], after=[_COMMIT])
+        _, found = _run(connection, [(self, parameters), (following, its_parameters)], before=before, after=[_COMMIT])
         return _rows_of(connection, found)
 
     def commit_and_send(

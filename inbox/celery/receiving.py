@@ -36,6 +36,7 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.receiving.admit import admit
+from inbox.receiving.in_hand import lost_sessions
 from inbox.receiving.outages import make_refunds
 from inbox.receiving.outcomes import fail_exhausted, fail_stored, failure_of
 from inbox.receiving.receive import Policy, run
@@ -121,7 +122,9 @@ class TaskPolicy(Policy):
 
     def receive(self) -> Outcome:
         arrival = self.call.arrival
-        if not (arrival.refused or arrival.row.redelivered):
+        if not (
+            arrival.refused or arrival.row.redelivered or (lost_sessions.counts and lost_sessions.are_among([arrival.row]))
+        ):
             return (run(self, [arrival]) or [Outcome.DEFERRED])[0]
         if received := self._run_open_row():
             return received

@@ -21,7 +21,7 @@ from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
 from inbox.receiving.admit import admit
-from inbox.receiving.in_hand import Name, in_hand
+from inbox.receiving.in_hand import Name, in_hand, lost_sessions
 from inbox.receiving.outcomes import failure_of, store_failure
 from inbox.receiving.parking import park
 from inbox.receiving.reading import Unidentifiable, message_of, read, read_unread
@@ -83,7 +83,9 @@ class _Behind:
         if one.redelivered or not one.acks.is_open or one.size > _LARGEST_BEHIND:
             return None
         one.arrival = self._read(one)
-        if one.arrival.refused or one.arrival.unread or (names := in_hand.take([one.arrival.row])) is None:
+        if one.arrival.refused or one.arrival.unread or lost_sessions.are_among([one.arrival.row]):
+            return None
+        if (names := in_hand.take([one.arrival.row])) is None:
             return None
         self.held |= names
         return one.arrival

@@ -24,8 +24,15 @@ from inbox.store.message_rows import NewRow
 _REMEMBERED_WAITS = 5
 """A multiple of the wait, so that duplicates of one message occupy a worker for at most a sixth of its time."""
 
+_EXCUSED_LOSSES = 2
+_MOST_SUSPECTS = 1_000
+
 Name = tuple[str, str, str]
 """Handler, topic and biz-id."""
+
+
+def _name(row: NewRow | InboxMessage) -> Name:
+    return row.handler, row.topic, row.biz_id
 
 
 class InHand:
@@ -77,20 +84,20 @@ class InHand:
 
     def holds(self, row: NewRow) -> bool:
         """Is this process handling that message?"""
-        return (row.handler, row.topic, row.biz_id) in self._holders
+        return _name(row) in self._holders
 
     def after(self, row: NewRow, callback: Callable[[], object]) -> None:
         """If this process is handling that message, call `callback` at its end; `callback` must not raise."""
         with self._lock:
             if self.holds(row):
-                self._after[row.handler, row.topic, row.biz_id].append(callback)
+                self._after[_name(row)].append(callback)
 
     def remember_elsewhere(self, row: NewRow, waited: timedelta) -> None:
         """Record that another process is handling this message and did not end within `waited`."""
         now = monotonic()
         with self._lock:
             self._elsewhere = {name: until for name, until in self._elsewhere.items() if until > now}
-            self._elsewhere[row.handler, row.topic, row.biz_id] = now + _REMEMBERED_WAITS * waited.total_seconds()
+            self._elsewhere[_name(row)] = now + _REMEMBERED_WAITS * waited.total_seconds()
 
 
 in_hand = InHand()
@@ -125,4 +132,32 @@ class OneAtATime:
                 self._owner = None
 
 
+class LostSessions:
+    """How often this process has lost the session of a database inside the call of a message.
+
+    The server may have been restarted, or the message has ended its session. So the first losses are excused, the message is
+    counted before it is called again, and then each loss counts as an attempt.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.counts: dict[Name, int] = {}
+
+    def record(self, rows: Iterable[NewRow]) -> None:
+        with self._lock:
+            for row in rows:
+                self.counts[_name(row)] = self.counts.pop(_name(row), 0) + 1
+            for name in [*self.counts][:-_MOST_SUSPECTS]:
+                del self.counts[name]
+
+    def are_among(self, rows: Iterable[NewRow]) -> bool:
+        """Was a session lost inside the call of one of these?"""
+        return not self.counts.keys().isdisjoint(map(_name, rows))
+
+    def count_against(self, row: NewRow | InboxMessage) -> bool:
+        """Was the last loss one too many?"""
+        return self.counts.get(_name(row), 0) > _EXCUSED_LOSSES
+
+
+lost_sessions = LostSessions()
 quarantine = OneAtATime()

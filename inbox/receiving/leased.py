@@ -18,7 +18,8 @@ from inbox.handlers.message import Message
 from inbox.leases import renewal
 from inbox.leases.steps import Steps
 from inbox.leases.stores import Lease, store_as_owner
-from inbox.receiving.outages import make_refunds, refund_later
+from inbox.receiving.in_hand import lost_sessions
+from inbox.receiving.outages import make_refunds, record_loss, refund_later
 from inbox.receiving.outcomes import announce, failure_of
 from inbox.receiving.reading import message_for, why_undecodable
 from inbox.states import Outcome
@@ -48,7 +49,7 @@ def run_leased(lease: Lease, options: InboxOptions, settle_success: Callable[[Ha
             else:
                 settled = not lease.lost and store_as_owner(lease, "its outcome", store.consume)
         finally:
-            if lease.interrupted and stored is not None and not settled:
+            if lease.interrupted and stored is not None and not settled and not lost_sessions.count_against(arrival.row):
                 refund_later(alias, claims.give_back, stored)
     if not settled:
         make_refunds(alias)
@@ -91,7 +92,10 @@ def _attempt(lease: Lease, options: InboxOptions, steps: Steps) -> Message | Fai
             call(handler, [(message, arrival.envelope)])
     # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
     except BaseException as error:  # noqa: BLE001
-        error = outage_in(error, handler.using) or error
+        if outage := outage_in(error, handler.using):
+            outage.__cause__ = error
+            record_loss(handler, [arrival.row], outage)
+            error = outage
         # The step may learn of the lost lease only once the database answers again.
         is_outage = isinstance(error, DatabaseUnavailable) or (lease.without_store and isinstance(error, LeaseLost))
         lease.interrupted = is_outage and not steps.interrupted

@@ -15,7 +15,7 @@ import os
 import threading
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +25,10 @@ from django.db import DatabaseError, InterfaceError, connections, transaction
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.outage import Outage
-from exactly_once.sql.faults import is_collision, remedy
+from exactly_once.sql.faults import is_collision, is_lost, remedy
 from exactly_once.sql.schema import behind_their_tables, is_missing, why_unmigrated
+from inbox.handlers.handler import Handler
+from inbox.receiving.in_hand import lost_sessions
 from inbox.store.arrivals import begin_fresh
 from inbox.store.dialect import LONGEST_LOCK_WAIT
 from inbox.store.message_rows import ConcurrentDuplicate, NewRow
@@ -173,6 +175,23 @@ def _try_to_store(alias: str) -> None:
 
 _refunds: defaultdict[str, deque[tuple[Any, ...]]] = defaultdict(deque)
 """By database, those that are pending. Each operation on them is atomic."""
+
+
+def record_loss(handler: Handler, rows: Sequence[NewRow], outage: DatabaseUnavailable) -> None:
+    """Record that a handler was being called when its database became unavailable."""
+    if outage.beside or not is_lost(outage.__cause__ or outage):
+        return
+    lost_sessions.record(rows)
+    for row in rows:
+        if lost_sessions.count_against(row):
+            logger.error(
+                "%s: the session of the database %r was lost again while message %s (biz-id %s) was being handled. From now on "
+                "each such loss counts as an attempt. Check whether its handler ends the session or the server.",
+                handler.name,
+                handler.using,
+                row.message_id,
+                row.biz_id,
+            )
 
 
 def refund_later(alias: str, refund: Callable[..., None], *given: object) -> None:

@@ -61,10 +61,14 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Out
     return announce(handler.using, stored, failure)
 
 
-def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Outcome | None:
-    """Make a claimed message a dead letter if its earlier attempts have used up its attempts; None if they have not."""
+def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions, *, grace: int = 0) -> Outcome | None:
+    """Make a claimed message a dead letter if its earlier attempts have used up its attempts; None if they have not.
+
+    Args:
+        grace: further attempts. The last one never ended, and may not have begun: the answer to its claim may have been lost.
+    """
     made = stored.attempts - 1
-    if made < handler.retry.most_attempts(options.retry):
+    if made < handler.retry.most_attempts(options.retry) + grace:
         return None
     error = stored.last_error or f"Its attempts never ended: {handler.kind.never_ended}."
     failure = Failure(

@@ -44,9 +44,9 @@ from inbox.handlers.message import Message
 from inbox.leases.stores import Lease, lease_store
 from inbox.models import InboxMessage
 from inbox.receiving.admit import admit
-from inbox.receiving.in_hand import in_hand, is_quarantined, quarantine
+from inbox.receiving.in_hand import in_hand, is_quarantined, lost_sessions, quarantine
 from inbox.receiving.leased import run_leased
-from inbox.receiving.outages import make_refunds, refund_later
+from inbox.receiving.outages import make_refunds, record_loss, refund_later
 from inbox.receiving.outcomes import defer_locked, duplicate, fail_stored, failure_of, send, store_failure
 from inbox.receiving.parking import open_claimed
 from inbox.receiving.reading import Unidentifiable, is_parked, message_for
@@ -113,8 +113,12 @@ def receive(
     try:
         if handler.lease and not (first.unread and is_parked(first.row.biz_id)):
             return [_receive_leased(first, options, acknowledge=acknowledge)]
-        if (held := in_hand.take([arrival.row for arrival in arrivals])) is not None:
-            if first.unread or first.row.redelivered:
+        rows = [arrival.row for arrival in arrivals]
+        if (held := in_hand.take(rows)) is not None:
+            is_suspect = lost_sessions.counts and lost_sessions.are_among(rows)
+            if is_suspect and len(rows) > 1:
+                return None
+            if is_suspect or first.unread or first.row.redelivered:
                 return [_receive_carefully(handler, first, options)]
             return run(Policy(handler, options), arrivals, queue=queue)
     except ConcurrentDuplicate:
@@ -192,6 +196,8 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, su
         return defer_locked(handler, stored)
     finally:
         quarantine.leave()
+        if successor is not None and successor.unknown:
+            refund_later(handler.using, claims.give_back_of, successor.unknown, handler.name, successor.claimed_for)
     if outcome is Outcome.HANDLED:
         counting.time_stored_effect(handler.using, handler.name, stored.received_at)
     return outcome
@@ -325,9 +331,9 @@ def run(
         KeyBusy: another message of its key is being run.
     """
     handler, single = policy.handler, len(arrivals) == 1
-    stored, ran = arrivals[0].stored, dict[int, Message]()
+    stored, ran, calling = arrivals[0].stored, dict[int, Message](), list[bool]()
     attempt = policy.attempt if stored is None else stored.attempts
-    begin, call_all = partial(_begin, policy, arrivals, successor, ran), partial(_call_all, policy, arrivals, ran)
+    begin, call_all = partial(_begin, policy, arrivals, successor, ran), partial(_call_all, policy, arrivals, ran, calling)
     fail = None if stored is None else partial(_fail, policy, arrivals[0])
     # Only the first time, so that each message has its own reruns.
     chains = [] if queue is None else [_Chain(policy, arrivals, ran, queue)]
@@ -341,8 +347,7 @@ def run(
         # A handler that loses its session at every run is rerun once in the first attempt, never in later ones.
         run_with_reruns(handler.using, once, reruns=single and policy.attempt == attempt == 1)
     except DatabaseUnavailable as outage:
-        if stored is not None:
-            _refund(handler, stored, outage)
+        _interrupted(handler, arrivals, outage, was_called=bool(calling))
         raise
     except (ConcurrentDuplicate, KeyBusy):
         if single:
@@ -360,10 +365,15 @@ def run(
     return [Outcome.HANDLED if index in ran else _duplicate(policy, arrival) for index, arrival in enumerate(arrivals)]
 
 
-def _refund(handler: Handler, stored: InboxMessage, outage: DatabaseUnavailable) -> None:
-    refund_later(handler.using, claims.give_back, stored)
-    if outage.beside:  # its own database is available
-        make_refunds(handler.using)
+def _interrupted(handler: Handler, arrivals: Sequence[Arrival], outage: DatabaseUnavailable, *, was_called: bool) -> None:
+    """Refund the attempt of a stored message, unless its session is lost in each of them."""
+    if was_called:
+        record_loss(handler, [arrival.row for arrival in arrivals], outage)
+    stored = arrivals[0].stored
+    if stored is not None and not lost_sessions.count_against(stored):
+        refund_later(handler.using, claims.give_back, stored)
+        if outage.beside:  # its own database is available
+            make_refunds(handler.using)
 
 
 def _names(arrivals: Sequence[Arrival]) -> str:
@@ -420,14 +430,17 @@ def _settle_failed(
     return None
 
 
-def _call_all(policy: Policy, arrivals: Sequence[Arrival], ran: Mapping[int, Message]) -> str | None:
-    """One call with all messages, or one for each."""
+def _call_all(policy: Policy, arrivals: Sequence[Arrival], ran: Mapping[int, Message], calling: list[bool]) -> str | None:
+    """One call with all messages, or one for each. `calling` is not empty meanwhile."""
     handler, given = policy.handler, [(message, arrivals[index].envelope) for index, message in ran.items()]
+    calling[:] = [True]
     if len(given) == 1 or handler.kind.gets_list:
         returned = call(handler, given)
+        calling.clear()
         return policy.encode_result(returned) if policy.encode_result else None
     for one in given:
         call(handler, [one])
+    calling.clear()
     # Single calls would each have their own commit: a hook that raises must not stop the others' hooks.
     connection: Any = connections[handler.using]
     connection.run_on_commit = [

@@ -19,7 +19,7 @@ from django.db.models import F, Q
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import execute, fetch, is_outermost, is_postgresql
 from exactly_once.sql.days import LIVE
-from exactly_once.sql.now import NOW_AFTER, DatabaseTime, now_after
+from exactly_once.sql.now import NOW, NOW_AFTER, DatabaseTime, now_after
 from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, is_usable, numbered
 from inbox.models import InboxMessage
 from inbox.states import DUE, SKIP_COPY, State
@@ -355,6 +355,16 @@ def record_error(alias: str, claimed: InboxMessage, failure: Failure) -> None:
 def give_back(alias: str, claimed: InboxMessage, after: timedelta = timedelta()) -> None:
     """Refund a claimed attempt that could not be made; the message is due again `after` a backoff."""
     under_claim(alias, claimed).update(**refunded(claimed), next_attempt_at=DatabaseTime(after))
+
+
+def give_back_of(alias: str, transaction_id: str, handler: str, claimed_for: timedelta) -> None:
+    """Refund what this transaction has claimed for a handler: the answer to its commit was lost, so no process runs it."""
+    now, latest = NOW["postgresql"], NOW_AFTER["postgresql"]
+    sql = (
+        f"UPDATE {TABLE} SET attempts = attempts - 1, next_attempt_at = {now} WHERE handler = %s AND {due.STORED} "
+        f"AND next_attempt_at > {now} AND next_attempt_at <= {latest} AND attempts > 0 AND xmin = %s::xid8::xid"
+    )
+    execute(connections[alias], sql, [handler, claimed_for.total_seconds(), transaction_id])
 
 
 def refunded(claimed: InboxMessage) -> dict[str, Any]:

@@ -190,11 +190,13 @@ class Successor:
             that is due is claimed only if none of the other handlers has any. Without names, only the next one in the order is
             claimed; None claims nothing.
         message: it, with its attempt counted, once the other message is done; None if there is none.
+        unknown: the transaction that claimed it, if its outcome is unknown; else "".
     """
 
     claimed_for: timedelta
     in_turn: Callable[[], Sequence[str] | None]
     message: InboxMessage | None = None
+    unknown: str = ""
 
 
 @dataclass(frozen=True, slots=True)

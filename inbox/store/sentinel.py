@@ -232,8 +232,10 @@ def _settle_and_commit(connection: BaseDatabaseWrapper, guard: Guard, claimed: I
     in_turn = None if successor is None else successor.in_turn()
     given = _given(guard, claimed, result, is_followed=in_turn is not None)
     if successor is not None and in_turn is not None:
-        claim = for_follow(order, successor.claimed_for, in_turn)
-        ((head, *row),) = _FINISH.commit_and_fetch(connection, given, FOLLOW, claim)
+        claim, successor.unknown = for_follow(order, successor.claimed_for, in_turn), guard.transaction
+        # What a savepoint's subtransaction writes has its number.
+        ((head, *row),) = _FINISH.commit_and_fetch(connection, given, FOLLOW, claim, before=[_RELEASE.encode()])
+        successor.unknown = ""
         successor.message = None if row[0] is None else message_of(connection.alias, row)
     elif order is not None:
         ((head, *row),) = _FINISH.commit_and_fetch(connection, given, PROMOTE_HEAD, [*order]) or [(None, None)]

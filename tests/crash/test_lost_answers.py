@@ -2,12 +2,27 @@
 
 import pytest
 
+from inbox import Retry
+from inbox.models import InboxMessage
 from inbox.operators import accounting
+from inbox.receiving.in_hand import quarantine
 from inbox.receiving.reading import read
 from inbox.receiving.receive import receive
 from inbox.states import Outcome, State
 from inbox.store import arrivals, claims, sentinel
-from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, make_due, the_effect, the_row
+from tests.support.deliveries import (
+    OPTIONS,
+    admitted,
+    an_envelope,
+    deliver,
+    drain,
+    effects,
+    in_the_order_of_their_effects,
+    make_due,
+    run_to_the_end,
+    the_effect,
+    the_row,
+)
 from tests.support.lost_answers import losing_the_answer
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
@@ -84,3 +99,37 @@ def test_failure_of_a_retry_that_was_not_confirmed_leaves_it_to_be_retried(handl
     )
 
     assert (the_row().state, the_row().attempts, the_row().last_error) == (State.RETRYING, 2, "ValueError: attempt 2")
+
+
+class TestClaimThatWasNotConfirmed:
+    """With `max_attempts=1`, a message that was never called must not be a dead letter."""
+
+    @pytest.fixture
+    def handler(self, handles):
+        return handles(the_effect, ordered=True, retry=Retry(max_attempts=1))
+
+    @staticmethod
+    def store_two(handler, names):
+        assert admitted(handler, *(an_envelope(biz_id=name, key="k") for name in names)) == [Outcome.STORED] * 2
+
+    def lose(self, handler, environment, *, claimed, after):
+        def prepare():
+            self.store_two(handler, "01")
+            drain()
+            self.store_two(handler, "ab")
+
+        written = f"SELECT 1 FROM inbox_inboxmessage WHERE biz_id = '{claimed}' AND attempts = 1"
+        losing_the_answer(environment, before=prepare, call=drain, written=written, after=after)
+
+    def test_of_a_successor_is_given_back(self, handler, process_environment):
+        self.lose(handler, process_environment, claimed="b", after=(sentinel, "can_commit"))
+
+        assert [*InboxMessage.objects.values_list("state", "attempts").order_by("id")] == [(State.DONE, 1)] * 4
+        assert in_the_order_of_their_effects() == ["0", "1", "a", "b"]
+
+    def test_of_a_due_message_gives_it_another_attempt(self, handler, process_environment):
+        self.lose(handler, process_environment, claimed="a", after=(quarantine, "take"))
+        run_to_the_end()
+
+        assert the_row(biz_id="a").attempts == 2
+        assert in_the_order_of_their_effects() == ["0", "1", "a", "b"]

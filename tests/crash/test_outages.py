@@ -1,11 +1,22 @@
 """The broker, the database or a connection fails under load: no attempt is counted, and no process has to be restarted."""
 
+import os
+import signal
+
+import pytest
+from django.core.management import call_command
 from django.db import connection
 
 from exactly_once.process.clock import utcnow
+from inbox import Retry
 from inbox.models import InboxMessage
+from inbox.states import Outcome, State
+from inbox.store.dialect import is_reachable
+from inbox.transactions.running import DatabaseUnavailable
 from outbox.models import OutboxMessage
+from tests.support.deliveries import an_envelope, deliver, run_to_the_end, the_effect, the_row
 from tests.support.servers import FaultProxy
+from tests.support.waiting import wait_until
 
 DEADLINE = {"BATCH_DEADLINE": 1}
 SOME = 40
@@ -150,3 +161,24 @@ def test_a_broker_that_lost_its_disk_under_load_is_repaired_by_a_replay_and_ever
     assert published < world.published()
     world.assert_nothing_went_wrong(found)
     assert InboxMessage.objects.filter(replays__gt=0).exists(), "nothing that had been handled was replayed"
+
+
+def test_message_that_ends_its_database_server_at_each_call_runs_out_of_attempts(handles, mortal_database):
+    call_command("migrate", verbosity=0)
+    calls = []
+
+    def ends_the_server(message):
+        calls.append(message.attempt)
+        os.kill(connection.connection.info.backend_pid, signal.SIGKILL)
+        the_effect(message)
+
+    handler, envelope = handles(ends_the_server, retry=Retry(max_attempts=2)), an_envelope()
+    for _ in range(2):
+        with pytest.raises(DatabaseUnavailable):
+            deliver(handler, envelope)
+        wait_until(lambda: is_reachable("default"))
+    run_to_the_end()
+
+    # A new message, excused; counted before it is called, and excused; then each call counts, and the last one is repeated.
+    assert (calls, the_row().state) == ([1, 1, 1, 2, 3], State.DEAD)
+    assert deliver(handler, envelope) is Outcome.DUPLICATE
