@@ -122,6 +122,8 @@ class PreparedStatement:
         self._result_format = _BINARY if returns_binary else _TEXT
         self._name = name.encode()
         _names.add(self._name)
+        # One line, as it is shown in logs and in `pg_stat_activity`.
+        text = re.sub(r"\s*\n\s*", " ", text).strip()
         self.text, self.types = text, types
         self._prepare = f"PREPARE {name} ({', '.join(types)}) AS {text}".encode()
         self._formats = [_BINARY if kind in _BINARY_TYPES else _TEXT for kind in types]

@@ -11,7 +11,7 @@ from psycopg import IsolationLevel
 
 from exactly_once.process.clock import utcnow
 from exactly_once.sql import prepared_statements
-from exactly_once.sql.prepared_statements import PreparedStatement
+from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
 from inbox import Lease
 from inbox.consumer import runner
 from inbox.models import InboxMessage
@@ -265,6 +265,7 @@ def test_text_that_no_column_accepts_raises_and_is_not_truncated(text):
     """Neither gets this far: names are cleaned when a message is read."""
     statement = PreparedStatement("test", ["text"], "SELECT $1")
     with transaction.atomic():
+        assert is_usable(connection)
         with pytest.raises((DataError, UnicodeEncodeError)):
             statement.execute(connection, [text])
 
