@@ -136,7 +136,7 @@ class SetAside:
         return {position: row.key for position, row in self._rows.items() if position not in self._due}
 
     def hold(self, keys: Mapping[int, str], reason: Reason) -> None:
-        """Set messages aside until their backoff ends.
+        """Set aside messages until their backoff ends.
 
         Args:
             keys: of the messages, by position.
@@ -159,7 +159,7 @@ class SetAside:
         return row is not None and row.times > 1
 
     def expect(self, messages: Iterable[OutgoingMessage]) -> None:
-        """Set messages aside until the broker's answer has come, or cannot come any more: see `answered`."""
+        """Set aside messages until the broker's answer has come, or cannot come any more: see `answered`."""
         for message in messages:
             self._rows[message.position] = _Row(message.envelope.key, Reason.AWAITED, copy=_Copy.of(message))
 
