@@ -353,13 +353,10 @@ class Pass:
         self.topics.record(
             taken=[*taken, *self.aside.answered(self._transport.news())],
             refused=[
-                *(
-                    (row.topic, verdict)
-                    for (verdict, *_), rows in failed.items()
-                    if verdict.outcome in _TOPICS_FAULT
-                    for row in rows
-                ),
-                *((row.topic, batch.verdicts[row.position]) for row in unknown),
+                (row.topic, verdict)
+                for (verdict, *_), rows in failed.items()
+                if verdict.outcome in _TOPICS_FAULT
+                for row in rows
             ],
             forbidden=batch.forbidden,
             silent=batch.silent,
