@@ -199,6 +199,8 @@ def own_connections(application: str) -> None:
         if is_postgresql(connection):
             given = connection.settings_dict["OPTIONS"]
             timeouts = {} if "service" in given or "PGSERVICE" in os.environ else TIMEOUTS
+            if "PGCONNECT_TIMEOUT" in os.environ:
+                timeouts = {name: value for name, value in timeouts.items() if name != "connect_timeout"}
             connection.settings_dict["OPTIONS"] = {"fallback_application_name": application, **timeouts, **given}
     connection_created.connect(_watch_client)
 

@@ -167,8 +167,8 @@ class Lane:
         return self._backoff > 0
 
     def stale(self, before: float, now: float) -> list[Delivery]:
-        """Remove and return a load of those that arrived before `before`; none in backoff, or if they are stored first."""
-        if self._stores or now < self._paused_until or self.oldest >= before:
+        """Remove and return a load of those that arrived before `before`; none of an ordered lane, or of one in backoff."""
+        if self.handler.ordered or now < self._paused_until or self.oldest >= before:
             return []
         found = [delivery for delivery in self._waiting if delivery.at < before]
         del found[fitting(delivery.size for delivery in found) :]

@@ -12,7 +12,7 @@ from django.db import DatabaseError, connections
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder, escaping_logger
-from exactly_once.wire.envelope import OPAQUE, Envelope, from_delivery
+from exactly_once.wire.envelope import COMPRESSION, OPAQUE, Envelope, from_delivery
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.consumer.answers import Delivery, Unanswered
@@ -80,9 +80,13 @@ class _Behind:
         if self.left or (one := self._more()) is None:
             return None
         self.left.append(one)
-        if one.redelivered or not one.acks.is_open or one.size > _LARGEST_BEHIND:
+        if one.redelivered or not one.acks.is_open or one.size > _LARGEST_BEHIND or COMPRESSION in (one.message.headers or {}):
             return None
-        one.arrival = self._read(one)
+        try:
+            one.arrival = self._read(one)
+        except Exception as error:  # noqa: BLE001 - it must not fail the message before it
+            logger.debug("A delivery cannot be read behind another one: %s", describe(error))
+            return None
         if one.arrival.refused or one.arrival.unread or lost_sessions.are_among([one.arrival.row]):
             return None
         if (names := in_hand.take([one.arrival.row])) is None:
@@ -197,9 +201,10 @@ class Reception:
 
     def _receive(self, behind: _Behind | None, part: list[Delivery]) -> list[Outcome] | None:
         handler, arrivals = part[0].handler, [one.arrival for one in part]
-        if behind is not None:
-            behind.part = part
-        return receive(handler, arrivals, self._options, acknowledge=partial(self._acknowledge, part[0]), queue=behind)
+        queue = behind if len(part) == 1 else None
+        if queue is not None:
+            queue.part = part
+        return receive(handler, arrivals, self._options, acknowledge=partial(self._acknowledge, part[0]), queue=queue)
 
     def _handled(self, part: Sequence[Delivery]) -> None:
         outcomes = [Outcome.HANDLED] * len(part)

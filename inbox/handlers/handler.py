@@ -95,9 +95,9 @@ class Handler:
 
     @cached_property
     def limits(self) -> Sequence[bytes]:
-        """What bounds its transaction in PostgreSQL, to be executed after the first statement; nothing without a timeout."""
+        """What bounds its transaction in PostgreSQL, after the first statement; nothing without a timeout. See `limits_of`."""
         runs = 1 if self.kind.gets_list else self.kind.size
-        return () if self.timeout is None else (limits_of(self.timeout, runs),)
+        return () if self.timeout is None else limits_of(self.timeout, runs)
 
     @property
     def skips_dead(self) -> bool:

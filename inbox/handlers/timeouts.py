@@ -84,15 +84,15 @@ def _grace(seconds: float) -> float:
     return max(seconds, _SHORTEST_GRACE_SECONDS)
 
 
-def limits_of(limit: timedelta, runs: int) -> bytes:
-    """The statement that bounds, in PostgreSQL, a transaction with as many runs of this timeout.
+def limits_of(limit: timedelta, runs: int) -> tuple[bytes, bytes]:
+    """The statements that bound, in PostgreSQL, a transaction with as many runs of this timeout.
 
-    Its locks are released even if its host has vanished: the server ends the session when the process would have ended itself.
+    The second one belongs into a transaction of their own: its locks are released even if its host has vanished, because the
+    server ends the session when the process would have ended itself.
     """
     idle = (limit * runs).total_seconds()
-    limits = {"statement_timeout": limit, "idle_in_transaction_session_timeout": timedelta(seconds=idle + _grace(idle))}
-    settings = (f"set_config('{name}', '{int(value.total_seconds() * 1000)}', true)" for name, value in limits.items())
-    return f"SELECT {', '.join(settings)}".encode()
+    statement = f"SET LOCAL statement_timeout = {int(limit.total_seconds() * 1000)}"
+    return statement.encode(), f"SET LOCAL idle_in_transaction_session_timeout = {int((idle + _grace(idle)) * 1000)}".encode()
 
 
 _monitor: Deadlines[_Run] = Deadlines("handler-timeouts", attrgetter("ends_at"), _end)

@@ -8,6 +8,7 @@ counted, because reading it may have ended the process before: it is stored unre
 """
 
 import hashlib
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
@@ -41,7 +42,7 @@ from inbox.transactions.running import DatabaseUnavailable
 
 PARKED = "parked:"
 """Begins the biz-id of a delivery that is stored as it came."""
-_LONGEST_IDENTIFYING = timedelta(seconds=10)
+LONGEST_IDENTIFYING = timedelta(seconds=10)
 """For a handler's `biz_id`, which looks at one message."""
 _JSON = ("application/json", "text/json")
 _PARKED_REDELIVERY, _PARKED_PAST = f"{PARKED}redelivery:", f"{PARKED}past:"
@@ -160,8 +161,11 @@ def parked_envelope(stored: InboxMessage) -> Envelope:
     return from_delivery(properties=properties, headers=stored.headers, body=body, routing_key=stored.topic)
 
 
-def identify(handler: Handler, message: Message) -> str:
+def identify(handler: Handler, message: Message, *, limit: timedelta | None = LONGEST_IDENTIFYING) -> str:
     """The biz-id of `message` in `handler`.
+
+    Args:
+        limit: of a call of its `biz_id`. A call that cannot be interrupted ends the process: None in one that serves requests.
 
     Raises:
         Undecodable: it has another topic, or the handler's `biz_id` failed.
@@ -173,7 +177,7 @@ def identify(handler: Handler, message: Message) -> str:
     _of_this_queue(handler, message.topic, "")
     for on_new_session in (False, True):
         try:
-            with bounded(f"{handler.name} (biz_id)", _LONGEST_IDENTIFYING):
+            with nullcontext() if limit is None else bounded(f"{handler.name} (biz_id)", limit):
                 return _not_ours(handler.identify(message))
         except BaseException as error:  # the user's code, see `run.run`
             reason = f"biz_id of {handler.name} failed with {type(error).__name__}: {describe(error)}"

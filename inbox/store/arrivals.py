@@ -246,7 +246,7 @@ def begin_fresh(
     values: Values = {"attempts": attempt, "result": result}
     order = in_lock_order(rows) if len(rows) > 1 else range(1)
     insertions = [Insertion(emptied(rows[index]) if is_emptied else rows[index], State.DONE, values) for index in order]
-    then = [*([] if is_read else [SET_SAVEPOINT]), *(limits if is_postgresql(connection) else ())]
+    then = limits if is_read else [SET_SAVEPOINT, *(limits[:1] if is_postgresql(connection) else ())]
     inserted, transaction_id = insert_many(alias, insertions, duplicate_timeout, recorded=False, then=then)
     if not inserted:
         return None

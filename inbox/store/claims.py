@@ -17,7 +17,7 @@ from django.db import DatabaseError, IntegrityError, InterfaceError, connections
 from django.db.models import F, Q
 
 from exactly_once.process.logs import escaping_logger
-from exactly_once.sql.connections import execute, fetch, is_outermost, is_postgresql
+from exactly_once.sql.connections import LONGEST_IDLE, execute, fetch, is_outermost, is_postgresql, set_local
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import NOW, NOW_AFTER, DatabaseTime, now_after
 from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, is_usable, numbered
@@ -192,7 +192,10 @@ def begin_stored(
         return Guard(connection, (claimed.pk,), "", (0,), claimed, order)
     # A lock that is not wanted is NULL, and so is the answer.
     lock = None if exclusive_key is None else run_lock(exclusive_key)
-    given, then = [claimed.pk, claimed.fence, as_bound(longest_wait), lock], [SET_SAVEPOINT, *limits]
+    given, then = (
+        [claimed.pk, claimed.fence, as_bound(longest_wait), lock],
+        [SET_SAVEPOINT, *limits[: 2 if is_outermost(connection) else 1]],
+    )
     with locked_means_busy:
         ((proof, ordered, isolation, has_run_lock, _),) = run(_BEGIN, connection, given, then=then)
     if ordered is None:
@@ -325,6 +328,9 @@ def fail_run(guard: Guard, failure: Failure, *, leaves: OrderedKey | None = None
             return True
         roll_back_run(guard)
         write()
+        if is_postgresql(connection):
+            # If this process is frozen, the key's other messages must not wait for it.
+            execute(connection, set_local(lock_timeout=LONGEST_LOCK_WAIT, idle_in_transaction_session_timeout=LONGEST_IDLE))
         promote_behind(alias, leaves)
         with connection.wrap_database_errors:
             connection.connection.commit()  # Django's commit() is refused inside of atomic()

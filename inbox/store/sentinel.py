@@ -231,16 +231,19 @@ def _settle_and_commit(connection: BaseDatabaseWrapper, guard: Guard, claimed: I
     order, successor = guard.order, guard.successor
     in_turn = None if successor is None else successor.in_turn()
     given = _given(guard, claimed, result, is_followed=in_turn is not None)
+    # What a savepoint's subtransaction writes has its number. A row that one transaction has locked and another changed, as its
+    # savepoint would be, costs a MultiXact.
+    before = [_RELEASE.encode()]
     if successor is not None and in_turn is not None:
         claim, successor.unknown = for_follow(order, successor.claimed_for, in_turn), guard.transaction
-        # What a savepoint's subtransaction writes has its number.
-        ((head, *row),) = _FINISH.commit_and_fetch(connection, given, FOLLOW, claim, before=[_RELEASE.encode()])
+        ((head, *row),) = _FINISH.commit_and_fetch(connection, given, FOLLOW, claim, before=before)
         successor.unknown = ""
         successor.message = None if row[0] is None else message_of(connection.alias, row)
     elif order is not None:
-        ((head, *row),) = _FINISH.commit_and_fetch(connection, given, PROMOTE_HEAD, [*order]) or [(None, None)]
+        promoted = _FINISH.commit_and_fetch(connection, given, PROMOTE_HEAD, [*order], before=before)
+        ((head, *row),) = promoted or [(None, None)]
     else:
-        _FINISH.execute_and_commit(connection, given)
+        _FINISH.execute_and_commit(connection, given, before=before)
         return
     if order is not None and head == State.WAITING and row[0] is None:
         # Its handler is paused, or an operator has just skipped it; see there. Leaving `atomic()` commits this, too.

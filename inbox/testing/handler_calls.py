@@ -80,7 +80,7 @@ def _call_in_transaction(handler: Handler, messages: list[Message]) -> Any:
     try:
         in_transaction(
             handler,
-            partial(arrivals.begin_fresh, handler.using, [row], options.DUPLICATE_TIMEOUT),
+            partial(arrivals.begin_fresh, handler.using, [row], options.DUPLICATE_TIMEOUT, limits=handler.limits),
             lambda: returned.append(_call(handler, messages)),
             of=lambda: messages[0].id,
             durable=False,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
@@ -263,7 +263,7 @@ def in_transaction(
     proved = False
     guard: Guard | None = None
     supervision = Supervision(handler)
-    connection = connections[handler.using]
+    connection: Any = connections[handler.using]
     if connection.connection is None:
         with statements_of_ours:
             connection.ensure_connection()
@@ -293,7 +293,9 @@ def in_transaction(
                 if following is None or answer is None:
                     break
                 guard, proved = None, False
-                guard = following.begin(answer)
+                connection.rollback_exc = None  # of the one before it
+                begin_next = partial(following.begin, answer)
+                guard = _timed(handler, begin_next) if metrics.BEGIN_SECONDS.is_attached else begin_next()
                 supervision = Supervision(handler)
         if not committed:
             refuse_if_uncommitted(handler.using)

@@ -11,7 +11,7 @@ from inbox.consumer import lanes
 from inbox.consumer.answers import Acks, Delivery
 from inbox.consumer.lanes import CHECKED_AT_ONCE, LOAD_BYTES, STORED_AT_ONCE, Lane, prefetch_of, size_of
 from inbox.handlers.handler import Handler
-from inbox.handlers.kinds import Group
+from inbox.handlers.kinds import Group, Pulled
 from inbox.limits import shedder
 from inbox.limits.shedder import shedder_of
 from inbox.limits.slots import slots_of
@@ -220,6 +220,11 @@ class TestStaleDeliveries:
 
         assert numbers(lane.stale(5.0, 6.0)) == [0, 1]
         assert numbers(lane.take(9.0)) == [2]
+
+    def test_stale_deliveries_of_clients_are_removed(self):
+        """They are stored in any case. The threads may all be busy with other handlers until the broker closes the channel."""
+        lane = a_lane(2, kind=Pulled())
+        assert numbers(lane.stale(5.0, 6.0)) == [0, 1]
 
     def test_stale_deliveries_stay_in_an_ordered_lane(self):
         lane = a_lane(2, ordered=Ordered())

@@ -325,3 +325,13 @@ def test_handler_that_cannot_be_interrupted_ends_its_process_and_its_attempts_co
     assert deaths == 2
     assert (the_row(message_id="deaf").attempts, effects("deaf")) == (1, 0)
     assert "cannot be interrupted" in process.said()
+
+
+@pytest.mark.django_db(databases=["default"])
+def test_run_in_a_callers_transaction_leaves_no_limit_that_ends_its_session(handles):
+    """As a test case is: it may stand at a breakpoint afterwards."""
+    within = []
+    handler = handles(lambda message: within.append(fetched("SHOW statement_timeout")), timeout=LONGER)
+
+    assert deliver(handler) is Outcome.HANDLED
+    assert (within, fetched("SHOW idle_in_transaction_session_timeout")) == (["1s"], "0")
