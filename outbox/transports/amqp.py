@@ -149,6 +149,7 @@ class AmqpTransport(Transport):
 
         RabbitMQ answers nothing on a channel whose process waits for a queue, not even for messages to other queues.
         """
+        sent = Sent()
         try:
             with self._amqp.transport.having_timeout(_ALIVE_SECONDS):
                 channel = self._opened()
@@ -159,11 +160,12 @@ class AmqpTransport(Transport):
                     self._lose(self._main)
                     self._channels[0] = self._opened()
                 channel.channel.close()
-            elif sent.broken is None:
+            elif self._connection is not None:
+                # A broker that blocks publishers may answer later, too.
                 self._channels.append(channel)
         except BROKER_FAILURES as error:
             self._discard()
-            return Sent(broken=self._explained(error))
+            return Sent(verdicts=sent.verdicts, broken=self._explained(error))
         return sent
 
     def news(self) -> Mapping[int, Verdict]:

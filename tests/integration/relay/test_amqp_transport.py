@@ -290,6 +290,23 @@ class TestBlockedBroker:
         assert outcomes(blocked.send(messages(1, first=2), soon())) == {2: CONFIRMED}
         assert peer.connections == 1
 
+    @pytest.mark.parametrize("is_dropped", [False, True])
+    def test_probe_that_meets_an_alarm_has_an_answer_when_the_alarm_or_the_connection_ends(self, peer, transport, is_dropped):
+        when_all_have_arrived(peer, 1, peer.blocked)
+        sent = transport.probe(*messages(1), soon())
+        assert (sorted(sent.awaited), outcomes(sent)) == ([1], {})
+        assert "blocks publishers" in sent.broken
+
+        if is_dropped:
+            peer.drop()
+            peer.wait_for(lambda: peer.open_connections == 0)
+        else:
+            peer.unblocked()
+            peer.ack(1)
+        connect_when_possible(transport)
+
+        assert news_of(transport) == {1: PublishOutcome.UNKNOWN if is_dropped else CONFIRMED}
+
     def test_blocked_connection_that_is_dropped_is_replaced(self, peer, blocked):
         peer.drop()
         peer.wait_for(lambda: peer.open_connections == 0)
