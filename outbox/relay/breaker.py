@@ -125,7 +125,7 @@ class PausedTopics:
         refused: Iterable[tuple[str, Verdict]],
         forbidden: Mapping[str, str],
         silent: Iterable[str] = (),
-        unconfirmed: str | None = None,
+        unconfirmed: Iterable[str] = (),
     ) -> None:
         """Record the broker's answers of one pass.
 
@@ -134,7 +134,7 @@ class PausedTopics:
             refused: topic and verdict of each message that it refused because of its topic.
             forbidden: the topics that it does not permit, with its reason.
             silent: the topics of messages that it has not answered.
-            unconfirmed: of these, the topic of the message that was sent on a channel of its own.
+            unconfirmed: of these, the topics of messages that were sent on channels of their own.
         """
         refusals = list(refused)
         if not (refusals or forbidden or silent or self._refusals or self._silent or self._paused):
@@ -145,8 +145,7 @@ class PausedTopics:
         self._silent.update(dict.fromkeys(silent))
         for topic in took.union(topic for topic, _ in refusals) & self._silent.keys():
             del self._silent[topic]
-        if unconfirmed is not None and unconfirmed not in took:
-            self._answered[unconfirmed] = _UNCONFIRMED
+        self._answered.update({topic: _UNCONFIRMED for topic in unconfirmed if topic not in took})
         self._taken |= took & self._paused.keys()
         for topic, verdict in refusals:
             if topic not in took:

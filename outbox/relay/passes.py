@@ -8,6 +8,7 @@ This module contains no SQL (see `store`) and knows no broker (see `transports`)
 """
 
 import logging
+import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -46,6 +47,8 @@ _MOST_WAVES = 100
 _TAIL = 20
 """Small last waves, together at most one part in this many of a full batch (1/20), are left to the next pass, in which they are
 part of its first wave. A wave takes a round trip to the broker, however small it is."""
+_MOST_UNCONFIRMED = 2
+"""Probes without an answer, after which a pass sends no more. All other messages wait meanwhile."""
 _DAMAGED = "damaged"
 _TOPICS_FAULT = (PublishOutcome.NACKED, PublishOutcome.RETURNED)
 _NEVER_DEAD = (PublishOutcome.RETURNED, PublishOutcome.FORBIDDEN)
@@ -92,7 +95,8 @@ class _Batch:
         retried: rows that failed before. They are sent after the others, because the broker may close the connection again.
         probes: rows to be sent one by one after all others, because the broker may not answer, or close the connection.
         silent: the topics of messages that the broker has and does not confirm.
-        unconfirmed: of these, the topic of a probe.
+        unconfirmed: of these, the topics of probes.
+        is_stuck: the broker has answered nothing to a whole wave.
         forbidden: topics that the broker does not permit, with its reason.
         outgoing: the messages to send, by position.
         damaged: by position, why the row cannot be sent.
@@ -106,7 +110,8 @@ class _Batch:
     retried: list[RelayedMessage] = field(default_factory=list)
     probes: list[RelayedMessage] = field(default_factory=list)
     silent: set[str] = field(default_factory=set)
-    unconfirmed: str | None = None
+    unconfirmed: set[str] = field(default_factory=set)
+    is_stuck: bool = False
     forbidden: dict[str, str] = field(default_factory=dict)
     outgoing: dict[int, OutgoingMessage] = field(default_factory=dict)
     damaged: dict[int, str] = field(default_factory=dict)
@@ -207,12 +212,16 @@ class Pass:
         left_keys = {row.key for row in left if row.key}
         again = waves(row for row in batch.retried if row.key not in left_keys)
         left_keys.update(row.key for wave in again[_MOST_WAVES:] for row in wave)
-        probes = [[row] for row in batch.probes if row.key not in left_keys]
+        # In any order, so that one topic whose probes are answered does not always come after those that are silent.
+        probes = [[row] for row in random.sample(batch.probes, len(batch.probes)) if row.key not in left_keys]
         stopped_keys: set[str] = set()
         in_turn = [*((wave, False) for wave in (*in_waves[:sent_now], *again[:_MOST_WAVES])), *((one, True) for one in probes)]
         for wave, is_probe in in_turn:
-            if batch.broken is not None or batch.silent or monotonic() > deadline:
+            is_over = batch.is_stuck or len(batch.unconfirmed) >= _MOST_UNCONFIRMED
+            if is_over or batch.broken is not None or monotonic() > deadline:
                 break
+            if is_probe and wave[0].topic in batch.unconfirmed:
+                continue
             passed = monotonic() - begun_at
             sendable = [row for row in wave if row.key not in stopped_keys and not row.expires_within(passed)]
             self._send_wave(batch, self._formed(sendable, batch), deadline, is_probe=is_probe)
@@ -281,7 +290,8 @@ class Pass:
             self.aside.expect(batch.outgoing[position] for position in sent.awaited)
             if sent.awaited and sent.broken is None:
                 batch.silent.update(row.topic for row in part if row.position in sent.awaited)
-                batch.unconfirmed = part[0].topic if is_probe else None
+                batch.unconfirmed.update([part[0].topic] if is_probe else [])
+                batch.is_stuck |= not (is_probe or sent.verdicts)
             batch.forbidden.update(_forbidden(part, sent.verdicts))
             if sent.suspected:
                 parts += _parts_without(part, sent)

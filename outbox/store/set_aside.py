@@ -161,10 +161,15 @@ class SetAside:
     def expect(self, messages: Iterable[OutgoingMessage]) -> None:
         """Set aside messages until the broker's answer has come, or cannot come any more: see `answered`."""
         for message in messages:
-            self._rows[message.position] = _Row(message.envelope.key, Reason.AWAITED, copy=_Copy.of(message))
+            row = _Row(message.envelope.key, Reason.AWAITED, copy=_Copy.of(message))
+            if (lost := self._rows.get(message.position)) is not None and lost.reason is Reason.UNKNOWN:
+                row.times, row.pause = lost.times, lost.pause
+            self._rows[message.position] = row
 
     def answered(self, verdicts: Mapping[int, Verdict]) -> list[str]:
         """Record late answers, so that their messages are due; returns the topics of those that were confirmed.
+
+        A message whose answer was lost is tried again at once, and with a backoff when that happens again.
 
         A failure counts, too: a message that is always returned late would otherwise be sent forever. If another relay has
         counted the failure of its own copy meanwhile, it costs the message one attempt too many.
@@ -175,7 +180,8 @@ class SetAside:
             if row is None or row.copy is None:
                 continue
             if verdict.outcome is PublishOutcome.UNKNOWN:
-                del self._rows[position]
+                until = monotonic() + (row.pause.next_seconds() if row.times else 0.0)
+                self._rows[position] = _Row(row.key, Reason.UNKNOWN, until, times=row.times + 1, pause=row.pause)
                 continue
             row.verdict, row.until, row.forgotten_at = verdict, 0.0, monotonic() + _ANSWER_KEPT_SECONDS
             if verdict == CONFIRMED:

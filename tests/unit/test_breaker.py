@@ -135,7 +135,7 @@ class TestSilentTopic:
         assert not stored.paused
 
         for _ in range(2):
-            topics.record([], [], {}, silent=[BAD], unconfirmed=BAD)
+            topics.record([], [], {}, silent=[BAD], unconfirmed=[BAD])
             topics.store()
 
         assert [*stored.paused] == [BAD]
@@ -144,7 +144,7 @@ class TestSilentTopic:
     @pytest.mark.parametrize("late", [False, True])
     def test_topic_is_no_longer_silent_after_any_confirm(self, topics, stored, late):
         topics.record([], [], {}, silent=[BAD])
-        topics.record([BAD], [], {}, silent=[BAD], unconfirmed=BAD if late else None)
+        topics.record([BAD], [], {}, silent=[BAD], unconfirmed=[BAD] if late else [])
         topics.store()
 
         assert not topics.is_probed(BAD)

@@ -95,7 +95,21 @@ def test_awaited_message_is_skipped_until_its_answer_comes_or_cannot_come_any_mo
 
     assert aside.skipped() == {}
     assert aside.answers([a_message(1), a_message(2, "m2")]) == {1: CONFIRMED}
+    aside.forget([1, 2])
     assert not aside
+
+
+def test_message_whose_answers_are_lost_is_tried_again_at_once_and_then_ever_later(pass_by):
+    """As those of a queue without a leader, each time that a probe of another topic replaces the channel."""
+    aside = SetAside()
+    for longest in (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
+        aside.expect([a_message()])
+        aside.answered({1: LOST})
+        if longest:
+            assert aside.skipped() == {1: ""}
+            pass_by(longest)
+        assert aside.skipped() == {}
+        assert aside.answers([a_message()]) == {}
 
 
 @pytest.mark.parametrize("changed", [{"message_id": "other"}, {"body": b"[]"}, {"key": "a"}, {"replayed": True}])

@@ -19,6 +19,8 @@ from outbox.store import claiming, settling
 from outbox.store.set_aside import Reason
 from outbox.topic_pauses import pause
 from tests.support.relaying import (
+    TOPIC,
+    all_published,
     deadline_when,
     ids,
     one_pass,
@@ -210,6 +212,24 @@ class TestUnknownOutcome:
         assert row_of(silent).attempts == 0
         assert report.broken is None
         assert report.aside == {Reason.AWAITED: 1}
+
+    @pytest.mark.parametrize("is_silent", [False, True])
+    def test_message_without_an_answer_ends_no_pass_in_which_others_are_answered(self, peer, transport, is_silent):
+        """Only some queues of a topic may confirm nothing; and silent topics are not all of the same queue."""
+        topics = ("shop.dead", TOPIC)
+        if is_silent:
+            peer.script = lambda message: []
+            for topic in topics:
+                published(topic)
+            one_pass(transport)
+        peer.script = lambda message: [partial(peer.ack, message)] if message.routing_key == TOPIC else []
+        dead = published("shop.dead")
+        others = [published(key="k") for _ in range(1 if is_silent else 3)]
+
+        one_pass(transport)
+
+        assert all_published(others)
+        assert state_of(dead) == State.READY
 
     def test_message_with_an_unknown_outcome_is_sent_again_with_the_same_id(self, peer, transport):
         """When its connection is lost; before that, the broker may still confirm it. A late ack then confirms nothing."""
