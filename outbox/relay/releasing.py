@@ -18,6 +18,8 @@ _SECONDS = 0.2
 _SHORTEST_SECONDS = 0.01
 _SHARE = 20
 """Steps that find no key to release take at most one part in this many of the time (1/20)."""
+_MOST_REPEATED = 10
+"""A step that released something is repeated up to this many times, because a key has more messages than one step releases."""
 
 
 class Release:
@@ -32,11 +34,12 @@ class Release:
         self._unwritable = UnwritableRows(alias, reminder=reminder)
         self._lock = Lock()
         self._reached = ""
-        self._due_at = 0.0
+        self._repeated = 0
+        self._due_at = self._not_before = 0.0
 
     def expect(self) -> None:
         """A message was settled or made ready, and may have blocked others until now."""
-        self._due_at = min(self._due_at, monotonic() + _SECONDS)
+        self._due_at = max(min(self._due_at, monotonic() + _SECONDS), self._not_before)
 
     def seconds_left(self) -> float:
         """Seconds until the next step of a walk that has begun; infinite between two walks."""
@@ -65,10 +68,14 @@ class Release:
 
     def _step(self, idle_seconds: float) -> int:
         begun_at = monotonic()
-        released, self._reached = settling.release_waiting(
+        released, reached = settling.release_waiting(
             self._alias, self._reached, keys=_KEYS, most=_MADE_READY, unwritable=self._unwritable
         )
+        self._repeated = self._repeated + 1 if released and self._repeated < _MOST_REPEATED else 0
+        if not self._repeated:
+            self._reached = reached
         now = monotonic()
-        pause = _SHARE * (now - begun_at) if self._reached else max(_SECONDS, idle_seconds, _SHARE * (now - begun_at))
+        pause = _SHARE * (now - begun_at) if reached else max(_SECONDS, idle_seconds, _SHARE * (now - begun_at))
         self._due_at = now + (_SHORTEST_SECONDS if released else pause)
+        self._not_before = self._due_at if released or reached else 0.0
         return released

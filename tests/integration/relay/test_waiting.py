@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from django.db import connection, transaction
 
+from exactly_once.process.logs import Reminder
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.prepared_statements import KEEP_PLANS
 from outbox import pause
@@ -189,6 +190,16 @@ class TestManyHeldKeys:
 
         with relaying(peer.url, relays=2):
             wait_until(lambda: all_published([*heads, *waiting]))
+
+    def test_backlog_of_a_key_is_released_before_the_walk_goes_on(self, many_held_keys):
+        backlog = published_many(250, topic="another", key="a")
+        OutboxMessage.objects.filter(pk__in=[message.position for message in backlog]).update(state=State.WAITING)
+        walk, released = releasing.Release("default", Reminder()), []
+        while sum(released) < 250:
+            walk._due_at = 0.0
+            released.append(walk.step(0.0))
+
+        assert released == [100, 100, 50]
 
     def test_drain_walks_to_the_last_of_many_held_keys(self, peer, many_held_keys):
         free = published(topic="another", key="z")
