@@ -70,7 +70,7 @@ _ACK_ARGUMENTS = Struct(">Q?")
 _OVERDUE = "the broker did not confirm everything within the deadline"
 _LOST = Verdict(PublishOutcome.UNKNOWN, "the connection was lost, or its channel given up")
 _PATIENCE_ROUND_TRIPS = 20
-_SHORTEST_PATIENCE_SECONDS = 0.25
+_SHORTEST_PATIENCE_SECONDS, _LONGEST_PATIENCE_SECONDS = 0.25, 1.0
 _ROUND_TRIPS_TO_OPEN = 2
 _ALIVE_SECONDS = 2.0
 _LATEST_SECONDS = 60.0
@@ -186,7 +186,9 @@ class AmqpTransport(Transport):
     @property
     def _patience(self) -> float:
         """Seconds without an answer after which a pass ends early."""
-        return max(_SHORTEST_PATIENCE_SECONDS, _PATIENCE_ROUND_TRIPS * (self.round_trip or 0.0))
+        # An answer that came a minute late counts as a round trip, too.
+        patience = max(_SHORTEST_PATIENCE_SECONDS, _PATIENCE_ROUND_TRIPS * (self.round_trip or 0.0))
+        return min(patience, _LONGEST_PATIENCE_SECONDS)
 
     def _opened(self) -> _Channel:
         return _Channel(self._amqp, self._exchange, self._on_return)
