@@ -22,6 +22,7 @@ logger = escaping_logger(__name__)
 
 FIRST_SKIP_SECONDS = 1.0
 LONGEST_SKIP_SECONDS = 30.0
+_LONGEST_LOCKED_SECONDS = 10.0
 NOTHING: Mapping[int, str] = MappingProxyType({})
 _ANSWER_KEPT_SECONDS = 60.0
 _UNASKED = (
@@ -147,8 +148,10 @@ class SetAside:
             if row is None or row.reason not in {reason, Reason.AWAITED}:
                 row = self._rows[position] = _Row(key, reason)
             row.times += 1
-            # Nothing is sent to find out whether a row is locked.
-            seconds = FIRST_SKIP_SECONDS if reason is Reason.LOCKED else row.pause.next_seconds()
+            seconds = row.pause.next_seconds()
+            if reason is Reason.LOCKED:
+                # Most locks are short. Many that are not would fill every pass, and hide the rows after them.
+                seconds = FIRST_SKIP_SECONDS if row.times == 1 else min(seconds, _LONGEST_LOCKED_SECONDS)
             row.until = now + seconds
             if row.copy is None:
                 row.forgotten_at = inf
