@@ -199,8 +199,7 @@ class SetAside:
             if row is None or row.copy is None:
                 continue
             if row.verdict is not None and row.copy == _Copy.of(message):
-                answers[message.position] = row.verdict
-                del self._rows[message.position]
+                answers[message.position] = row.verdict  # forgotten when it is settled
             else:
                 self._drop(message.position)
         return answers

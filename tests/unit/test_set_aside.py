@@ -95,7 +95,8 @@ def test_awaited_message_is_skipped_until_its_answer_comes_or_cannot_come_any_mo
     assert aside.answered({1: CONFIRMED, 2: LOST, 3: CONFIRMED}) == ["shop.order.placed"]
 
     assert aside.skipped() == {}
-    assert aside.answers([a_message(1), a_message(2, "m2")]) == {1: CONFIRMED}
+    for _ in range(2):
+        assert aside.answers([a_message(1), a_message(2, "m2")]) == {1: CONFIRMED}, "until it is settled"
     aside.forget([1, 2])
     assert not aside
 
