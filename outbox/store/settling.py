@@ -22,7 +22,7 @@ from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
 from outbox.states import CONFIRM, DIE, EXPIRE, FIRE, HOLD, HOLDING_KEY, RELEASE, RETRY, TRY_AGAIN, State
-from outbox.store.dialect import EVER, any_of, live
+from outbox.store.dialect import EVER, any_of, array_of, live
 from outbox.store.paused_topics import pause_in_hand
 from outbox.store.pending_callbacks import record_calls, topics_with_callbacks
 from outbox.store.transitions import Found, Locked, count_moved, delete, is_recorded, move, move_and_commit
@@ -226,15 +226,15 @@ def release_waiting(
     heads = fetch(
         connection,
         # The first failed, paused or waiting message of each key, one key after the other along the index.
-        "WITH RECURSIVE heads(key, state) AS ("
-        f"SELECT * FROM (SELECT h.key, h.state {holding} %s {first}) head "
-        f"UNION ALL SELECT next.key, next.state FROM heads JOIN {table} next ON next.id = "
-        f"(SELECT h.id {holding} heads.key {first})) SELECT key, state FROM heads LIMIT %s",
+        "WITH RECURSIVE heads(key, state, id) AS ("
+        f"SELECT * FROM (SELECT h.key, h.state, h.id {holding} %s {first}) head "
+        f"UNION ALL SELECT next.key, next.state, next.id FROM heads JOIN {table} next ON next.id = "
+        f"(SELECT h.id {holding} heads.key {first})) SELECT key, state, id FROM heads LIMIT %s",
         [after, keys],
     )
     reached = heads[-1][0] if len(heads) == keys else ""
     skipped = {*unwritable.skipped().values()}
-    free = [key for key, state in heads if state == State.WAITING and key not in skipped]
+    free = {key: head for key, state, head in heads if state == State.WAITING and key not in skipped}
     if not free:
         return 0, reached
     each = min(-(-most // len(free)), _MOST_OF_A_KEY)
@@ -243,5 +243,10 @@ def release_waiting(
     if not is_postgresql(connection):
         return sum(unwritable.change(Found(first_of.format(key="%s"), [key, each]), release) for key in free), reached
     first = f"{first_of.format(key='free.key')} FOR UPDATE SKIP LOCKED"
-    found = f"SELECT w.id FROM unnest(%s::text[]) AS free(key) CROSS JOIN LATERAL ({first}) w"
-    return unwritable.change(Found(found, [free, each], locking=""), release), reached
+    # Behind a head that another session has locked, they would wait again.
+    head = f"SELECT FROM {table} WHERE id = free.head AND state = 'waiting' FOR UPDATE SKIP LOCKED"
+    found = (
+        "SELECT w.id FROM unnest(%s::text[], %s::bigint[]) AS free(key, head) "
+        f"CROSS JOIN LATERAL ({head}) h CROSS JOIN LATERAL ({first}) w"
+    )
+    return unwritable.change(Found(found, [[*free], array_of(free.values()), each], locking=""), release), reached

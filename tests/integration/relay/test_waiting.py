@@ -32,7 +32,7 @@ from tests.support.relaying import (
     state_of,
     states,
 )
-from tests.support.sql import executed
+from tests.support.sql import another_session, executed
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -170,6 +170,16 @@ class TestReleasing:
 
         for key in range(3):
             assert [int(name) for name in arrived(peer) if int(name) % 3 == key] == list(range(key, 120, 3))
+
+
+def test_messages_behind_a_waiting_one_that_another_session_has_locked_are_not_released():
+    head, *_ = some("a", "b")
+    OutboxMessage.objects.update(state=State.WAITING)
+    with another_session() as other:
+        other.execute("SELECT FROM outbox_outboxmessage WHERE id = %s FOR UPDATE", [head.position])
+        assert release() == 0
+
+    assert release() == 2
 
 
 class TestManyHeldKeys:
