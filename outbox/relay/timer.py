@@ -160,7 +160,8 @@ class Timer:
         """Load messages that were scheduled within the part of the horizon that was already read."""
         began_at = monotonic()
         new = self._table.newest, self._table.missing
-        most = min(OF_A_TOPIC, self._table.room)
+        # A part of the room, so that there is some for the next ones, which may be due sooner.
+        most = min(OF_A_TOPIC, -(-self._table.room // 2))
         found = scheduling.newly_scheduled(self._alias, *new, _OVERDUE, self._options.horizon, most)
         now = monotonic()
         self._table.take(found, now)

@@ -9,6 +9,7 @@ due after an exact multiple of N would be one turn late.
 """
 
 import math
+import random
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -18,6 +19,8 @@ OF_A_TOPIC = 5_000
 """Maximum messages of one topic held at a time, so that a burst does not hide other topics."""
 OF_ALL_TOPICS = 50_000
 """Maximum messages held at a time. A million take 240 MB."""
+_KEPT_FREE = 10
+"""Loading leaves one part in this many (1/10) to messages that are scheduled later and due sooner, and to overdue ones."""
 _LEAST_READ = 100
 """A topic is not read on before there is room for as many."""
 _IN_FLIGHT_SECONDS = 0.25
@@ -115,7 +118,7 @@ class Timetable:
     @property
     def is_short(self) -> bool:
         """Does a topic have unread messages, and room for at least as many as are held of it?"""
-        share = self._share(self._cut)
+        share = self._free_to_load // max(len(self._cut), 1)
         return share >= _LEAST_READ and any(self._in_hand[topic] < min(share, OF_A_TOPIC / 2) for topic in self._cut)
 
     @property
@@ -141,16 +144,19 @@ class Timetable:
 
     def offsets(self, topics: Collection[str]) -> dict[str, Offset]:
         """The offsets of these topics, with the number of messages there is room for."""
-        share = self._share(topics)
-        limits = {topic: max(min(OF_A_TOPIC - self._in_hand[topic], share), 0) for topic in topics}
+        limits = dict.fromkeys(topics, 0) | {
+            topic: max(min(OF_A_TOPIC - self._in_hand[topic], share), 0) for topic, share in _shares(topics, self._free_to_load)
+        }
         return {topic: Offset(*self._read.get(topic, ("", 0)), limit) for topic, limit in limits.items()}
 
     def offsets_of_overdue(self, topics: Collection[str]) -> dict[str, Offset]:
         """The beginnings of those of these topics that have no due messages here."""
-        return {topic: Offset("", 0, min(OF_A_TOPIC, self._share(topics))) for topic in topics if topic not in self._due}
+        asked = [topic for topic in topics if topic not in self._due]
+        return {topic: Offset("", 0, min(OF_A_TOPIC, share)) for topic, share in _shares(asked, self.room)}
 
-    def _share(self, topics: Collection[str]) -> int:
-        return self.room // max(len(topics), 1)
+    @property
+    def _free_to_load(self) -> int:
+        return max(self.room - OF_ALL_TOPICS // _KEPT_FREE, 0)
 
     def read_on(self, found: Sequence[Upcoming], offsets: Mapping[str, Offset], now: float) -> None:
         """Take the rows that were found after these offsets, of all topics or of those that were cut."""
@@ -239,3 +245,9 @@ class Timetable:
         """The latest instant of the next turn of the wheel."""
         ticks = self._wheel.ticks_to_next()
         return math.inf if ticks is None else self._began_at + (self._ticked + ticks) * self._tick
+
+
+def _shares(topics: Collection[str], room: int) -> list[tuple[str, int]]:
+    """Equal parts of the room for these topics; for as many of them, chosen at random, as there is room for."""
+    chosen = topics if len(topics) <= room else random.sample([*topics], room)
+    return [(topic, room // len(chosen)) for topic in chosen]

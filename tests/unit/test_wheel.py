@@ -80,6 +80,20 @@ def test_the_timetable_forgets_topics_that_have_no_entries(monkeypatch):
     assert not table._in_hand
 
 
+@pytest.mark.parametrize("count", [10, 50])
+def test_loading_leaves_some_room_and_reads_some_of_more_topics_than_there_is_room_for(monkeypatch, count):
+    monkeypatch.setattr("outbox.relay.timetable.OF_ALL_TOPICS", 20)
+    table, topics = Timetable(slots=8, tick=0.01, now=0.0), [f"topic-{number}" for number in range(count)]
+    offsets = table.offsets(topics)
+    loaded = [topic for topic, offset in offsets.items() if offset.limit]
+    assert len(loaded) == min(count, 18)
+
+    table.read_on([Upcoming(n, topic, "2026-01-01", 9.0, "") for n, topic in enumerate(topics[:18])], offsets, now=1.0)
+
+    overdue = table.offsets_of_overdue(topics)
+    assert sum(offset.limit for offset in overdue.values()) == table.room > 0
+
+
 def test_positions_passed_a_moment_ago_and_not_seen_are_missing_for_a_quarter_of_a_second():
     def found(*positions):
         return [Upcoming(position, "topic", "2026-01-01", 9.0, "") for position in positions]
