@@ -88,8 +88,9 @@ def take_names(alias: str, messages: Iterable[Named]) -> Mapping[Name, Earlier]:
             break
         found = _find(connection, left)
         earlier |= {name: message for name, (_, message) in found.items() if message is not None}
-        _delete(alias, [message_id for message_id, message in found.values() if message is None])
-        # Those that were not found were given up meanwhile.
+        # Those that were not found were given up meanwhile, or their messages have other names, after a change by hand.
+        not_valid = [message_id for message_id, message in found.values() if message is None]
+        _delete(alias, [*not_valid, *(wanted[name] for name in left if name not in found)])
         left = [name for name in left if name not in earlier]
     return earlier
 

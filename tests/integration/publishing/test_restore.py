@@ -14,7 +14,7 @@ from django.utils import timezone
 from exactly_once.models import AuditEntry
 from exactly_once.sql.now import DatabaseTime
 from outbox import Decision, InvalidMessage, Outcome, cancel, publish, reschedule, restore
-from outbox.models import OutboxMessage, TrailEntry
+from outbox.models import OutboxMessage, TrailEntry, UniqueMessage
 from outbox.states import PUBLISH_NOW, RESTORE, State
 from outbox.store import decision_rows, settling
 from tests.support.commands import output_of
@@ -197,6 +197,13 @@ class TestUniqueMessages:
         assert run("--all", "--dry-run").split("\n\n")[1].startswith("2 messages would be restored, 2 of them overdue")
         assert run("--all") == "2 messages restored: 2 ready. 2 left: 2 replaced."
         assert {state_of(message) for message in (plain, unique)} == {State.READY}
+
+    def test_message_whose_biz_id_was_changed_by_hand_is_restored_under_its_new_one(self):
+        message = ended(biz_id="b", unique=True)
+        set_columns(message, biz_id="c")
+
+        assert restore(message.id) == Decision(Outcome.RESTORED, State.READY)
+        assert [*UniqueMessage.objects.values_list("biz_id", flat=True)] == ["c"]
 
     @pytest.mark.long
     @pytest.mark.django_db(transaction=True)
