@@ -210,9 +210,14 @@ class SetAside:
             if reason is None or self.reason(position) is reason:
                 self._rows.pop(position, None)
 
-    def forget_due(self, tried: Collection[int] | None = None) -> None:
-        """Forget the rows that were due and could be changed: all that were tried again, or those among these positions."""
-        self.forget(position for position in self._due if tried is None or position in tried)
+    def forget_due(self, tried: Collection[int] | None = None, keys: Collection[str] | None = None) -> None:
+        """Forget the rows that were due and could be changed: all that were tried again, or those among these positions.
+
+        Args:
+            keys: those whose messages were tried; None for all.
+        """
+        due = [position for position in self._due & self._rows.keys() if tried is None or position in tried]
+        self.forget(position for position in due if keys is None or self._rows[position].key in keys)
 
     def _drop(self, position: int) -> None:
         """Forget a message whose answer no pass has asked for."""

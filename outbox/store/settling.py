@@ -241,7 +241,8 @@ def release_waiting(
     release = partial(count_moved, alias, RELEASE)
     first_of = f"SELECT id FROM {table} WHERE state = 'waiting' AND key <> '' AND key = {{key}} ORDER BY id LIMIT %s"
     if not is_postgresql(connection):
-        return sum(unwritable.change(Found(first_of.format(key="%s"), [key, each]), release) for key in free), reached
+        each_key = ((key, Found(first_of.format(key="%s"), [key, each])) for key in free)
+        return sum(unwritable.change(found, release, [key]) for key, found in each_key), reached
     first = f"{first_of.format(key='free.key')} FOR UPDATE SKIP LOCKED"
     # Behind a head that another session has locked, they would wait again.
     head = f"SELECT FROM {table} WHERE id = free.head AND state = 'waiting' FOR UPDATE SKIP LOCKED"
@@ -249,4 +250,5 @@ def release_waiting(
         "SELECT w.id FROM unnest(%s::text[], %s::bigint[]) AS free(key, head) "
         f"CROSS JOIN LATERAL ({head}) h CROSS JOIN LATERAL ({first}) w"
     )
-    return unwritable.change(Found(found, [[*free], array_of(free.values()), each], locking=""), release), reached
+    query = Found(found, [[*free], array_of(free.values()), each], locking="")
+    return unwritable.change(query, release, free), reached

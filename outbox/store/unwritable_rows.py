@@ -181,14 +181,17 @@ class UnwritableRows:
         """May the cause be something else than single rows?"""
         return self.count >= _MANY
 
-    def change(self, rows: Rows, change: Change) -> int:
+    def change(self, rows: Rows, change: Change, keys: Collection[str] | None = None) -> int:
         """`change_writable`, recording what is unwritable; the number of changed rows.
+
+        Args:
+            keys: of the messages among which the rows are; None for all.
 
         Raises:
             django.db.Error: none of many rows can be changed, so the cause is not one row.
         """
         changed = change_writable(self._alias, rows, change)
-        self.aside.forget_due(changed.done)
+        self.aside.forget_due(changed.done, keys)
         self.record(changed.unwritable, changed.keys)
         if not changed.count and len(changed.unwritable) >= _MANY:
             raise next(iter(changed.unwritable.values()))

@@ -75,6 +75,17 @@ def test_row_is_forgotten_some_time_after_its_turn_unless_it_is_set_aside_again(
     assert 2 in aside
 
 
+def test_due_row_of_a_key_that_was_not_tried_is_not_forgotten(pass_by):
+    aside = SetAside()
+    aside.hold({1: "a", 2: "b"}, Reason.UNWRITABLE)
+    pass_by(2.0)
+    assert aside.skipped() == {}
+
+    aside.forget_due(keys=["b"])
+
+    assert (1 in aside, 2 in aside) == (True, False)
+
+
 def test_rows_of_a_key_are_tried_together(pass_by):
     """Each one that is skipped would hold back the others."""
     aside = SetAside()
