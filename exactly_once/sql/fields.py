@@ -60,6 +60,11 @@ def instants(name: str, *columns: str) -> models.CheckConstraint:
     return models.CheckConstraint(name=name, condition=reduce(and_, [Q(IsInstant(column)) for column in columns]))
 
 
+def bounds_instants(model: type[models.Model]) -> bool:
+    """Does its table refuse some of the instants that Python can represent, in the first and the last year?"""
+    return any(constraint.name.endswith("_instants") for constraint in model._meta.constraints)
+
+
 class ReadableJSONField(models.JSONField):
     """A `JSONField` that returns a value that Python cannot decode as text."""
 

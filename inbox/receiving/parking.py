@@ -77,7 +77,7 @@ def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) 
         DatabaseUnavailable: the database does not answer.
     """
     # Under a lease another call might repeat an effect.
-    if exhausted := fail_exhausted(handler, stored, options, grace=0 if handler.lease else 1):
+    if exhausted := fail_exhausted(handler, stored, options, grace=0 if handler.lease or not handler.kind.is_called else 1):
         return exhausted
     if is_parked(stored.biz_id):
         return _identify_parked(handler, stored, options)

@@ -261,7 +261,7 @@ class Pass:
                 else:
                     probed.add(row.topic)
                     batch.probes.append(row)
-            elif row.attempts or row.key in retried_keys:
+            elif (row.attempts and not row.priority) or row.key in retried_keys:
                 batch.retried.append(row)
                 retried_keys.update([row.key] if row.key else [])
                 continue

@@ -18,6 +18,7 @@ from django.utils.timezone import is_aware
 from django.utils.translation import gettext as _
 
 from exactly_once.console.operators.audit import Subject
+from exactly_once.sql.fields import bounds_instants
 from exactly_once.wire.text import why_unfit
 
 _LONGEST_LINE = 64 * 1024 * 1024
@@ -184,7 +185,8 @@ def value_of(field: Any, given: Any) -> Any:
         value = field.to_python(given)
         field.run_validators(value)
         if isinstance(value, datetime):
-            value = value.astimezone(UTC) if is_aware(value) and MINYEAR < value.year < MAXYEAR else None
+            fits = is_aware(value) and (MINYEAR < value.year < MAXYEAR or not bounds_instants(field.model))
+            value = value.astimezone(UTC) if fits else None
         if _fits(field, given, value):
             return value
     raise Refused(_("%(column)s is %(value)s, which does not fit") % {"column": field.name, "value": _shown(given)})

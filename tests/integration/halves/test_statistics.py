@@ -14,7 +14,7 @@ from tests.support.apps.worker import JOB
 from tests.support.relaying import TOPIC, published
 from tests.support.workers import send
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
 HOUR = timedelta(hours=1)
 MINUTES = Minutes("outbox")

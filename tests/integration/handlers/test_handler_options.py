@@ -71,11 +71,11 @@ class TestRetry:
             assert nominal / 2 - timedelta(seconds=20) < time_until_retry(the_row()) <= nominal
             run_again()
 
-    def test_a_message_whose_attempts_never_ended_is_dead_after_the_attempts_of_its_handler(self, handles):
+    def test_a_message_whose_attempts_never_ended_is_dead_after_one_more_than_its_handler_has(self, handles):
         deliver(handles(the_effect, retry=Retry(max_attempts=1)))
         row = the_row()
         InboxMessage.objects.update(
-            state=State.RECEIVED, day=LIVE, attempts=1, settled_at=None, next_attempt_at=utcnow() - A_MINUTE
+            state=State.RECEIVED, day=LIVE, attempts=2, settled_at=None, next_attempt_at=utcnow() - A_MINUTE
         )
         before = effects()
 
@@ -132,13 +132,13 @@ class TestExceptions:
 
         assert (the_row().state, the_row().attempts) == (State.DEAD, 3)
 
-    def test_a_message_whose_attempts_never_ended_has_the_most_attempts_of_all_policies(self, raising):
+    def test_a_message_whose_attempts_never_ended_has_one_more_than_the_most_attempts_of_all_policies(self, raising):
         deliver(raising(TimeoutError(), retry=Retry(max_attempts=1, retry_on={TimeoutError: Retry(max_attempts=3)})))
-        InboxMessage.objects.update(attempts=3, next_attempt_at=utcnow() - A_MINUTE)
+        InboxMessage.objects.update(attempts=4, next_attempt_at=utcnow() - A_MINUTE)
 
         drain()
 
-        assert (the_row().state, the_row().attempts) == (State.DEAD, 3)
+        assert (the_row().state, the_row().attempts) == (State.DEAD, 4)
 
 
 class TestDeferral:

@@ -237,7 +237,7 @@ class TestFailingHead:
     def test_head_that_kills_its_process_runs_out_of_attempts_and_blocks_its_key(self, handles):
         handler = handles(the_effect, ordered=True)
         named(handler, "a1", "a2")
-        for _ in range(OPTIONS.MAX_ATTEMPTS):
+        for _ in range(OPTIONS.MAX_ATTEMPTS + 1):
             assert claim_next([handler], "default", OPTIONS)
             make_due()
 

@@ -441,7 +441,10 @@ class TestCommands:
     ("given", "problem"),
     [
         ({"MAIL_TOO": []}, "OUTBOX['ALERTS'] has no option 'MAIL_TOO'. Did you mean 'MAIL_TO'?"),
-        ({"EVERY": 5}, "OUTBOX['ALERTS']['EVERY'] is an int: it must be a timedelta, such as timedelta(seconds=60)."),
+        (
+            {"EVERY": 5},
+            "OUTBOX['ALERTS']['EVERY'] is an int: it must be a timedelta, or text such as \"90s\", such as timedelta(",
+        ),
         ({"WEBHOOK_URL": "http://a.org/"}, "WEBHOOK_URL is 'http://a.org/': it must be a URL like https://"),
         ({"BACKLOG": 0}, "OUTBOX['ALERTS']['BACKLOG'] is 0: it must be greater than zero."),
         ([], "OUTBOX['ALERTS'] must be a dict, not a list."),

@@ -32,7 +32,7 @@ class Broker(Transport):
     def __init__(self):
         self.taken = []
 
-    def send(self, messages, deadline):
+    def send(self, messages, deadline, **options):
         self.taken += [message.envelope for message in messages]
         return Sent(verdicts={message.position: CONFIRMED for message in messages})
 

@@ -157,7 +157,6 @@ def test_message_that_is_allowed_after_a_pass_has_looked_is_not_paused_by_that_p
         late.topics.update(found.paused)
         paused_topics.limit("default", LIMITED, 1 / 3600, [row_of(first).pk])
         late.run(found.shards, 500)
-        late.close()
 
     assert state_of(first) == State.READY
     assert count(State.PAUSED) == 4

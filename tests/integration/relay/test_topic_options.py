@@ -21,7 +21,7 @@ class Nacking(Transport):
 
     capabilities = Capabilities(confirms=True)
 
-    def send(self, messages, deadline):
+    def send(self, messages, deadline, **options):
         return Sent(verdicts={message.position: Verdict(PublishOutcome.NACKED, "full") for message in messages})
 
 

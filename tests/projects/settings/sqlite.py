@@ -1,4 +1,4 @@
-"""SQLite, with the options of *Getting started*"""
+"""SQLite, with the options of *Getting started*, and `local://`"""
 
 import os
 from pathlib import Path
