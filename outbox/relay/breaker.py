@@ -126,6 +126,7 @@ class PausedTopics:
         forbidden: Mapping[str, str],
         silent: Iterable[str] = (),
         unconfirmed: Iterable[str] = (),
+        crowded: Collection[str] = (),
     ) -> None:
         """Record the broker's answers of one pass.
 
@@ -135,9 +136,10 @@ class PausedTopics:
             forbidden: the topics that it does not permit, with its reason.
             silent: the topics of messages that it has not answered.
             unconfirmed: of these, the topics of messages that were sent on channels of their own.
+            crowded: topics of which it has too many messages without an answer.
         """
         refusals = list(refused)
-        if not (refusals or forbidden or silent or self._refusals or self._silent or self._paused):
+        if not (refusals or forbidden or silent or crowded or self._refusals or self._silent or self._paused):
             return
         took = set(taken)
         for topic in took & self._refusals.keys():
@@ -146,6 +148,7 @@ class PausedTopics:
         for topic in took.union(topic for topic, _ in refusals) & self._silent.keys():
             del self._silent[topic]
         self._answered.update({topic: _UNCONFIRMED for topic in unconfirmed if topic not in took})
+        self._answered.update({topic: _UNCONFIRMED for topic in crowded if not self.is_paused(topic)})
         self._taken |= took & self._paused.keys()
         for topic, verdict in refusals:
             if topic not in took:

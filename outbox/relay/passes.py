@@ -49,6 +49,8 @@ _TAIL = 20
 part of its first wave. A wave takes a round trip to the broker, however small it is."""
 _MOST_UNCONFIRMED = 2
 """Probes without an answer, after which a pass sends no more. All other messages wait meanwhile."""
+_MOST_AWAITED = 2
+"""Full batches of a topic that the broker has and does not confirm, although it confirms others of that topic."""
 _DAMAGED = "damaged"
 _TOPICS_FAULT = (PublishOutcome.NACKED, PublishOutcome.RETURNED)
 _NEVER_DEAD = (PublishOutcome.RETURNED, PublishOutcome.FORBIDDEN)
@@ -360,8 +362,10 @@ class Pass:
             else:
                 failed.setdefault((verdict, row.attempts + 1, self._options.topic(row.topic).retry), []).append(row)
         self.aside.hold({row.position: row.key for row in unknown}, Reason.UNKNOWN)
+        late = self.aside.answered(self._transport.news())
+        most = _MOST_AWAITED * self._options.BATCH_SIZE
         self.topics.record(
-            taken=[*taken, *self.aside.answered(self._transport.news())],
+            taken=[*taken, *late],
             refused=[
                 (row.topic, verdict)
                 for (verdict, *_), rows in failed.items()
@@ -371,6 +375,7 @@ class Pass:
             forbidden=batch.forbidden,
             silent=batch.silent,
             unconfirmed=batch.unconfirmed,
+            crowded=[topic for topic, count in self.aside.awaited().items() if count >= most],
         )
         return Settlement(
             published=published,

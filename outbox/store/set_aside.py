@@ -106,6 +106,10 @@ class SetAside:
     def counts(self) -> Counter[Reason]:
         return Counter(row.reason for row in self._rows.values())
 
+    def awaited(self) -> Counter[str]:
+        """The number of messages that the broker may still confirm, by topic."""
+        return Counter(row.copy.message.envelope.topic for row in self._rows.values() if row.copy and row.verdict is None)
+
     def seconds_left(self) -> float:
         """Seconds until the next row is due; infinite if there is none."""
         return max(0.0, min((row.until for row in self._rows.values()), default=inf) - monotonic())

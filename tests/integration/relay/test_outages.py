@@ -9,6 +9,7 @@ import pytest
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
+from outbox.models import PausedTopic
 from outbox.states import State
 from tests.support.aliases import unresolvable
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
@@ -180,6 +181,15 @@ class TestLateConfirms:
                 wait_until_reached(12, lambda: relay.published)
                 stuck = [message for message in peer.published if message.routing_key != TOPIC]
                 assert len(stuck) == len(set(ids(stuck)))
+
+    def test_topic_of_which_many_messages_are_not_confirmed_is_paused_although_others_are(self):
+        with FakeAmqpPeer() as peer:
+            peer.script = lambda message: [partial(peer.ack, message)] if message.headers["cloudEvents:bizid"] == "good" else []
+            published_many(400, biz_id=lambda n: "good" if n % 2 else "dead")
+            with relaying(peer.url, BATCH_SIZE=20):
+                wait_until(PausedTopic.objects.exists)
+
+            assert states().count(State.PUBLISHED) < 200
 
     def test_broker_that_confirms_nothing_gets_a_batch_and_single_probes(self, late, monkeypatch):
         monkeypatch.setattr(late, "ack", lambda message: True)
