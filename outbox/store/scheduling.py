@@ -70,6 +70,8 @@ def upcoming(alias: str, offsets: Mapping[str, Offset], within: timedelta, *, si
     Args:
         since: read those due from this time ago; PostgreSQL passes over the dead versions of all earlier ones.
     """
+    if not offsets:
+        return []
     connection = connections[alias]
     with connection.cursor() as cursor:
         if is_postgresql(connection):
