@@ -297,7 +297,7 @@ def _biz_id(stored: InboxMessage, corrected: Envelope, options: InboxOptions) ->
     handler, known = registry.get(stored.handler), business_id(stored.biz_id)
     assert handler is not None  # noqa: S101 - see _why_not
     message = message_of_opened(corrected, options, needs_id=False)
-    found = identify(handler, message, limit=None) if handler.biz_id or known.startswith(UNIDENTIFIED) else known
+    found = identify(handler, message, is_bounded=False) if handler.biz_id or known.startswith(UNIDENTIFIED) else known
     if found and found != known and (known.startswith(UNIDENTIFIED) or _identified_alike(handler, stored, known, options)):
         taken = receipts.named(handler.using, handler.name, stored.topic, found)
         if (other := taken.only("state").first()) is not None:
@@ -318,6 +318,6 @@ def _identified_alike(handler: Handler, stored: InboxMessage, known: str, option
     If not, `biz_id` needs data that a row does not have, and its result cannot be used here.
     """
     try:
-        return identify(handler, message_of(stored_envelope(stored), options, needs_id=False), limit=None) == known
+        return identify(handler, message_of(stored_envelope(stored), options, needs_id=False), is_bounded=False) == known
     except Undecodable:
         return True

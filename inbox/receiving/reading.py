@@ -42,7 +42,7 @@ from inbox.transactions.running import DatabaseUnavailable
 
 PARKED = "parked:"
 """Begins the biz-id of a delivery that is stored as it came."""
-LONGEST_IDENTIFYING = timedelta(seconds=10)
+_LONGEST_IDENTIFYING = timedelta(seconds=10)
 """For a handler's `biz_id`, which looks at one message."""
 _JSON = ("application/json", "text/json")
 _PARKED_REDELIVERY, _PARKED_PAST = f"{PARKED}redelivery:", f"{PARKED}past:"
@@ -161,11 +161,11 @@ def parked_envelope(stored: InboxMessage) -> Envelope:
     return from_delivery(properties=properties, headers=stored.headers, body=body, routing_key=stored.topic)
 
 
-def identify(handler: Handler, message: Message, *, limit: timedelta | None = LONGEST_IDENTIFYING) -> str:
+def identify(handler: Handler, message: Message, *, is_bounded: bool = True) -> str:
     """The biz-id of `message` in `handler`.
 
     Args:
-        limit: of a call of its `biz_id`. A call that cannot be interrupted ends the process: None in one that serves requests.
+        is_bounded: its `biz_id` must end in time, or ends this process if it cannot be interrupted: not where requests are served.
 
     Raises:
         Undecodable: it has another topic, or the handler's `biz_id` failed.
@@ -177,7 +177,7 @@ def identify(handler: Handler, message: Message, *, limit: timedelta | None = LO
     _of_this_queue(handler, message.topic, "")
     for on_new_session in (False, True):
         try:
-            with nullcontext() if limit is None else bounded(f"{handler.name} (biz_id)", limit):
+            with bounded(f"{handler.name} (biz_id)", _LONGEST_IDENTIFYING) if is_bounded else nullcontext():
                 return _not_ours(handler.identify(message))
         except BaseException as error:  # the user's code, see `run.run`
             reason = f"biz_id of {handler.name} failed with {type(error).__name__}: {describe(error)}"

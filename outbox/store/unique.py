@@ -24,7 +24,7 @@ from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.partitions import days_by
 from exactly_once.sql.prepared_statements import PreparedStatement, is_worthwhile, numbered
 from outbox.models import OutboxMessage, UniqueMessage
-from outbox.states import GIVEN_UP
+from outbox.states import GIVEN_UP, State
 from outbox.store.dialect import as_uuid, chunks, live, stored
 from outbox.store.selecting import first_id_of, identified
 
@@ -92,7 +92,18 @@ def take_names(alias: str, messages: Iterable[Named]) -> Mapping[Name, Earlier]:
         not_valid = [message_id for message_id, message in found.values() if message is None]
         _delete(alias, [*not_valid, *(wanted[name] for name in left if name not in found)])
         left = [name for name in left if name not in earlier]
+    _make_durable(connection, [one.message_id for one in earlier.values() if one.state == State.PUBLISHED])
     return earlier
+
+
+def _make_durable(connection: BaseDatabaseWrapper, published: Sequence[uuid.UUID]) -> None:
+    """Let the commit wait for the disk: what is said to be published is so after a crash, too, although a pass does not wait.
+
+    A lock is written to the log. Nobody else waits for these: only the purge deletes names of published messages.
+    """
+    if published and is_postgresql(connection):
+        query = f"SELECT 1 FROM {_NAMES} WHERE message_id = ANY(%s) ORDER BY topic, biz_id FOR KEY SHARE"
+        fetch(connection, query, [list(published)])
 
 
 def _insert(connection: BaseDatabaseWrapper, rows: Sequence[tuple[str, str, uuid.UUID]]) -> set[uuid.UUID]:
@@ -108,18 +119,13 @@ def _insert(connection: BaseDatabaseWrapper, rows: Sequence[tuple[str, str, uuid
 
 
 def _find(connection: BaseDatabaseWrapper, names: Sequence[Name]) -> Mapping[Name, tuple[uuid.UUID, Earlier | None]]:
-    """By name, its message id, and the message unless it was given up or no longer exists.
-
-    The lock of the names writes to the log, so that the commit waits for the disk: a message that is said to be published is so
-    after a crash, too, although a pass does not wait.
-    """
-    lock = "ORDER BY n.topic, n.biz_id FOR KEY SHARE OF n" if is_postgresql(connection) else ""
+    """By name, its message id, and the message unless it was given up or no longer exists."""
     found: dict[Name, tuple[uuid.UUID, Earlier | None]] = {}
     for chunk in chunks(names, _AT_ONCE):
         query = (
             f"SELECT n.topic, n.biz_id, n.message_id, m.id, m.state FROM {_NAMES} n "
             f"LEFT JOIN {live(connection)} m ON m.message_id = n.message_id "
-            f"WHERE (n.topic, n.biz_id) IN (VALUES {', '.join(['(%s, %s)'] * len(chunk))}) {lock}"
+            f"WHERE (n.topic, n.biz_id) IN (VALUES {', '.join(['(%s, %s)'] * len(chunk))})"
         )
         for topic, biz_id, given, position, state in fetch(connection, query, [*chain.from_iterable(chunk)]):
             message_id = as_uuid(given)

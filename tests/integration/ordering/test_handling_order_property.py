@@ -401,7 +401,7 @@ MUTATIONS = {
     "skip does not promote the next": (BLOCK, lambda patch: patch.setattr(decisions, "promote_next", do_nothing)),
     "on_dead skip does not promote the next": (
         SKIP,
-        lambda patch: patch.setattr(failure_columns, "promote_behind", do_nothing),
+        lambda patch: [patch.setattr(module, "promote_behind", do_nothing) for module in (failure_columns, claims)],
     ),
     "message after a duplicate waits": (BLOCK, lambda patch: patch.setattr(arrivals, "_headless", lambda *given: [])),
     "retry ignores the head": (BLOCK, lambda patch: patch.setattr(decisions, "is_head", lambda *order: True)),
