@@ -121,6 +121,10 @@ def bounded(what: str, limit: timedelta, *, cancels_itself: bool = False) -> Ite
         if monotonic() - began_at >= seconds:
             raise HandlerTimeout(what, limit) from error
         raise
+    else:
+        if not cancels_itself and monotonic() - began_at >= seconds:
+            # It has suppressed the error of a statement that the database has cancelled, before the alarm has come.
+            raise HandlerTimeout(what, limit)
     finally:
         try:
             _unwatch(run)

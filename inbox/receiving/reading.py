@@ -165,7 +165,7 @@ def identify(handler: Handler, message: Message, *, is_bounded: bool = True) -> 
     """The biz-id of `message` in `handler`.
 
     Args:
-        is_bounded: its `biz_id` must end in time, or ends this process if it cannot be interrupted: not where requests are served.
+        is_bounded: its `biz_id` must end in time, or ends this process if it cannot be interrupted: not while serving requests.
 
     Raises:
         Undecodable: it has another topic, or the handler's `biz_id` failed.
