@@ -28,6 +28,7 @@ logger = escaping_logger(__name__)
 
 _LONGEST_WAIT_SECONDS = 0.5
 _CHAIN_SECONDS = 0.01
+"""How long a thread goes on with one lane, before others and stored messages have their turn."""
 
 
 class Pool:

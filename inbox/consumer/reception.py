@@ -69,9 +69,12 @@ class _Behind:
     """
 
     def __init__(
-        self, more: _More, read: Callable[[Delivery], Arrival], handled: Callable[[Sequence[Delivery]], object]
+        self,
+        more: _More,
+        read: Callable[[Delivery], Arrival],
+        ended: Callable[[Sequence[Delivery], Sequence[Outcome]], object],
     ) -> None:
-        self._more, self._read, self._handled = more, read, handled
+        self._more, self._read, self._ended = more, read, ended
         self.part: list[Delivery] = []
         self.left: list[Delivery] = []
         self.held: set[Name] = set()
@@ -95,7 +98,7 @@ class _Behind:
         return one.arrival
 
     def advance(self) -> None:
-        self._handled([*self.part])
+        self._ended([*self.part], [Outcome.HANDLED])
         self.part[0] = self.left.pop()
 
 
@@ -129,7 +132,7 @@ class Reception:
                 database, because handlers of other databases need it.
         """
         handler = load[0].handler
-        behind = _Behind(more, self._read, self._handled) if more is not None and handler.may_follow else None
+        behind = _Behind(more, self._read, self._ended) if more is not None and handler.may_follow else None
         try:
             parts = self._parts(handler, self._read_all(handler, load), behind)
             self._run_all(handler, parts, () if behind is None else behind.left)
@@ -206,11 +209,6 @@ class Reception:
             queue.part = part
         return receive(handler, arrivals, self._options, acknowledge=partial(self._acknowledge, part[0]), queue=queue)
 
-    def _handled(self, part: Sequence[Delivery]) -> None:
-        outcomes = [Outcome.HANDLED] * len(part)
-        self._count(part, outcomes)
-        self._answer(list(zip(part, outcomes, strict=True)))
-
     def _store(self, part: list[Delivery]) -> list[Outcome]:
         stored = admit(part[0].handler, [one.arrival for one in part], self._options)
         self._runner.ring()
@@ -231,17 +229,17 @@ class Reception:
             return True
         if (outcomes := self._run(part, run)) is None:
             return False
-        self._count(part, outcomes)
         for one, outcome in zip(part, outcomes, strict=True) if handler.ordered else ():
             if outcome is Outcome.STORED:
                 self._check_order(one)
-        # Under a lease, a delivery is alone.
-        if not part[0].is_acknowledged:
-            self._answer(list(zip(part, outcomes, strict=True)))
+        self._ended(part, outcomes)
         return True
 
-    def _count(self, part: Sequence[Delivery], outcomes: Sequence[Outcome]) -> None:
-        """Count outcomes, and the latencies of first deliveries. The effect of a stored message is timed where it is run."""
+    def _ended(self, part: Sequence[Delivery], outcomes: Sequence[Outcome]) -> None:
+        """Count the outcomes, and the latencies of first deliveries, and answer the deliveries.
+
+        The effect of a stored message is timed where it is run.
+        """
         with self._counting:
             for outcome in outcomes:
                 self.outcomes[outcome] += 1
@@ -252,6 +250,9 @@ class Reception:
                 received.append((envelope.deliver_at or envelope.created_at, now - one.at, outcome is Outcome.HANDLED))
         if received:
             counting.time_received(handler.using, handler.name, received)
+        # Under a lease, a delivery is alone.
+        if not part[0].is_acknowledged:
+            self._answer(list(zip(part, outcomes, strict=True)))
 
     def _run(self, part: list[Delivery], run: _Run) -> list[Outcome] | None:
         handler = part[0].handler

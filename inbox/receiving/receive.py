@@ -81,7 +81,7 @@ class Queue(Protocol):
         """The next one, if it can be run as this one is."""
 
     def advance(self) -> None:
-        """This one has had its effect. It is replaced in the list of arrivals by the one that was taken."""
+        """This one has had its effect; answer it. The one that was taken takes its place."""
 
 
 def receive(
@@ -100,7 +100,6 @@ def receive(
         arrivals: one that is refused, unread, redelivered or leased is given alone.
         acknowledge: called if the delivery may be acknowledged before the handler runs: under a lease in the database, its row
             and body are committed, and the run may take longer than the broker waits for an acknowledgement.
-
         queue: more deliveries, which may be run after a single one, too. The outcome that is returned is that of the last.
 
     Raises:
@@ -323,6 +322,7 @@ def run(
 
     Args:
         successor: claims the next message of the order, if the stored message is handled.
+        queue: see `receive`. The delivery that is run now is always the first of `arrivals`.
 
     Raises:
         DatabaseUnavailable: the database does not answer; nothing was decided. If the attempt of a stored message was not made,

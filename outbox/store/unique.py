@@ -99,7 +99,7 @@ def take_names(alias: str, messages: Iterable[Named]) -> Mapping[Name, Earlier]:
 def _make_durable(connection: BaseDatabaseWrapper, published: Sequence[uuid.UUID]) -> None:
     """Let the commit wait for the disk: what is said to be published is so after a crash, too, although a pass does not wait.
 
-    A lock is written to the log. Nobody else waits for these: only the purge deletes names of published messages.
+    A lock writes to the log. No publisher waits for it: only the purge deletes names of published messages.
     """
     if published and is_postgresql(connection):
         query = f"SELECT 1 FROM {_NAMES} WHERE message_id = ANY(%s) ORDER BY topic, biz_id FOR KEY SHARE"
