@@ -46,7 +46,8 @@ def test_purging_during_repeated_deliveries_doubles_and_loses_no_effect(world, h
     choice = random.Random(world.seed)
     operated = purged = 0
     world.listening()  # this one lives: what is delivered for the first time is in time
-    world.relay()
+    relay = world.relay()
+    world.wait_until(lambda: relay.is_ready, "the relay publishes at once")
     nemesis = Nemesis(world, [world.listening(), world.listening()])
 
     with nemesis.at_work():
