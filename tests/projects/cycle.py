@@ -1,6 +1,7 @@
 """The life of messages from end to end, in the project that DJANGO_SETTINGS_MODULE names: `python -m tests.projects.cycle`.
 
-Commands are processes of their own. The module of the settings may say more about the project, in names that Django ignores:
+Commands are processes of their own, forked from one that has set up Django and opened no connection. The module of the settings
+may say more about the project, in names that Django ignores:
 
     before = "CREATE PUBLICATION …"     SQL for the empty database
     tenants = ("blue", "red")           schemas of `django_tenants`, which share one outbox and one inbox
@@ -17,19 +18,24 @@ Commands are processes of their own. The module of the settings may say more abo
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib import import_module
 from io import StringIO
-from typing import Any
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -58,15 +64,59 @@ FILTERS_OF_THEMES = (b'id="changelist-filter"', b'id="grp-filters"', b"search-fi
 WITH_FILTERS = re.compile(r"/(outboxmessage|inboxmessage|process)/$")
 
 
+@functools.cache
+def commander() -> Connection:
+    """Takes the arguments of a command, and returns its exit status and what it has printed."""
+    ours, theirs = Pipe()
+    if not os.fork():
+        ours.close()
+        fork_commands(theirs)
+    theirs.close()
+    return ours
+
+
 def run(*arguments: str) -> None:
     """Run a command as a process; what it prints is shown if it fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "django", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120, check=False
-    )
-    assert not done.returncode, f"{' '.join(arguments)}: exit status {done.returncode}\n{done.stdout.decode()}"
-    assert b"Traceback" not in done.stdout, f"{' '.join(arguments)}:\n{done.stdout.decode()}"
+    commander().send(arguments)
+    status, said = commander().recv()
+    assert not status, f"{' '.join(arguments)}: exit status {status}\n{said}"
+    assert "Traceback" not in said, f"{' '.join(arguments)}:\n{said}"
     if SAYS and arguments[0] == "outbox_relay":
-        assert done.stdout.decode().count(SAYS) == 1, done.stdout.decode()
+        assert said.count(SAYS) == 1, said
+
+
+def fork_commands(requests: Connection) -> NoReturn:
+    while True:
+        try:
+            arguments = requests.recv()
+        except EOFError:  # the main process has ended
+            os._exit(0)
+        reading, writing = os.pipe()
+        if not (pid := os.fork()):
+            os.dup2(writing, 1)
+            os.dup2(writing, 2)
+            execute(arguments)
+        os.close(writing)
+        with os.fdopen(reading) as output:
+            said = output.read()
+        requests.send((os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said))
+
+
+def execute(arguments: tuple[str, ...]) -> NoReturn:
+    from django.core.management import execute_from_command_line
+
+    signal.alarm(2 * LONGEST_SECONDS)
+    status = 1
+    try:
+        execute_from_command_line(["manage.py", *arguments])
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except BaseException:  # noqa: BLE001 - the process ends here
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
 
 
 @contextlib.contextmanager
@@ -327,6 +377,7 @@ def pages(get: Get) -> None:
 
 def main() -> None:
     django.setup()
+    commander()
     create()
     with browsing() as get:
         if SERVER:

@@ -2,4 +2,4 @@
 
 from tests.projects.settings.plain import *
 
-tests = ("--create-db", "--reuse-db", "--reuse-db --numprocesses 4")
+tests = ("--create-db", "--reuse-db", "--reuse-db --numprocesses 2")
