@@ -96,15 +96,6 @@ def test_a_requeued_delivery_does_not_hold_back_the_multiple_ack():
     assert (client.channel.acked, client.channel.requeued, len(client.acks)) == ([2, 3], [1], 0)
 
 
-def test_without_support_for_multiple_acks_each_delivery_is_acknowledged_by_its_own_frame():
-    client = Client(3, multiple=False)
-
-    client.settle(1, 2, 3)
-
-    assert sorted(client.channel.frames) == [(1, False), (2, False), (3, False)]
-    assert len(client.acks) == 0
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("multiple", [True, False])
 @given(data=st.data())

@@ -1,6 +1,5 @@
 """The options of a handler: what each value refuses, and which combinations cannot be written or are refused."""
 
-import inspect
 from datetime import timedelta
 from functools import partial
 
@@ -158,24 +157,6 @@ class TestValues:
 
 class TestCombinations:
     @pytest.mark.parametrize(
-        ("decorator", "option"),
-        [
-            (batch_handler, "ordered"),
-            (batch_handler, "group_commit"),
-            (batch_handler, "lease"),
-            (leased_handler, "group_commit"),
-            (leased_handler, "size"),
-            (idempotent_handler, "size"),
-            (idempotent_handler, "wait"),
-            (idempotent_handler, "lease"),
-            (idempotent_handler, "on_dead"),
-            (idempotent_handler, "partitions"),
-        ],
-    )
-    def test_what_cannot_be_combined_cannot_be_written(self, decorator, option):
-        assert option not in inspect.signature(decorator).parameters
-
-    @pytest.mark.parametrize(
         ("options", "reason"),
         [
             ({"ordered": True, "group_commit": 5}, r"tests\.options0 .*group_commit=5 .*remove one of the two options"),
@@ -191,11 +172,6 @@ class TestCombinations:
             registered(leased_handler, timeout=2 * AN_HOUR)
         assert registered(leased_handler, timeout=2 * AN_HOUR, lease=Lease(limit=2 * AN_HOUR)).timeout == 2 * AN_HOUR
 
-    def test_ordered_true_is_an_order_with_its_defaults(self, registered):
-        handler = registered(idempotent_handler, ordered=True)
-
-        assert (handler.ordered, handler.skips_dead, handler.partitions) == (Ordered(), False, 1)
-
     def test_a_handler_holds_the_values_it_was_declared_with(self, registered):
         retry, order, lease = Retry(max_attempts=2), Ordered(on_dead="skip", partitions=4), Lease(duration=A_MINUTE)
 
@@ -207,12 +183,6 @@ class TestCombinations:
         assert (leased.skips_dead, leased.partitions) == (True, 4)
         assert (batched.kind, batched.ordered) == (Batch(size=7, wait=A_SECOND), None)
         assert (plain.kind, plain.ordered, plain.retry, plain.concurrency) == (PLAIN, None, Retry(), None)
-
-    @every_decorator
-    def test_every_decorator_takes_the_options_that_all_handlers_have(self, decorator):
-        common = {"biz_id", "name", "using", "timeout", "retry", "rate_limit", "concurrency", "shed"}
-
-        assert common <= set(inspect.signature(decorator).parameters)
 
 
 class TestRetry:
@@ -262,6 +232,3 @@ class TestRetry:
         for retry in (lambda: Retry(dead_on=[kind]), lambda: Retry(retry_on={kind: Retry()})):
             with pytest.raises(ValueError, match=rf"contains {kind.__name__}, a \w+, which no policy applies to: remove it"):
                 retry()
-
-    def test_a_cap_of_the_handler_is_kept(self):
-        assert Retry(backoff=Backoff(cap=A_MINUTE)).over(DEFAULT).delay(50) <= A_MINUTE

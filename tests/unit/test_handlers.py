@@ -9,7 +9,7 @@ from inbox.consumer.topology import queue_name
 from inbox.errors import NotCallable
 from inbox.handlers.decorator import batch_handler, idempotent_handler, leased_handler
 from inbox.handlers.handler import Handler
-from inbox.handlers.registry import Registry, registry
+from inbox.handlers.registry import registry
 from inbox.testing import make_message
 from tests.support.workers import broker_options
 
@@ -135,9 +135,6 @@ class TestDecorating:
 
 
 class TestCalling:
-    def test_a_plain_return_value_is_passed_through(self):
-        assert a_handler(lambda message: 42).call(MESSAGE) == 42
-
     def test_a_partial_of_an_async_function_is_run_to_completion(self):
         seen = []
 
@@ -163,18 +160,6 @@ class TestQueueNames:
 
         assert first != second
         assert len(first) <= 255
-
-
-def test_a_registry_finds_handlers_by_name_and_by_topic():
-    of_both = Registry()
-    for name, topic in (("1", "a"), ("2", "a"), ("3", "b")):
-        of_both.add(a_handler(name=name, topics=(topic,)))
-    of_both.remove("2")
-    of_both.remove("never there")
-
-    assert [handler.name for handler in of_both.for_topic("a")] == ["1"]
-    assert [handler.name for handler in of_both.all()] == ["1", "3"]
-    assert of_both.get("2") is None
 
 
 class TestBizIdPath:

@@ -28,7 +28,6 @@ from django.db import (
 
 from exactly_once.console.cli import command, terminal
 from exactly_once.console.display import ngettext
-from exactly_once.management.commands import exactly_once_status
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import EXIT_SILENT, StopRequest, running_until_signalled
 from exactly_once.process.main_thread import run_until_signalled
@@ -59,10 +58,6 @@ class TestCause:
             fail()
 
         assert current_cause() == Cause()
-
-    def test_the_cause_of_one_thread_is_not_visible_in_another(self):
-        with caused_by(Cause("m")):
-            assert at_once([current_cause]) == [Cause()]
 
 
 def driver_error(sqlstate, message="", kind=OperationalError):
@@ -186,19 +181,6 @@ class TestOutage:
     def outage(self):
         return Outage("the broker", Pause(first_seconds=0.001, cap_seconds=0.001))
 
-    def test_an_outage_and_its_end_are_logged_once_each(self, outage, caplog):
-        stop = StopRequest()
-        for _ in range(3):
-            outage.wait("connection refused", stop)
-        assert outage.ongoing
-        outage.over()
-        outage.over()
-
-        begin, end = [record.message for record in caplog.records]
-        assert "The broker is unavailable (connection refused)" in begin
-        assert "The broker is available again" in end
-        assert not outage.ongoing
-
     @pytest.fixture
     def clock(self, monkeypatch):
         """The clock of outages, in seconds; a test sets it."""
@@ -259,20 +241,6 @@ class TestOutage:
         begin, end = [record.message for record in caplog.records]
         assert "The database is unavailable" in begin
         assert "The database is available again" in end
-
-    def test_a_reason_without_a_message_is_logged_by_its_type(self, outage, caplog):
-        outage.wait(TimeoutError(), StopRequest())
-
-        assert "TimeoutError()" in caplog.text
-
-    def test_waiting_for_the_end_of_an_outage_ends_with_a_stop_request(self):
-        """A wait that ignored the request would outlast the time limit of this test."""
-        stop, outage = StopRequest(), Outage("the broker", Pause(first_seconds=3600, cap_seconds=3600))
-        stop.set()
-
-        outage.wait("connection refused", stop)
-
-        assert outage.ongoing
 
 
 class TestStopRequest:
@@ -401,10 +369,6 @@ class TestSuspendedMachine:
 
 
 class TestBrokerUrl:
-    @pytest.mark.parametrize(("url", "scheme"), [("amqp://h", "amqp"), ("SQLA+postgresql://h", "sqla"), ("local://", "local")])
-    def test_the_scheme_of_a_broker_url_is_read(self, url, scheme):
-        assert broker.scheme_of(url) == scheme
-
     def test_amqp_schemes_are_recognised(self):
         assert [broker.speaks_amqp(url) for url in ("amqp://h", "amqps://h", "pyamqp://h", "redis://h")] == [
             True,
@@ -446,17 +410,6 @@ class TestConsole:
 
     def test_the_age_of_no_instant_is_a_dash(self):
         assert terminal.age(None) == "-"
-
-    def test_rate_of_a_count_is_its_change_since_the_last_drawing(self, monkeypatch):
-        now = 100.0
-        monkeypatch.setattr(exactly_once_status, "monotonic", lambda: now)
-        rates = exactly_once_status.Rates()
-        shown = [rates("ready", 10)]
-        for count in (15, 15, 5):
-            now += 2.0
-            shown.append(rates("ready", count))
-
-        assert shown == ["", "+2.5/s", "", "-5.0/s"]
 
     @pytest.mark.parametrize(
         ("count", "shown"), [(0, "0 messages"), (1, "1 message"), (2, "2 messages"), (2000, "2,000 messages")]

@@ -106,14 +106,6 @@ class TestSlotsOfAHandler:
         """A consumer of a later test would report the slots that are taken here."""
         monkeypatch.setattr(slots_module, "_slots", {})
 
-    def test_a_handler_without_concurrency_has_enough(self):
-        slots = slots_of(a_handler("tests.unbounded"))
-
-        assert all(slots.take() for _ in range(1000))
-
-    def test_all_threads_share_the_slots_of_a_handler(self):
-        assert slots_of(a_handler("tests.shared", concurrency=2)) is slots_of(a_handler("tests.shared", concurrency=2))
-
     def test_runs_that_began_under_another_concurrency_keep_their_slots(self, looks):
         more, fewer = (a_handler("tests.changed", concurrency=count) for count in (2, 1))
 
