@@ -98,15 +98,17 @@ def _sqlite_options_are_reported(reader):
     assert "Remove them" in said
 
 
-def test_existing_project(reader_of, environment, web_port):
-    reader, _ = in_a_project(reader_of, environment, "mysite", {WEB: web_port})
+def test_existing_project_and_readme(reader_of, environment, web_port):
+    """Two projects in one virtual environment, since both pages install the same."""
+    founder = reader_of(environment, {})
+    founder.run("python3 -m venv .venv\n.venv/bin/pip install --quiet django")
+    environment = {**environment, "PATH": f"{founder.directory / '.venv' / 'bin'}:{environment['PATH']}"}
 
-    reader.follow(DOCS / "tutorial" / "existing-project.md")
+    in_a_project(reader_of, environment, "mysite", {WEB: web_port}).follow(DOCS / "tutorial" / "existing-project.md")
 
-
-def test_readme(reader_of, environment):
     models = titled_files(DOCS / "getting-started.md")["orders/models.py"]
-    reader, directory = in_a_project(reader_of, environment, "shop")
+    reader = in_a_project(reader_of, environment, "shop")
+    directory = reader.directory
     reader.run("python manage.py startapp orders")
     (directory / "orders" / "models.py").write_text(models)
     with (directory / "shop" / "settings.py").open("a") as settings:
@@ -120,12 +122,10 @@ def test_readme(reader_of, environment):
 
 
 def in_a_project(reader_of, environment, name, ports=None):
-    """A reader in a new project, whose virtual environment is active in every terminal; and the project's directory."""
-    founder = reader_of(environment, {}, name)
-    directory = founder.directory
-    founder.run(f"python3 -m venv .venv\n.venv/bin/pip install --quiet django\n.venv/bin/django-admin startproject {name} .")
-    path = f"{directory / '.venv' / 'bin'}:{environment['PATH']}"
-    return reader_of({**environment, "PATH": path}, ports or {}, name), directory
+    """A reader in the directory of a new project."""
+    reader = reader_of(environment, ports or {}, name)
+    reader.run(f"django-admin startproject {name} .")
+    return reader
 
 
 def test_every_page_of_the_tutorial_is_followed():
