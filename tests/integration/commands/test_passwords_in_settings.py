@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from itertools import cycle
 
 import hypothesis
 import pytest
@@ -49,8 +50,10 @@ def checked(**settings):
     return out.getvalue() + err.getvalue()
 
 
-@pytest.mark.parametrize("value", MISTYPED, ids=json.dumps)
-@pytest.mark.parametrize(("setting", "option"), OPTIONS)
+EACH = [(*option, value) for option, value in zip(cycle(OPTIONS), MISTYPED, strict=False)]
+
+
+@pytest.mark.parametrize(("setting", "option", "value"), EACH, ids=json.dumps)
 def test_check_reports_a_mistyped_url_without_its_password(setting, option, value):
     said = checked(**{setting: {option: filled(value)}})
 
@@ -91,7 +94,7 @@ def test_check_prints_no_password_whatever_its_characters_and_wherever_it_is_wri
     assert SECRET not in checked(**settings)
 
 
-@pytest.mark.parametrize("value", MISTYPED, ids=json.dumps)
+@pytest.mark.parametrize("value", MISTYPED[::5], ids=json.dumps)
 def test_commands_refuse_a_mistyped_broker_without_printing_its_password(command, value):
     settings = {"OUTBOX": {"BROKER_URL": filled(value)}, "INBOX": {}}
     for name in ("outbox_relay", "inbox_consume"):

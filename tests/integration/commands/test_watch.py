@@ -6,8 +6,6 @@ import pty
 import re
 import signal
 import struct
-import subprocess
-import sys
 import termios
 import threading
 
@@ -15,14 +13,14 @@ import pytest
 from django.db import connections
 
 from outbox.states import State
-from tests.support import ROOT
+from tests.support.processes import start_python
 from tests.support.relaying import published, set_columns
 from tests.support.servers import FaultProxy
-from tests.support.servers.private import watch
 from tests.support.waiting import A_WHILE, wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
+WATCH = ["-m", "django", "exactly_once_status", "--watch"]
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -35,16 +33,8 @@ class Terminal:
         self.resize(columns, lines)
         self.modes = termios.tcgetattr(self._theirs)
         self._said = b""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "django", "exactly_once_status", "--watch"],
-            cwd=ROOT,
-            env={name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")} | {"TERM": "xterm"},
-            stdin=self._theirs,
-            stdout=self._theirs,
-            stderr=self._theirs,
-            start_new_session=True,
-        )
-        watch(self.process)
+        given = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
+        self.process = start_python(WATCH, environment={**given, "TERM": "xterm"}, stdin=self._theirs, output=self._theirs)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -158,14 +148,7 @@ def test_signal_ends_the_view_although_the_database_does_not_answer(database, te
 
 def test_without_a_terminal_the_texts_follow_each_other_without_escape_sequences(process_environment, tmp_path):
     with (tmp_path / "out").open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "django", "exactly_once_status", "--watch"],
-            cwd=ROOT,
-            env=process_environment,
-            stdout=out,
-            start_new_session=True,
-        )
-        watch(process)
+        process = start_python(WATCH, environment=process_environment, output=out.fileno())
         try:
             wait_until(lambda: (tmp_path / "out").read_text().count("oldest waiting") >= 2, within=A_WHILE)
         finally:
