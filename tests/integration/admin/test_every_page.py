@@ -10,7 +10,7 @@ from tests.support.admin_actions import PAGES
 from tests.support.admin_pages import NASTY, Page
 from tests.support.shop_day import hostile_rows
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 HARMLESS = "harm/less"
 """As often broken into lines."""

@@ -13,11 +13,7 @@ from tests.support.admin_actions import PAGES
 from tests.support.admin_pages import Page, a_message, act, act_on_all, said, staff_client, superuser_client
 from tests.support.shop_day import hostile_rows
 
-pytestmark = [
-    pytest.mark.django_db(databases=["default", "other"]),
-    pytest.mark.every_database,
-    pytest.mark.urls(__name__),
-]
+pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.urls(__name__)]
 
 OF_MESSAGES = {"exactly_once.FailureNote", "exactly_once.TopicsAndHandlers"}
 """Pages that are of no use without the messages they link to."""
