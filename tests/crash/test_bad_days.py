@@ -176,7 +176,7 @@ def test_a_memory_alarm_of_the_broker_costs_no_attempt_and_no_message(mortal_rab
 @pytest.mark.parametrize("fault", ["cut", "half-open", "no replies"])
 def test_a_broken_connection_to_the_database_loses_nothing_and_stops_no_other_relay(world, witness, fault):
     """A relay whose database never answers looks like a slow relay: its watchdog ends it, and the others continue."""
-    outbox = SOON if fault == "cut" else {**SOON, "WATCHDOG": 8}
+    outbox = SOON if fault == "cut" else {**SOON, "WATCHDOG": 5}
     with FaultProxy("127.0.0.1", connection.settings_dict["PORT"]) as proxy:
         other = working_relay(world, outbox=SOON)
         victim = world.relay(database_url=proxy.through(world.environment["DATABASE_URL"]), outbox=outbox)
@@ -221,11 +221,11 @@ def backlog(least=3_000):
 
 
 def test_relays_that_join_and_leave_every_second_lose_nothing_and_share_fairly_afterwards(world, witness):
-    """Relays are alternately terminated and killed for 15 seconds; then three stay, and each gets its share."""
+    """Relays are alternately terminated and killed for 8 seconds; then three stay, and each gets its share."""
     relays = [world.relay(), world.relay()]
     ends = Counter()
     with load.writing(world.seed, pause_seconds=0.1):
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 8
         while time.monotonic() < deadline or min(ends[signal.SIGTERM], ends[signal.SIGKILL]) < 3:
             victim = relays.pop(0)
             world.wait_until(lambda victim=victim: victim.is_ready, "it is at work")

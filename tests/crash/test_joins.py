@@ -168,7 +168,7 @@ def test_a_process_killed_at_the_timeout_handles_it_once_and_a_late_answer_is_a_
 @pytest.mark.parametrize("message", [1, 2], ids=["the request", "the answer"])
 def test_a_message_that_a_killed_process_had_claimed_is_not_missing_at_the_timeout(local_world, message):
     """It arrived in time, and it is handled again only after the timeout."""
-    timeout = timedelta(seconds=6)
+    timeout = timedelta(seconds=4)
     local_world.environment["TIMEOUT_SECONDS"] = str(timeout.total_seconds())
     local_world.inbox_options = {"REDELIVERY_AFTER": 1.5 * timeout.total_seconds(), "CONCURRENCY": 1}
     ask(is_answered=True)

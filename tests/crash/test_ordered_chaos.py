@@ -175,7 +175,6 @@ def kill_under_load(world, fleet, publish_some):
     ("broker", "keys", "circumstance", "topics"),
     [
         pytest.param("world", 1, nothing_else, [STEP], id="one hot key"),
-        pytest.param("world", 50, nothing_else, [STEP], id="many keys"),
         pytest.param("world", 10, a_queue_that_nacks, [STEP], id="a queue that nacks"),
         pytest.param("world", 10, serializable_transactions, [STEP], id="SERIALIZABLE"),
         pytest.param("world", 10, pgbouncer_in_transaction_mode, [STEP], id="PgBouncer"),

@@ -3,4 +3,3 @@
 from tests.projects.settings.plain import *
 
 server = ("gunicorn", "--bind=127.0.0.1:0", "--workers=2", "--worker-class=gevent", "django.core.wsgi:get_wsgi_application()")
-broker = True

@@ -3,5 +3,3 @@
 from tests.projects.settings.plain import *
 
 before = "CREATE PUBLICATION everything FOR ALL TABLES"
-
-broker = True

@@ -3,4 +3,3 @@
 from tests.projects.settings.plain import *
 
 server = ("uvicorn", "--port=0", "--factory", "django.core.asgi:get_asgi_application")
-broker = True
