@@ -28,13 +28,13 @@ def main() -> None:
     from outbox.relay.heartbeat import Heartbeat  # noqa: PLC0415
     from outbox.relay.passes import Pass  # noqa: PLC0415
     from outbox.relay.relay import Relay  # noqa: PLC0415
-    from outbox.store import claiming  # noqa: PLC0415
+    from outbox.store import claiming, looking  # noqa: PLC0415
     from outbox.transports import open_transport  # noqa: PLC0415
 
     steps = {
-        "look for work": (claiming, "look"),
+        "look for work": (looking, "look"),
         "lock tables and shards": (claiming, "_lock"),
-        "read": (claiming, "_read"),
+        "read": (claiming, "read_ready"),
         "lock the rows": (claiming, "_lock_rows"),
         "encode, send, await the confirms": (Pass, "_send"),
         "settle and commit": (Pass, "_settle"),

@@ -19,8 +19,8 @@ from exactly_once.sql.now import DatabaseTime, now_after
 from exactly_once.upkeep.minutes import database_time
 from outbox.models import SHARDS, OutboxMessage, PausedTopic, PendingCallback
 from outbox.states import SETTLED, UNDECIDED, State
-from outbox.store.claiming import SECONDARY, STREAM
 from outbox.store.dialect import HISTORY, TABLE, live
+from outbox.store.ready_index import SECONDARY, STREAM
 
 _BY_DUE_TIME = (State.SCHEDULED, State.RETRYING, State.PREPARED, State.STUCK)
 WAITING = (State.READY, State.WAITING, State.SCHEDULED, State.RETRYING)

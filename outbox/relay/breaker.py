@@ -29,8 +29,8 @@ from exactly_once.process.logs import escaping_logger
 from exactly_once.transport.interface import PublishOutcome, Verdict
 from outbox.states import STOPPED, TopicState
 from outbox.store import paused_topics
-from outbox.store.claiming import TopicPause
 from outbox.store.dialect import PAUSED_TOPICS
+from outbox.store.looking import TopicPause
 from outbox.store.unwritable_rows import UnwritableRows
 
 logger = escaping_logger(__name__)

@@ -14,7 +14,7 @@ from django.db import Error
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder, escaping_logger
 from outbox.models import SHARDS
-from outbox.store import claiming
+from outbox.store import lockers
 from outbox.store.claiming import Claim
 from outbox.store.messages import RelayedMessage
 from outbox.store.set_aside import Reason, SetAside
@@ -52,7 +52,7 @@ class Contention:
     def timed_out(self) -> None:
         """A pass timed out waiting for a lock: report the session that has locked the tables, if there is one."""
         try:
-            pids = claiming.table_lockers(self._alias)
+            pids = lockers.table_lockers(self._alias)
         except Error as error:
             logger.debug("relay: the session that has locked the tables was not found: %s", error)
             return
@@ -66,7 +66,7 @@ class Contention:
         )
 
     def _report_rows(self, locked: Sequence[RelayedMessage]) -> None:
-        pids = claiming.lockers(self._alias, [row.position for row in locked])
+        pids = lockers.row_lockers(self._alias, [row.position for row in locked])
         logger.warning(
             "relay: %d ready messages are not sent, because another session has locked their rows (%s); the first is message "
             "%s (%s, biz-id %s). They and the later messages of their keys are sent when its transaction ends: commit it, or "
@@ -79,7 +79,7 @@ class Contention:
         )
 
     def _report_shards(self) -> None:
-        holders = claiming.shard_holders(self._alias, self._longest_pass)
+        holders = lockers.shard_holders(self._alias, self._longest_pass)
         for holder in (one for one in holders if one.is_ended):
             logger.warning(
                 "relay: ended the session of another relay (pid %d): for %d s it held %d of %d shards and did not read what "

@@ -17,7 +17,7 @@ hand.
 from collections.abc import Callable, Sequence
 
 from exactly_once.process.clock import monotonic
-from outbox.store.claiming import WorkFound
+from outbox.store.looking import WorkFound
 
 _MOVE_SECONDS = 0.5
 _LOOK_FROM_THE_START_SECONDS = 2.0

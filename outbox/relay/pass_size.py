@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
-from outbox.store.claiming import BusyShard
+from outbox.store.looking import BusyShard
 
 logger = escaping_logger(__name__)
 

@@ -32,7 +32,8 @@ from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
 from outbox.relay.counting import count_pass
 from outbox.store import claiming, settling
-from outbox.store.claiming import Bounds, BusyShard
+from outbox.store.claiming import Bounds
+from outbox.store.looking import BusyShard
 from outbox.store.messages import DamagedRow, RelayedMessage, in_order, outgoing, waves
 from outbox.store.set_aside import Reason, SetAside
 from outbox.store.settling import Failure, Settlement

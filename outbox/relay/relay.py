@@ -28,7 +28,7 @@ from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.pass_size import BatchSize, Share
 from outbox.relay.passes import Pass, PassReport
 from outbox.relay.releasing import Release
-from outbox.store import claiming, settling
+from outbox.store import looking, settling
 from outbox.store.dialect import EVER
 from outbox.store.set_aside import Reason
 from outbox.store.unwritable_rows import UnwritableRows
@@ -83,9 +83,9 @@ class Relay:
         reminder = Reminder()
         self._retrying, self._scheduled = (UnwritableRows(alias, reminder=reminder) for _ in range(2))
         self._release = release or Release(alias, reminder)
-        self._floors = Floors(self._shards, partial(claiming.writers, alias))
+        self._floors = Floors(self._shards, partial(looking.writers, alias))
         self._share = Share(len(self._shards))
-        self._more: Sequence[claiming.BusyShard] = ()
+        self._more: Sequence[looking.BusyShard] = ()
         self._size = BatchSize(options.BATCH_SIZE)
         self._poll_seconds = _SHORTEST_POLL_SECONDS
         self._alert_until = 0.0
@@ -179,7 +179,7 @@ class Relay:
     def _work(self, *, drain: bool) -> PassReport:
         """Find work; run a pass over it; make messages ready that are to be retried, are due, or are no longer held back."""
         if self._database.ongoing:
-            claiming.require_writable(self._alias)
+            looking.require_writable(self._alias)
         if self._more:
             shards, self._more = self._more, ()
             self._moved = 0
@@ -188,7 +188,7 @@ class Relay:
             return report
         # While a sibling does not work, this relay takes its shards, too.
         among = self._shards if all(sibling.is_working for sibling in self.siblings) else range(SHARDS)
-        found = claiming.look(self._alias, self._floors.now, among, self._retries_since, from_the_start=self._floors.begin())
+        found = looking.look(self._alias, self._floors.now, among, self._retries_since, from_the_start=self._floors.begin())
         self._floors.end(found)
         topics = self._pass.topics
         topics.update(found.paused)
@@ -213,7 +213,7 @@ class Relay:
                 sibling.bell.ring()  # some of them are in its shards
         return report
 
-    def _run_pass(self, shards: Sequence[claiming.BusyShard]) -> PassReport:
+    def _run_pass(self, shards: Sequence[looking.BusyShard]) -> PassReport:
         wanted, limit = self._share.of(shards), self._size.now
         # A pass reads at least one row of each shard.
         before = work.begin("outbox", self._alias, "")

@@ -8,8 +8,8 @@ from django.db import connections
 from exactly_once.sql.connections import is_postgresql
 from outbox.models import SHARDS
 from outbox.states import State
-from outbox.store.claiming import require_writable
 from outbox.store.dialect import LOCK_SPACE
+from outbox.store.looking import require_writable
 from outbox.store.messages import RelayedMessage, parts_of_published, read_published
 from outbox.store.selecting import Selection
 

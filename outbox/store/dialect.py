@@ -13,6 +13,7 @@ from django.db import connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.sql.connections import execute, is_outermost, is_postgresql, set_local
+from exactly_once.sql.now import NOW
 from outbox.models import OutboxMessage, PausedTopic
 
 _T = TypeVar("_T")
@@ -21,6 +22,8 @@ TABLE = OutboxMessage._meta.db_table
 """All messages. On PostgreSQL a statement that names this table also locks history, so frequent statements name one part."""
 LIVE_PART = f"{TABLE}_live"
 """On PostgreSQL: the messages that are not settled."""
+LIVE_TABLE = {"postgresql": LIVE_PART, "sqlite": TABLE}
+"""The table of the messages that are not settled, by database."""
 HISTORY = f"{TABLE}_history"
 """On PostgreSQL: the settled messages, in one partition for each day."""
 COLUMNS = [str(field.column) for field in OutboxMessage._meta.concrete_fields]
@@ -74,7 +77,14 @@ def repeatable(alias: str) -> Iterator[None]:
 
 def live(connection: BaseDatabaseWrapper) -> str:
     """The table of the messages that are not settled: the live partition on PostgreSQL, the whole table on SQLite."""
-    return LIVE_PART if is_postgresql(connection) else TABLE
+    return LIVE_TABLE[connection.vendor]
+
+
+def seconds_until(vendor: str, instant: str) -> str:
+    """The seconds from now to the value of a column."""
+    if vendor == "postgresql":
+        return f"CAST(EXTRACT(EPOCH FROM {instant} - {NOW[vendor]}) AS float8)"
+    return f"(julianday({instant}) - julianday({NOW[vendor]})) * 86400"
 
 
 def each_topic(messages: str) -> str:

@@ -16,13 +16,13 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.days import FIRST_DAY
-from exactly_once.sql.now import NOW
 from exactly_once.transport.interface import OutgoingMessage
 from exactly_once.wire.envelope import REPLAY_HEADER, Envelope
 from exactly_once.wire.text import describe
 from outbox.conf import OutboxOptions
 from outbox.states import HOLDING_KEY
-from outbox.store.dialect import HISTORY, LIVE_PART, TABLE, any_of
+from outbox.store.dialect import HISTORY, LIVE_TABLE, TABLE, any_of, seconds_until
+from outbox.store.ready_index import equals
 
 RELAY_COMMENT = "/* pass of a relay */ "
 """Begins the statements that return bodies, so that another relay recognises them."""
@@ -124,42 +124,33 @@ class RelayedMessage(NamedTuple):
             raise DamagedRow(f"message_id is {self.id[:_SHOWN]!r}, which is not a UUID")
 
 
-_HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
-_IS_BLOCKED = (
-    "m.key <> '' AND COALESCE((SELECT true FROM {live} e WHERE e.key {is_key} AND e.id < m.id AND e.key <> '' "
-    f"AND e.state IN ({_HOLDING}) ORDER BY e.key, e.id LIMIT 1), false)"
-)
-_READ_AS = {
-    "position": "m.id",
-    "id": "CAST(m.message_id AS text)",
-    "headers_json": "CAST(m.headers AS text)",
-    "created": "CAST(m.created_at AS text)",
-    "deliver": "CAST(m.deliver_at AS text)",
-    "body": "CASE WHEN length(m.body) <= {small} THEN m.body END",
-    "unread_bytes": "CASE WHEN length(m.body) > {small} THEN length(m.body) END",
-}
-_READ_FROM = {
-    "postgresql": {
-        "expires_in_seconds": f"CAST(EXTRACT(EPOCH FROM m.expires_at - {NOW['postgresql']}) AS float8)",
-        # Only the index that has the keys in their order can return them in it, see `claiming._equals`.
-        "is_blocked": _IS_BLOCKED.format(live=LIVE_PART, is_key="= ANY(ARRAY[m.key])"),
-        "version": VERSION,
-        "place": "CAST(m.ctid AS text)",
-    },
-    "sqlite": {
-        "expires_in_seconds": f"(julianday(m.expires_at) - julianday({NOW['sqlite']})) * 86400",
-        "is_blocked": _IS_BLOCKED.format(live=TABLE, is_key="= m.key"),
-        "version": "''",
-        "place": "''",
-    },
-}
+HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
 
 
 def select(vendor: str, small: object = _UNBOUNDED_BYTES) -> str:
     """The fields of a `RelayedMessage`: columns, or expressions. Bodies of more than `small` bytes are not read."""
-    read_as = _READ_AS | _READ_FROM[vendor]
-    fields = ", ".join(read_as.get(name, f"m.{name}") for name in RelayedMessage._fields)
-    return f"SELECT {fields}".replace("{small}", str(small))
+    on_postgresql = vendor == "postgresql"
+    read_as = {
+        "position": "m.id",
+        "id": "CAST(m.message_id AS text)",
+        "body": f"CASE WHEN length(m.body) <= {small} THEN m.body END",
+        "headers_json": "CAST(m.headers AS text)",
+        "created": "CAST(m.created_at AS text)",
+        "deliver": "CAST(m.deliver_at AS text)",
+        "expires_in_seconds": seconds_until(vendor, "m.expires_at"),
+        "is_blocked": _is_blocked(vendor),
+        "unread_bytes": f"CASE WHEN length(m.body) > {small} THEN length(m.body) END",
+        "version": VERSION if on_postgresql else "''",
+        "place": "CAST(m.ctid AS text)" if on_postgresql else "''",
+    }
+    return f"SELECT {', '.join(read_as.get(name, f'm.{name}') for name in RelayedMessage._fields)}"
+
+
+def _is_blocked(vendor: str) -> str:
+    return (
+        f"m.key <> '' AND COALESCE((SELECT true FROM {LIVE_TABLE[vendor]} e WHERE e.key {equals(vendor, 'm.key')} "
+        f"AND e.id < m.id AND e.key <> '' AND e.state IN ({HOLDING}) ORDER BY e.key, e.id LIMIT 1), false)"
+    )
 
 
 def outgoing(row: RelayedMessage, options: OutboxOptions, *, replayed: bool = False, queue: str = "") -> OutgoingMessage:

@@ -30,8 +30,8 @@ from exactly_once.transport.interface import Verdict
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import PAUSE, RESUME, STOPPED, State, TopicState
-from outbox.store.claiming import SECONDARY
 from outbox.store.dialect import PAUSED_TOPICS, each_topic, live
+from outbox.store.ready_index import SECONDARY
 from outbox.store.transitions import count_moved
 from outbox.store.unwritable_rows import UnwritableRows
 

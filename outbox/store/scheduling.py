@@ -17,8 +17,8 @@ from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.now import now, now_after
 from outbox.models import SHARDS
 from outbox.states import FIRE
-from outbox.store.claiming import SECONDARY
-from outbox.store.dialect import LIVE_PART, TABLE, any_of, array_of, live, places, repeatable
+from outbox.store.dialect import LIVE_PART, TABLE, any_of, array_of, live, places, repeatable, seconds_until
+from outbox.store.ready_index import SECONDARY
 from outbox.store.transitions import Found, move
 from outbox.store.unwritable_rows import Rows, UnwritableRows
 
@@ -77,10 +77,8 @@ def upcoming(alias: str, offsets: Mapping[str, Offset], within: timedelta, *, si
         if is_postgresql(connection):
             earliest = f"{now(connection)} - interval '{since.total_seconds()} seconds'" if since else "'-infinity'"
             cursor.execute(
-                f"SELECT m.id, start.topic, CAST(m.available_at AS text), {_seconds(connection)}, CAST(m.ctid AS text) "
-                "FROM unnest(%s::text[], %s::timestamptz[], %s::bigint[], %s::int[]) AS start(topic, at, id, most) "
-                f"CROSS JOIN LATERAL (SELECT m.id, m.available_at, m.ctid FROM {LIVE_PART} m "
-                f"WHERE {_SCHEDULED} AND m.topic = start.topic "
+                "SELECT m.* FROM unnest(%s::text[], %s::timestamptz[], %s::bigint[], %s::int[]) AS start(topic, at, id, most) "
+                f"CROSS JOIN LATERAL ({_select(connection)} WHERE {_SCHEDULED} AND m.topic = start.topic "
                 f"AND (m.available_at, m.id) > (GREATEST(start.at, {earliest}), start.id) "
                 f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT start.most) m {_TAKEN}",
                 [
@@ -95,8 +93,7 @@ def upcoming(alias: str, offsets: Mapping[str, Offset], within: timedelta, *, si
         found: list[Upcoming] = []
         for topic, (at, position, limit) in offsets.items():
             cursor.execute(
-                f"SELECT m.id, m.topic, CAST(m.available_at AS text), {_seconds(connection)}, '' FROM {TABLE} m "
-                f"WHERE {_SCHEDULED} AND m.topic = %s AND (m.available_at, m.id) > (%s, %s) "
+                f"{_select(connection)} WHERE {_SCHEDULED} AND m.topic = %s AND (m.available_at, m.id) > (%s, %s) "
                 f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT %s",
                 [topic, at, position, within.total_seconds(), limit],
             )
@@ -109,18 +106,22 @@ def newly_scheduled(
 ) -> list[Upcoming]:
     """Messages due `within` from now: those at `missing`; above `after` the first `limit`, due `since` ago at the earliest."""
     connection = connections[alias]
-    place = "CAST(m.ctid AS text)" if is_postgresql(connection) else "''"
-    message = f"SELECT m.id, m.topic, CAST(m.available_at AS text), {_seconds(connection)}, {place} FROM {live(connection)} m"
-    due_by, (among, positions) = f"m.available_at <= {now_after(connection)}", any_of(connection, missing)
+    after_now = now_after(connection)
+    due_by, (among, positions) = f"m.available_at <= {after_now}", any_of(connection, missing)
     with connection.cursor() as cursor:
         cursor.execute(
-            f"SELECT * FROM ({message} WHERE {_SCHEDULED} AND {due_by} AND m.available_at > {now_after(connection)} "
+            f"SELECT * FROM ({_select(connection)} WHERE {_SCHEDULED} AND {due_by} AND m.available_at > {after_now} "
             # In a CASE, as in `_is_due`: the missing ones are read by their positions.
-            f"AND m.id > %s ORDER BY m.available_at, m.id LIMIT %s) newer UNION ALL {message} WHERE m.id {among} "
+            f"AND m.id > %s ORDER BY m.available_at, m.id LIMIT %s) newer UNION ALL {_select(connection)} WHERE m.id {among} "
             f"AND CASE WHEN {_SCHEDULED} THEN {due_by} ELSE false END {_TAKEN if is_postgresql(connection) else ''}",
             [within.total_seconds(), -since.total_seconds(), after, limit, positions, within.total_seconds()],
         )
         return _fetched(cursor)
+
+
+def _select(connection: BaseDatabaseWrapper) -> str:
+    due, place = seconds_until(connection.vendor, "m.available_at"), "m.ctid" if is_postgresql(connection) else "''"
+    return f"SELECT m.id, m.topic, CAST(m.available_at AS text), {due}, CAST({place} AS text) FROM {live(connection)} m"
 
 
 def fire(alias: str, messages: Mapping[int, str], unwritable: UnwritableRows | None = None) -> set[int]:
@@ -179,10 +180,3 @@ def _fetched(cursor: Any) -> list[Upcoming]:
     answered, rows = monotonic(), cursor.fetchall()
     began_at = answered - sum(row[3] for row in rows if row[0] is None)
     return [Upcoming(row[0], row[1], row[2], began_at + row[3], row[4]) for row in rows if row[0] is not None]
-
-
-def _seconds(connection: BaseDatabaseWrapper) -> str:
-    """Seconds until a message is due."""
-    if is_postgresql(connection):
-        return f"CAST(EXTRACT(epoch FROM m.available_at - {now(connection)}) AS float8)"
-    return f"(julianday(m.available_at) - julianday({now(connection)})) * 86400.0"

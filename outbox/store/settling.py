@@ -21,14 +21,14 @@ from exactly_once.states import Transition
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
-from outbox.states import CONFIRM, DIE, EXPIRE, FIRE, HOLD, HOLDING_KEY, RELEASE, RETRY, TRY_AGAIN, State
+from outbox.states import CONFIRM, DIE, EXPIRE, FIRE, HOLD, RELEASE, RETRY, TRY_AGAIN, State
 from outbox.store.dialect import EVER, any_of, array_of, live
+from outbox.store.messages import HOLDING
 from outbox.store.paused_topics import pause_in_hand
 from outbox.store.pending_callbacks import record_calls, topics_with_callbacks
 from outbox.store.transitions import Found, Locked, count_moved, delete, is_recorded, move, move_and_commit
 from outbox.store.unwritable_rows import SAVEPOINT, Changed, Rows, UnwritableRows, change_in_parts, change_writable
 
-_HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
 _MOST_OF_A_KEY = 100
 """A pass sends as many messages of a key at most, and reads past all of its ready ones."""
 
@@ -221,7 +221,7 @@ def release_waiting(
     unwritable = unwritable or UnwritableRows(alias)
     connection = connections[alias]
     table = live(connection)
-    holding = f"FROM {table} h WHERE h.state IN ({_HOLDING}) AND h.key <> '' AND h.key >"
+    holding = f"FROM {table} h WHERE h.state IN ({HOLDING}) AND h.key <> '' AND h.key >"
     first = "ORDER BY h.key, h.id LIMIT 1"
     heads = fetch(
         connection,

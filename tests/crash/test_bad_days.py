@@ -43,8 +43,8 @@ FEW, BACKLOG = 5, 600
 
 
 STEPS = {
-    "looked": ("after outbox.store.claiming.look", False),
-    "locked": ("before outbox.store.claiming._read", True),
+    "looked": ("after outbox.store.looking.look", False),
+    "locked": ("before outbox.store.claiming.read_ready", True),
     "read": ("after outbox.store.claiming.claim_ready", True),
     "sending": (f"after {WRITE}", True),
     "sent, not confirmed": (f"before {AWAIT}", True),

@@ -21,7 +21,7 @@ from outbox.relay.passes import Pass
 from outbox.relay.relay import Relay
 from outbox.relay.timer import Timer
 from outbox.states import SETTLED, State
-from outbox.store import claiming
+from outbox.store import claiming, looking
 from outbox.transports import amqp, open_transport
 from tests.support.threads import SECONDS, in_threads
 from tests.support.waiting import wait_until
@@ -142,7 +142,7 @@ def connected(url, *, alias="default"):
 def one_pass(transport, *, limit=500, alias="default", **options):
     """One pass of a relay that does nothing else."""
     single = _pass_of(transport, alias, **options)
-    found = claiming.look(alias)
+    found = looking.look(alias)
     single.topics.update(found.paused)
     return single.run(found.shards, limit)
 
@@ -159,7 +159,7 @@ _passes = WeakKeyDictionary()
 
 def in_hand(limit=500, alias="default", limits=None):
     """The rows that a pass would claim, inside the open transaction."""
-    shards = claiming.look(alias).shards
+    shards = looking.look(alias).shards
     return claiming.claim_ready(alias, shards, limit, limits=limits).rows
 
 

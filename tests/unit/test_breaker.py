@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from exactly_once.transport.interface import PublishOutcome, Verdict
 from outbox.relay import breaker
 from outbox.relay.breaker import PausedTopics
-from outbox.store.claiming import TopicPause
+from outbox.store.looking import TopicPause
 from tests.support.clock import Clock
 
 REFUSALS, PROBES, FIRST_PAUSE, LONGEST_PAUSE = 20, 5, 1.0, 30.0

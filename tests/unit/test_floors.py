@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from outbox.relay.floors import Floors
-from outbox.store.claiming import WorkFound
+from outbox.store.looking import WorkFound
 from tests.support.clock import Clock
 
 MOVE, FROM_THE_START, PART = 0.5, 2.0, 50

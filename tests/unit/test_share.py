@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from outbox.models import SHARDS
 from outbox.relay.pass_size import Share
-from outbox.store.claiming import BusyShard
+from outbox.store.looking import BusyShard
 
 ALL = [BusyShard(shard, 0) for shard in range(SHARDS)]
 

@@ -33,7 +33,7 @@ from outbox.relay import passes
 from outbox.relay.pass_size import BatchSize
 from outbox.relay.passes import Pass
 from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE, RESTORE, State
-from outbox.store import claiming, decision_rows, messages, paused_topics, settling
+from outbox.store import claiming, decision_rows, looking, messages, paused_topics, reading, settling
 from tests.integration.ordering.actors import Actor, Killed, gates
 from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import SECONDS, TOPIC, connected, ids, published, quick, relay_for, set_columns, state_of
@@ -118,7 +118,7 @@ class TestKnownWaysToOvertake:
         slow = OpenTransaction()
         first = slow.publishes(KEY).result(SECONDS)
         published(key=NEIGHBOUR)
-        found = claiming.look("default")
+        found = looking.look("default")
         slow.commits()
         slow.ends().shutdown()
         second = published(key=KEY, strict_order=True)
@@ -126,7 +126,7 @@ class TestKnownWaysToOvertake:
         with connected(peer.url) as transport:
             single = Pass("default", transport, quick())
             single.run(found.shards, 500)
-            single.run(claiming.look("default").shards, 500)
+            single.run(looking.look("default").shards, 500)
 
         assert arrived(peer, first, second) == ids([first, second])
 
@@ -171,7 +171,7 @@ LATE_SECONDS = 0.5
 """How long a relay waits for an answer that comes late."""
 KEYS = (KEY, KEY, NEIGHBOUR, "elsewhere", "")
 TOPICS = (TOPIC, "shop.other")
-GATES = ((claiming, "look"), (claiming, "claim_ready"), (settling, "settle"), (paused_topics, "resume_some"))
+GATES = ((looking, "look"), (claiming, "claim_ready"), (settling, "settle"), (paused_topics, "resume_some"))
 BETWEEN_READ_AND_LOCK = (claiming, "_lock_rows")
 OPEN = (State.READY, State.SCHEDULED, State.RETRYING, State.WAITING, State.PAUSED, State.DEAD)
 
@@ -572,22 +572,22 @@ def mutated(function, what, instead):
 
 def held_by(patch, changed):
     """A message waits on a changed condition. What is read by is put together when the module is imported."""
-    for read_from in messages._READ_FROM.values():
-        condition = changed(read_from["is_blocked"])
-        assert condition != read_from["is_blocked"]
-        patch.setitem(read_from, "is_blocked", condition)
-    read = f"outbox_read_{zlib.crc32(condition.encode())}", ["int[]", "bigint[]", "bigint", "bigint"]
-    patch.setattr(claiming, "_READ_PREPARED", PreparedStatement(*read, claiming._of_shards("$1", "$2", "$3", "$4")))
+    is_blocked = messages._is_blocked
+    condition = changed(is_blocked(connection.vendor))
+    assert condition != is_blocked(connection.vendor)
+    patch.setattr(messages, "_is_blocked", lambda vendor: changed(is_blocked(vendor)))
+    name = f"outbox_read_{zlib.crc32(condition.encode())}"
+    patch.setattr(reading, "_READ", PreparedStatement(name, reading._READ.types, reading._of_shards()))
 
 
 MUTATIONS = {
     "no message blocks its key": lambda patch: held_by(patch, lambda held: "false"),
     "unread messages are ignored": lambda patch: patch.setattr(
-        claiming, "_without_overtakers", lambda rows, each, first_unread: rows
+        reading, "_without_overtakers", lambda rows, each, first_unread: rows
     ),
-    "floors do not wait for writers": lambda patch: patch.setattr(claiming, "writers", lambda alias: frozenset()),
+    "floors do not wait for writers": lambda patch: patch.setattr(looking, "writers", lambda alias: frozenset()),
     "the claim begins where the look did": lambda patch: patch.setattr(
-        claiming, "look", mutated(claiming.look, "min(floors.get(shard, 0), position - 1)", "position - 1")
+        looking, "look", mutated(looking.look, "min(floors.get(shard, 0), position - 1)", "position - 1")
     ),
     "messages of a key are sent together": lambda patch: patch.setattr(passes, "waves", lambda batch: [list(batch)]),
     "failure does not block its key": lambda patch: patch.setattr(

@@ -20,12 +20,13 @@ from exactly_once.process.clock import monotonic
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.sql.prepared_statements import KEEP_PLANS
 from outbox import Draft, pause, publish, publish_many, publish_now, resume
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
 from outbox.states import CANCEL, RESTORE, SETTLED, State
-from outbox.store import claiming, decision_rows, paused_topics, scheduling, settling, writing
+from outbox.store import claiming, decision_rows, looking, paused_topics, reading, scheduling, settling, writing
 from outbox.store.claiming import Bounds
 from outbox.store.dialect import EVER, LOCK_SPACE
 from outbox.store.messages import RelayedMessage
@@ -236,12 +237,12 @@ def test_plans_that_were_kept_when_the_table_was_empty_find_a_backlog_by_the_rig
 
     kept = {
         "outbox_look ('{1}', '{9}', 'now')": ["outbox_stream", "outbox_made_ready", "outbox_retrying"],
-        "outbox_read ('{1}', '{9}', 16, 16000)": ["outbox_stream", "outbox_ready_secondary", "outbox_holding"],
+        "outbox_read ('{1}', '{9}', 16, 16000, '{}', '[]')": ["outbox_stream", "outbox_ready_secondary", "outbox_holding"],
         "outbox_lock_rows ('{}', '{}')": ["Tid Scan"],
         "outbox_confirm ('{}')": ["Tid Scan"],
     }
     with transaction.atomic(), connection.cursor() as cursor:
-        cursor.execute(claiming._KEEP_PLANS)
+        cursor.execute(f"SELECT {KEEP_PLANS}")
         plans = {statement: explained_run(cursor, statement) for statement in kept}
         cursor.execute("SELECT sum(custom_plans) FROM pg_prepared_statements")
         assert cursor.fetchone() == (0,)
@@ -358,7 +359,7 @@ OF_WHAT_IS_DUE = {"promote what is due", "promote what is due again", "upcoming"
 def pages_by_statement(*, by_index=False, may_sort=frozenset()):
     """The number of pages that each statement of a relay reads; with `by_index` it must find its rows in order by an index."""
     with transaction.atomic():
-        shards = claiming.look("default").shards
+        shards = looking.look("default").shards
         rows = claiming.claim_ready("default", shards, 500).rows
     assert len(rows) == 500
     positions = [row.position for row in rows]
@@ -366,8 +367,8 @@ def pages_by_statement(*, by_index=False, may_sort=frozenset()):
     failure = Failure(positions=positions[400:450], error="nack", retry_after=HOUR)
     settlement = Settlement(published=positions[:300], expired=positions[300:400], waiting=positions[450:], failed=[failure])
     statements = {
-        "look": lambda: claiming.look("default"),
-        "look above floors": lambda: claiming.look("default", above),
+        "look": lambda: looking.look("default"),
+        "look above floors": lambda: looking.look("default", above),
         "read": lambda: claiming.claim_ready("default", shards, 500),
         "settle": lambda: settling.settle("default", settlement),
         "promote what is due": lambda: settling.make_scheduled_ready("default", 1000),
@@ -421,8 +422,8 @@ class TestPinnedVacuumHorizon:
             write: called before each pass, with its number.
         """
         clock = [0.0]
-        floors = Floors(range(64), partial(claiming.writers, "default"), lambda: clock[0])
-        floors.end(claiming.look("default", from_the_start=floors.begin()))
+        floors = Floors(range(64), partial(looking.writers, "default"), lambda: clock[0])
+        floors.end(looking.look("default", from_the_start=floors.begin()))
         costs, since = [], [EVER]
         for number in range(passes):
             write(number)
@@ -433,7 +434,7 @@ class TestPinnedVacuumHorizon:
 
                 def look():
                     known = {"floors": floors.now, "retries_since": since[-1]} if with_floors else {}
-                    found = claiming.look("default", from_the_start=floors.begin(), **known)
+                    found = looking.look("default", from_the_start=floors.begin(), **known)
                     floors.end(found)
                     since.append(found.retries_since)
                     return found
@@ -579,7 +580,7 @@ def test_partial_reads_of_both_ready_indexes_never_overtake_within_a_key(given_r
         left = {key: [row.position for row in secondary if row.key == key and row.position > keys[key]] for key in keys}
         return {key: positions[0] for key, positions in left.items() if positions}
 
-    read = claiming._without_overtakers([*secondary[:each], *stream[:each]], each, first_unread)
+    read = reading._without_overtakers([*secondary[:each], *stream[:each]], each, first_unread)
     claimed = claiming._fair_part(sorted(read, key=lambda row: (-row.priority, row.position)), each)
 
     in_hand = {row.position for row in claimed}
@@ -717,10 +718,10 @@ class TestWriters:
     )
     def test_writers_are_the_other_open_transactions_that_have_published(self, write, seen):
         with open_transaction(write):
-            assert len(claiming.writers("default")) == seen
+            assert len(looking.writers("default")) == seen
         with transaction.atomic():
             publish(TOPIC, {})
-            assert claiming.writers("default") == frozenset(), "the asking transaction is none of them"
+            assert looking.writers("default") == frozenset(), "the asking transaction is none of them"
 
     def test_writers_include_a_transaction_with_positions_drawn_before_its_copy(self, monkeypatch):
         drawn, go_on = threading.Event(), threading.Event()
@@ -734,6 +735,6 @@ class TestWriters:
         with in_threads(partial(a_backlog, 20)):
             try:
                 assert drawn.wait(30)
-                assert len(claiming.writers("default")) == 1
+                assert len(looking.writers("default")) == 1
             finally:
                 go_on.set()

@@ -18,7 +18,7 @@ from outbox.models import OutboxMessage, PendingCallback, TrailEntry, UniqueMess
 from outbox.operators.figures import count_states
 from outbox.relay.housekeeping import Housekeeper, housekeepers
 from outbox.states import CANCEL, RESTORE, ROLL_BACK, SETTLED, State
-from outbox.store import claiming, decision_rows, history, restoring, settling
+from outbox.store import claiming, decision_rows, history, looking, restoring, settling
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
 from outbox.store.selecting import first_id_of
 from outbox.store.settling import Settlement
@@ -196,7 +196,7 @@ class TestWhereAMessageIs:
         with connection.execute_wrapper(record), transaction.atomic():
             publish(TOPIC, {})
             publish_many([Draft(TOPIC, {})] * 20)
-            shards = claiming.look("default").shards
+            shards = looking.look("default").shards
             rows = claiming.claim_ready("default", shards, 500).rows
             settling.make_scheduled_ready("default", 10)
             settling.make_retrying_ready("default", 10)

@@ -15,7 +15,7 @@ from outbox import signals
 from outbox.models import OutboxMessage
 from outbox.relay.passes import Pass
 from outbox.states import State
-from outbox.store import claiming, settling
+from outbox.store import looking, settling
 from outbox.store.set_aside import Reason
 from outbox.topic_pauses import pause
 from tests.support.relaying import (
@@ -110,16 +110,16 @@ class TestFailedAttempt:
         assert "was not published at attempt 1" in caplog.text
 
     def test_look_returns_the_seconds_until_the_next_retry(self, peer, transport):
-        assert claiming.look("default").retry_in == math.inf
+        assert looking.look("default").retry_in == math.inf
         later, sooner = some("later", "sooner")
         answering(peer, later="nack", sooner="nack")
         one_pass(transport)
         set_columns(later, available_at=DatabaseTime(timedelta(hours=2)))
         set_columns(sooner, available_at=DatabaseTime(timedelta(hours=1)))
-        assert 3500 < claiming.look("default").retry_in < 3601
+        assert 3500 < looking.look("default").retry_in < 3601
         set_columns(sooner, available_at=DatabaseTime())
 
-        assert claiming.look("default").retry_in == 0
+        assert looking.look("default").retry_in == 0
 
     def test_nacked_message_is_sent_again_with_the_same_id_when_due(self, peer, transport):
         [message] = some("bad")
@@ -426,7 +426,7 @@ class TestWaves:
         single = Pass("default", transport, quick(BATCH_SIZE=300))
 
         reports = []
-        while (found := claiming.look("default")).shards:
+        while (found := looking.look("default")).shards:
             reports.append(single.run(found.shards, 300))
 
         assert reports[0].claimed == 300

@@ -16,7 +16,7 @@ from outbox import TopicState, pause, publish_now, reschedule, resume
 from outbox.errors import InvalidMessage
 from outbox.models import OutboxMessage, PausedTopic, TrailEntry
 from outbox.states import State
-from outbox.store import claiming, paused_topics, settling
+from outbox.store import looking, paused_topics, settling
 from outbox.store.dialect import LIVE_PART
 from tests.support.deliveries import at_once
 from tests.support.relaying import (
@@ -355,7 +355,7 @@ class TestCost:
         with connected(peer.url) as transport:
             published(BAD)
             with django_assert_num_queries(1):
-                found = claiming.look("default")
+                found = looking.look("default")
             assert [one.topic for one in found.paused] == [GOOD]
             assert one_pass(transport).published == 1
 

@@ -11,7 +11,7 @@ from outbox import TopicState, pause, resume
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.relay.passes import Pass
 from outbox.states import State
-from outbox.store import claiming, paused_topics
+from outbox.store import looking, paused_topics
 from outbox.testing import run_relay
 from tests.support.relaying import connected, drained, ids, published, published_many, quick, relaying, row_of, state_of, states
 from tests.support.waiting import wait_until
@@ -103,7 +103,7 @@ def test_large_backlog_of_a_limited_topic_delays_no_other_topic_and_is_read_once
         others = many(20, topic=OTHER)
         wait_until(lambda: {state_of(message) for message in others} == {State.PUBLISHED})
         wait_until(lambda: count(State.PAUSED) == 2999)
-        assert not claiming.look("default").shards
+        assert not looking.look("default").shards
         later = published(OTHER)
         wait_until(lambda: state_of(later) == State.PUBLISHED)
 
@@ -153,7 +153,7 @@ def test_message_that_is_allowed_after_a_pass_has_looked_is_not_paused_by_that_p
     first, *_ = many(5)
     with connected(peer.url) as transport:
         late = Pass("default", transport, quick(**at("1/h")))
-        found = claiming.look("default")
+        found = looking.look("default")
         late.topics.update(found.paused)
         paused_topics.limit("default", LIMITED, 1 / 3600, [row_of(first).pk])
         late.run(found.shards, 500)

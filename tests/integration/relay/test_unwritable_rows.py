@@ -13,7 +13,7 @@ from outbox import pause, resume
 from outbox.models import OutboxMessage
 from outbox.relay.passes import Pass
 from outbox.states import State
-from outbox.store import claiming, settling, unwritable_rows
+from outbox.store import looking, settling, unwritable_rows
 from outbox.store.set_aside import LONGEST_SKIP_SECONDS
 from outbox.store.unwritable_rows import UnwritableRows
 from tests.support.refused_rows import POISON, cleared, refused, reports
@@ -176,13 +176,13 @@ class TestManyRows:
         with refused(), connected(peer.url) as transport:
             single = Pass("default", transport, quick())
             for _ in range(12):
-                single.run(claiming.look("default").shards, 500)
+                single.run(looking.look("default").shards, 500)
                 leapt[0] += 0.1
             sent = len(peer.published)
             new = published()
             leapt[0] += LONGEST_SKIP_SECONDS - 0.1  # all others are due again
             with CaptureQueriesContext(connection) as statements:
-                single.run(claiming.look("default").shards, 500)
+                single.run(looking.look("default").shards, 500)
 
         assert state_of(new) == State.PUBLISHED
         assert len(peer.published) == sent + 1
