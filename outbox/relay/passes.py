@@ -95,7 +95,6 @@ class _Batch:
 
     Attributes:
         paused: by topic, the positions that were not sent because the topic is paused.
-        retried: rows that failed before. They are sent after the others, because the broker may close the connection again.
         probes: rows to be sent one by one after all others, because the broker may not answer, or close the connection.
         silent: the topics of messages that the broker has and does not confirm.
         unconfirmed: of these, the topics of probes.
@@ -110,7 +109,6 @@ class _Batch:
     rows: Sequence[RelayedMessage]
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     paused: dict[str, list[int]] = field(default_factory=dict)
-    retried: list[RelayedMessage] = field(default_factory=list)
     probes: list[RelayedMessage] = field(default_factory=list)
     silent: set[str] = field(default_factory=set)
     unconfirmed: set[str] = field(default_factory=set)
@@ -213,12 +211,10 @@ class Pass:
         left = [row for wave in in_waves[sent_now:] for row in wave]
         batch.left += len(left)
         left_keys = {row.key for row in left if row.key}
-        again = waves(row for row in batch.retried if row.key not in left_keys)
-        left_keys.update(row.key for wave in again[_MOST_WAVES:] for row in wave)
         # In any order, so that one topic whose probes are answered does not always come after those that are silent.
         probes = [[row] for row in random.sample(batch.probes, len(batch.probes)) if row.key not in left_keys]
         stopped_keys: set[str] = set()
-        in_turn = [*((wave, False) for wave in (*in_waves[:sent_now], *again[:_MOST_WAVES])), *((one, True) for one in probes)]
+        in_turn = [*((wave, False) for wave in in_waves[:sent_now]), *((one, True) for one in probes)]
         for wave, is_probe in in_turn:
             is_over = batch.is_stuck or len(batch.unconfirmed) >= _MOST_UNCONFIRMED
             if is_over or batch.broken is not None or monotonic() > deadline:
@@ -247,7 +243,6 @@ class Pass:
     def _sendable(self, batch: _Batch) -> Iterator[RelayedMessage]:
         """The rows that may be sent together. A row that is paused, has failed, or is sent one by one, stops its key."""
         stopped_keys: set[str] = set()
-        retried_keys: set[str] = set()
         probed: set[str] = set()
         for row in batch.rows:
             if row.expired or _is_confirmed(row, batch.verdicts):
@@ -264,10 +259,8 @@ class Pass:
                 else:
                     probed.add(row.topic)
                     batch.probes.append(row)
-            elif (row.attempts and not row.priority) or row.key in retried_keys:
-                batch.retried.append(row)
-                retried_keys.update([row.key] if row.key else [])
-                continue
+            elif row.error_class == PublishOutcome.REFUSED.value:
+                batch.probes.append(row)
             else:
                 yield row
                 continue

@@ -56,6 +56,7 @@ class RelayedMessage(NamedTuple):
         unread_bytes: the size of a large body that has not been read, or None. No claimed message has one.
         version: differs after each change of the row; always the same on SQLite, where no other transaction writes meanwhile.
         place: where the database has stored this version of the row; "" on SQLite.
+        error_class: of its last failure, see `settling.Failure`; "" if it has not failed since it was published.
     """
 
     position: int
@@ -80,6 +81,7 @@ class RelayedMessage(NamedTuple):
     unread_bytes: int | None = None
     version: str = ""
     place: str = ""
+    error_class: str = ""
 
     @property
     def message_id(self) -> uuid.UUID:

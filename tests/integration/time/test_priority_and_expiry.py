@@ -9,6 +9,7 @@ import pytest
 
 from exactly_once.process.clock import monotonic
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.transport.interface import PublishOutcome
 from outbox import cancel, publish_now, reschedule, signals
 from outbox.models import OutboxMessage
 from outbox.relay import passes
@@ -40,15 +41,13 @@ def came_due(message):
     assert settling.make_scheduled_ready("default", 10) + settling.make_retrying_ready("default", 10) == 1
 
 
-def failed(message, retry_after):
-    position = message.position
-    settling.settle(
-        "default", settling.Settlement(failed=[settling.Failure(positions=[position], error="nacked", retry_after=retry_after)])
-    )
+def failed(message, retry_after, outcome=PublishOutcome.NACKED):
+    failure = settling.Failure(positions=[message.position], error="no", error_class=outcome.value, retry_after=retry_after)
+    settling.settle("default", settling.Settlement(failed=[failure]))
 
 
-def retried(message):
-    failed(message, HOUR)
+def retried(message, outcome=PublishOutcome.NACKED):
+    failed(message, HOUR, outcome)
     came_due(message)
 
 
@@ -91,6 +90,17 @@ def test_priority_is_kept_on_every_way_back_to_ready(peer, transport, way):
     sent = [delivery.headers["cloudEvents:bizid"] for delivery in peer.published]
     assert sent == ["urgent", "lower", "plain", "plain too"]
     assert row_of(urgent).priority == 5
+
+
+@pytest.mark.parametrize(("outcome", "order"), [("NACKED", ["first", "second"]), ("REFUSED", ["second", "first"])])
+def test_retried_message_has_its_place_again_unless_the_broker_may_close_the_connection(peer, transport, outcome, order):
+    first, _ = published(biz_id="first"), published(biz_id="second")
+
+    retried(first, PublishOutcome[outcome])
+    one_pass(transport)
+
+    assert [delivery.headers["cloudEvents:bizid"] for delivery in peer.published] == order
+    assert state_of(first) == State.PUBLISHED
 
 
 class TestExpiredMessage:
