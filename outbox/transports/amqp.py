@@ -83,7 +83,6 @@ class _Channel:
     Attributes:
         sent_at: when the last batch was begun.
         heard_at: when an answer was last noticed.
-        awaited_since: when a publish was first left without an answer; infinite if none is.
     """
 
     def __init__(self, amqp: Any, exchange: str, on_return: Callable[..., None]) -> None:
@@ -91,7 +90,6 @@ class _Channel:
         self.tracker = ConfirmTracker()
         self.frames = FrameWriter(channel=self.channel.channel_id, exchange=exchange, frame_max=amqp.frame_max)
         self.sent_at = self.heard_at = monotonic()
-        self.awaited_since = inf
         self._heard = 0
         self.channel.confirm_select()
         self.channel.events["basic_ack"].add(self.tracker.acked)
@@ -129,6 +127,7 @@ class AmqpTransport(Transport):
         self._exchanges: set[str] = set()
         self._blocked: str | None = None
         self._news: dict[int, Verdict] = {}
+        self._unblocked_at = 0.0
         self._is_overdue = False
 
     def connect(self) -> None:
@@ -172,7 +171,8 @@ class AmqpTransport(Transport):
         if any(channel.tracker.waiting for channel in self._channels):
             self.idle()
         self._collect()
-        if any(monotonic() > channel.awaited_since + _LATEST_SECONDS for channel in self._channels):
+        since = min((channel.tracker.awaited_since for channel in self._channels), default=inf)
+        if monotonic() > max(since, self._unblocked_at) + _LATEST_SECONDS:
             logger.warning("The broker has not confirmed a message for %.0f s; the connection is given up.", _LATEST_SECONDS)
             self._discard()
         news, self._news = self._news, {}
@@ -218,9 +218,8 @@ class AmqpTransport(Transport):
                 refused[suspected[0]] = Verdict(_FAULTS[_code_of(error)], f"the broker refuses it: {broken}")
         verdicts = self._collect(channel, positions) | refused
         if broken is None or self._blocked:
+            tracker.left(monotonic())
             awaited = positions.intersection(tracker.unanswered)
-            if awaited:
-                channel.awaited_since = min(channel.awaited_since, monotonic())
             # The broker enqueues the contents of the socket's buffers when an alarm ends, even if this side disconnects. So
             # keep this connection until then: every new connection would add another batch of duplicates.
             return Sent(verdicts=verdicts, awaited=awaited, broken=self._blocked, suspicious=self._blocked is not None)
@@ -297,8 +296,6 @@ class AmqpTransport(Transport):
             self._notice(channel)
             for position, verdict in channel.tracker.collect().items():
                 (verdicts if channel is sent and position in positions else self._news)[position] = verdict
-            if not channel.tracker.waiting:
-                channel.awaited_since = inf
         self._channels[1:] = [channel for channel in self._channels[1:] if channel.tracker.waiting]
         return verdicts
 
@@ -464,10 +461,7 @@ class AmqpTransport(Transport):
         self._blocked = "it blocks publishers, probably because of a memory or disk alarm; see the broker's log"
 
     def _on_unblocked(self) -> None:
-        self._blocked = None
-        for channel in self._channels:
-            if channel.tracker.waiting:
-                channel.awaited_since = monotonic()
+        self._blocked, self._unblocked_at = None, monotonic()
 
     def _suspected(self, channel: _Channel, error: Exception, messages: Sequence[OutgoingMessage]) -> list[int]:
         """The positions of the messages that may have made the broker close the channel; empty for any other reason.

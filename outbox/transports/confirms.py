@@ -8,6 +8,7 @@ This module uses no socket and no clock.
 """
 
 from collections.abc import Collection, Iterable
+from math import inf
 
 from exactly_once.transport.interface import CONFIRMED, PublishOutcome, Verdict
 
@@ -23,7 +24,7 @@ class ConfirmTracker:
     def __init__(self) -> None:
         self.last_tag = self.answered = 0
         self._first_open_tag = 1
-        self._open: dict[int, tuple[int, str]] = {}
+        self._open: dict[int, tuple[int, str, float]] = {}
         self._by_message_id: dict[str, int] = {}
         self._returned: dict[int, str] = {}
         self._settled: dict[int, Verdict] = {}
@@ -39,17 +40,27 @@ class ConfirmTracker:
     @property
     def unanswered(self) -> list[int]:
         """The positions without a confirm, in the order of sending."""
-        return [position for position, _ in self._open.values()]
+        return [position for position, _, _ in self._open.values()]
+
+    @property
+    def awaited_since(self) -> float:
+        """When the oldest publish that was `left` was; infinite if there is none."""
+        return next((since for _, _, since in self._open.values()), inf)
+
+    def left(self, at: float) -> None:
+        """Record that nothing waits for the publishes without a confirm any more, from this instant on."""
+        for tag, (position, message_id, since) in self._open.items():
+            self._open[tag] = position, message_id, min(since, at)
 
     def forget(self, positions: Collection[int]) -> None:
         """Ignore the answers to the publishes of these positions, which are sent again, or are other messages by now."""
-        for tag in [tag for tag, (position, _) in self._open.items() if position in positions]:
+        for tag in [tag for tag, (position, _, _) in self._open.items() if position in positions]:
             self._closed([tag])
 
     def sent(self, position: int, message_id: str) -> None:
         """Record the message at `position` as the next publish of this channel."""
         self.last_tag += 1
-        self._open[self.last_tag] = position, message_id
+        self._open[self.last_tag] = position, message_id, inf
         self._by_message_id[message_id] = position
 
     def returned(self, message_id: str, reason: str) -> None:
@@ -83,8 +94,8 @@ class ConfirmTracker:
 
     def _closed(self, tags: Iterable[int]) -> list[int]:
         closed = [self._open.pop(tag) for tag in tags if tag in self._open]
-        for position, message_id in closed:
+        for position, message_id, _ in closed:
             if self._by_message_id.get(message_id) == position:
                 del self._by_message_id[message_id]
         self.answered += len(closed)
-        return [position for position, _ in closed]
+        return [position for position, _, _ in closed]

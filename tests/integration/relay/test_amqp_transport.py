@@ -104,6 +104,23 @@ class TestConfirms:
         assert news_of(transport) == {1: CONFIRMED}
         assert peer.connections == 1
 
+    def test_connection_is_kept_while_every_answer_comes_in_time_although_one_is_always_awaited(
+        self, peer, transport, monkeypatch
+    ):
+        self.send_in_vain(peer, transport)
+        passed = [0.0]
+        monkeypatch.setattr(amqp, "monotonic", lambda: monotonic() + passed[0])
+        for position in (2, 3, 4, 5):
+            assert outcomes(transport.send(messages(1, first=position), soon() + passed[0], ends_early=True)) == {}
+            transport.connect()
+            passed[0] += 0.4 * amqp._LATEST_SECONDS
+            peer.ack(position - 1)
+            assert news_of(transport) == {position - 1: CONFIRMED}
+        assert peer.connections == 1
+
+        passed[0] += amqp._LATEST_SECONDS
+        assert news_of(transport) == {5: PublishOutcome.UNKNOWN}
+
     def test_probe_is_answered_while_the_broker_answers_nothing_on_the_channel_of_other_messages(self, peer, transport):
         """As RabbitMQ does while the process of the channel waits for a queue."""
         self.send_in_vain(peer, transport)
