@@ -54,7 +54,7 @@ class Selection:
 
     def positions(self, alias: str) -> Iterator[int]:
         """Their positions, the oldest first, however many they are."""
-        return self.messages(alias).order_by("pk").values_list("pk", flat=True).iterator(chunk_size=10_000)
+        return self.messages(alias).order_by("pk").values_list("pk", flat=True).iterator()
 
 
 def _day(instant: datetime) -> int:

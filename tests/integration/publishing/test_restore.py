@@ -1,5 +1,6 @@
 """restore(): a cancelled, expired or dead message becomes scheduled or ready again, in place and once."""
 
+import re
 from collections import Counter
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
@@ -8,7 +9,7 @@ from random import Random
 
 import pytest
 from django.core.management import CommandError
-from django.db import transaction
+from django.db import connection, transaction
 from django.utils import timezone
 
 from exactly_once.models import AuditEntry
@@ -19,6 +20,7 @@ from outbox.states import PUBLISH_NOW, RESTORE, State
 from outbox.store import decision_rows, settling
 from tests.support.commands import output_of
 from tests.support.deliveries import InAThread, at_once
+from tests.support.many_rows import multiply
 from tests.support.open_transactions import lock_waits
 from tests.support.relaying import TOPIC, drained, ids, published, row_of, set_columns, state_of
 from tests.support.waiting import wait_until
@@ -355,3 +357,20 @@ class TestRestoreCommand:
         with pytest.raises(CommandError, match=words):
             run(*arguments)
         assert state_of(message) == State.CANCELLED
+
+
+@pytest.mark.django_db(transaction=True)
+def test_restore_command_reads_at_most_2000_rows_at_a_time(tmp_path):
+    """There may be millions. libpq records what the server sends."""
+    multiply(row_of(ended()), 2_500)
+    connection.ensure_connection()
+    with (tmp_path / "trace").open("w") as trace:
+        connection.connection.pgconn.trace(trace.fileno())
+        try:
+            output = run("--all")
+        finally:
+            connection.connection.pgconn.untrace()
+    answers = (tmp_path / "trace").read_text().split("ReadyForQuery")
+
+    assert output.startswith("2,501 messages restored")
+    assert max(len(re.findall(r"\tDataRow\t", answer)) for answer in answers) == 2_000
