@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
 from math import inf
-from types import MappingProxyType
 from typing import Self
 
 from exactly_once.process.clock import monotonic
@@ -23,7 +22,6 @@ logger = escaping_logger(__name__)
 FIRST_SKIP_SECONDS = 1.0
 LONGEST_SKIP_SECONDS = 30.0
 _LONGEST_LOCKED_SECONDS = 10.0
-NOTHING: Mapping[int, str] = MappingProxyType({})
 _ANSWER_KEPT_SECONDS = 60.0
 _UNASKED = (
     "The broker has confirmed message %s after its deadline, so it is delivered. Meanwhile it was settled by another relay, "
@@ -110,10 +108,6 @@ class SetAside:
         """The number of messages that the broker may still confirm, by topic."""
         return Counter(row.copy.message.envelope.topic for row in self._rows.values() if row.copy and row.verdict is None)
 
-    def seconds_left(self) -> float:
-        """Seconds until the next row is due; infinite if there is none."""
-        return max(0.0, min((row.until for row in self._rows.values()), default=inf) - monotonic())
-
     def skipped(self) -> Mapping[int, str]:
         """The positions of the rows that are not tried now, with the keys of their messages.
 
@@ -121,7 +115,7 @@ class SetAside:
         """
         self._due = set()
         if not self._rows:
-            return NOTHING
+            return {}
         now = monotonic()
         for position in [position for position, row in self._rows.items() if row.forgotten_at <= now]:
             self._drop(position)

@@ -65,10 +65,6 @@ class Settlement:
     paused: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
-    def dead(self) -> list[int]:
-        return [position for failure in self.failed if failure.retry_after is None for position in failure.positions]
-
-    @property
     def positions(self) -> list[int]:
         """All positions, in ascending order."""
         failed = (position for failure in self.failed for position in failure.positions)

@@ -6,7 +6,6 @@ are changed. Unwritable rows are set aside, longer after each try, and reported 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from django.db import Error, connections, transaction
 
@@ -29,7 +28,6 @@ Rows = Sequence[int] | Found
 Change = Callable[[Rows], int]
 """Changes rows inside an open transaction or in its own, and returns their number."""
 
-NO_KEYS: Mapping[int, str] = MappingProxyType({})
 _IMMEDIATE = "SET CONSTRAINTS ALL IMMEDIATE"
 """A deferred constraint would raise when the transaction commits, and not for a row."""
 SAVEPOINT = (_IMMEDIATE, "SAVEPOINT writable")
@@ -197,7 +195,7 @@ class UnwritableRows:
             raise next(iter(changed.unwritable.values()))
         return changed.count
 
-    def record(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = NO_KEYS) -> None:
+    def record(self, refused: Mapping[int, BaseException], keys: Mapping[int, str]) -> None:
         """The refused rows are set aside, and reported if a report is due."""
         self.aside.hold({position: keys.get(position, "") for position in refused}, Reason.UNWRITABLE)
         if refused and self._reminder.is_due():
