@@ -23,8 +23,8 @@ from outbox.store.dialect import (
     TABLE,
     any_of,
     array_of,
+    array_of_places,
     bounds,
-    places,
 )
 from outbox.store.looking import BusyShard
 from outbox.store.messages import RELAY_COMMENT, VERSION, RelayedMessage, as_bytes, in_order
@@ -197,7 +197,7 @@ def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) 
     if not positions:
         return {}
     # A row that has changed is elsewhere, so it need not be searched for; another one may be in its place.
-    given = [array_of(unread), places(row.place for row in rows)]
+    given = [array_of(unread), array_of_places(row.place for row in rows)]
     found = _LOCK_ROWS.fetch(connection, given) if is_usable(connection) else fetch(connection, *_LOCK_ROWS.as_text(given))
     versions = {row.position: row.version for row in rows}
     return {position: body and bytes(body) for position, version, body in found if version == versions.get(position)}

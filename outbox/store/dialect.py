@@ -118,7 +118,7 @@ def array_of(values: Iterable[int] | Iterable[uuid.UUID]) -> str:
     return f"{{{','.join(map(str, values))}}}"
 
 
-def places(values: Iterable[str]) -> str:
+def array_of_places(values: Iterable[str]) -> str:
     """A `tid[]` in PostgreSQL's text format."""
     return "{" + ",".join(f'"{place}"' for place in values) + "}"
 

@@ -17,7 +17,7 @@ from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.now import now, now_after
 from outbox.models import SHARDS
 from outbox.states import FIRE
-from outbox.store.dialect import LIVE_PART, TABLE, any_of, array_of, live, places, repeatable, seconds_until
+from outbox.store.dialect import LIVE_PART, TABLE, any_of, array_of, array_of_places, live, repeatable, seconds_until
 from outbox.store.ready_index import SECONDARY
 from outbox.store.transitions import Found, move
 from outbox.store.unwritable_rows import Rows, UnwritableRows
@@ -144,7 +144,7 @@ def fire(alias: str, messages: Mapping[int, str], unwritable: UnwritableRows | N
         where = f"id {condition}"
         if all(messages.values()):
             # The planner does not see how many they are: it would rather read all of a table that it thinks is small.
-            where, parameter = "ctid = ANY(ARRAY(SELECT unnest(%s::tid[])))", places(messages.values())
+            where, parameter = "ctid = ANY(ARRAY(SELECT unnest(%s::tid[])))", array_of_places(messages.values())
         placed = Found(f"SELECT ctid FROM {LIVE_PART} WHERE {where} AND {_is_due(connection)}", [parameter], column="ctid")
     fired: set[int] = set()
 

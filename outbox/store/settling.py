@@ -22,11 +22,11 @@ from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage
 from outbox.states import CONFIRM, DIE, EXPIRE, FIRE, HOLD, RELEASE, RETRY, TRY_AGAIN, State
-from outbox.store.dialect import EVER, any_of, array_of, live
+from outbox.store.dialect import EVER, any_of, array_of, array_of_places, live
 from outbox.store.messages import HOLDING
 from outbox.store.paused_topics import pause_in_hand
 from outbox.store.pending_callbacks import record_calls, topics_with_callbacks
-from outbox.store.transitions import Found, Locked, count_moved, delete, is_recorded, move, move_and_commit
+from outbox.store.transitions import Found, count_moved, delete, is_recorded, move, move_and_commit
 from outbox.store.unwritable_rows import SAVEPOINT, Changed, Rows, UnwritableRows, change_in_parts, change_writable
 
 _MOST_OF_A_KEY = 100
@@ -151,8 +151,9 @@ def _is_last(alias: str, settlement: Settlement) -> bool:
 
 
 def _confirm_and_commit(alias: str, places: Mapping[int, str], rows: Rows) -> int:
-    locked = Locked([places[position] for position in cast("Sequence[int]", rows)])
-    return move_and_commit(alias, CONFIRM, locked, before=SAVEPOINT)
+    # A locked row stays where it is.
+    locked = array_of_places(places[position] for position in cast("Sequence[int]", rows))
+    return move_and_commit(alias, CONFIRM, Found("SELECT unnest(%s::tid[])", [locked], "", "ctid"), before=SAVEPOINT)
 
 
 def rehearse(alias: str, positions: Sequence[int]) -> Changed:

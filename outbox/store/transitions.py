@@ -12,7 +12,6 @@ exists if and only if the transition was committed, even if the process was kill
 import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, printable
 from outbox.conf import outbox_options
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import GIVEN_UP, SETTLED, State
-from outbox.store.dialect import COLUMNS, DRAWN, HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live, places, some_uuids
+from outbox.store.dialect import COLUMNS, DRAWN, HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live, some_uuids
 from outbox.store.unique import give_up_names
 
 _PARAMETER = re.compile(r"\{(\w+)\}")
@@ -67,13 +66,13 @@ _prepared: dict[str, PreparedStatement] = {}
 class Found(NamedTuple):
     """The messages to move, as a query that finds messages in the single source state of the transition.
 
-    The query locks the rows, so the UPDATE needs no condition. Its result is an array, because PostgreSQL computes an array
-    once. With outdated statistics it may execute a subquery with a LIMIT again for each row of the other side of a join, and
-    each time find and lock other rows.
+    The query, or an earlier one of the transaction, locks the rows, so the UPDATE needs no condition. Its result is an array,
+    because PostgreSQL computes an array once. With outdated statistics it may execute a subquery with a LIMIT again for each
+    row of the other side of a join, and each time find and lock other rows.
 
     Attributes:
         query: selects `column`.
-        locking: PostgreSQL's locking clause; "" if the query contains it.
+        locking: PostgreSQL's locking clause; "" if the query contains it, or an earlier one has locked the rows.
     """
 
     query: str
@@ -87,17 +86,6 @@ class Found(NamedTuple):
 
     def locked(self, connection: BaseDatabaseWrapper) -> str:
         return f"{self.query} {self.locking}" if is_postgresql(connection) else self.query
-
-
-@dataclass(frozen=True)
-class Locked:
-    """Messages in the single source state of the transition whose rows the open transaction has locked.
-
-    Attributes:
-        places: where the rows are (`ctid`). They stay there until the lock ends.
-    """
-
-    places: Collection[str]
 
 
 class Moved(NamedTuple):
@@ -173,7 +161,7 @@ def count_moved(
     return execute(connection, *_statement(connection, transition, source, rows, given))
 
 
-def move_and_commit(alias: str, transition: Transition, rows: Locked, *, before: Sequence[str]) -> int:
+def move_and_commit(alias: str, transition: Transition, rows: Found, *, before: Sequence[str]) -> int:
     """Apply a transition with one source and no parameters, and commit; the number of changed rows. It records nothing.
 
     Args:
@@ -239,15 +227,13 @@ def _statement(
     connection: BaseDatabaseWrapper,
     transition: Transition,
     was: str,
-    rows: Sequence[int] | Found | Locked,
+    rows: Sequence[int] | Found,
     given: Mapping[str, Any],
     returning: str = "",
     days: Collection[int] = (LIVE,),
 ) -> tuple[str, list[Any]]:
     if isinstance(rows, Found):
         condition, found = rows.condition(connection), rows.parameters
-    elif isinstance(rows, Locked):
-        condition, found = f"ctid = ANY(%s::tid[]) AND state = '{was}'", [places(rows.places)]
     else:
         condition, parameter = any_of(connection, rows)
         condition, found = f"id {condition} AND state = '{was}'", [parameter]
