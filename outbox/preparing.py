@@ -55,7 +55,7 @@ def prepare(topic: str, payload: Any, *, using: str | None = None, **options: Un
     if checkers.of(topic) is None:
         raise NoChecker(topic, checkers.topics())
     with transaction.atomic(using=alias):
-        position = writing.insert_prepared(alias, row, outbox_options().CHECKS.AFTER)
+        [position] = writing.insert_many(alias, [row._replace(check_after=outbox_options().CHECKS.AFTER)])
     return PreparedMessage(row.message_id, row.topic, row.biz_id, position, alias)
 
 

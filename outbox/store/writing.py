@@ -6,7 +6,7 @@ Messages of a key are ordered by position, and a database draws positions in the
 
 import uuid
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from operator import attrgetter
@@ -42,6 +42,7 @@ class NewRow(NamedTuple):
 
     Attributes:
         wire: its format, if that is of another protocol, as in `RelayedMessage`.
+        check_after: of a prepared message: when its first check is due.
     """
 
     message_id: uuid.UUID
@@ -59,6 +60,7 @@ class NewRow(NamedTuple):
     deliver_at: datetime | None
     expires_in: timedelta | None
     wire: str | None = None
+    check_after: timedelta | None = None
 
     @property
     def name(self) -> tuple[str, str]:
@@ -70,7 +72,9 @@ class NewRow(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The state in which it is inserted, unless it is prepared."""
+        """The state in which it is inserted."""
+        if self.check_after is not None:
+            return _PREPARED
         return _SCHEDULED if self.deliver_at is not None or self.delay else _READY
 
 
@@ -148,7 +152,7 @@ def insert(alias: str, row: NewRow) -> int | None:
     if row.wire is not None and _is_settled(connection, row):
         execute(connection, f"DELETE FROM {LIVE_PART} WHERE id = %s", found)
         return None
-    _record(alias, [row], row.state)
+    _record(alias, [row])
     return int(found[0])
 
 
@@ -164,15 +168,6 @@ def _is_settled(connection: BaseDatabaseWrapper, row: NewRow) -> bool:
     """Has a message in history, which the index of live messages does not cover, the id of this one?"""
     query = f"SELECT 1 FROM {HISTORY} WHERE message_id = %s LIMIT 1"
     return is_postgresql(connection) and bool(fetch(connection, query, [row.message_id]))
-
-
-def insert_prepared(alias: str, row: NewRow, check_after: timedelta) -> int:
-    """Insert one prepared message, whose first check is due after `check_after`; its position."""
-    connection = connections[alias]
-    values, parameters = _values(connection, row, check_after)
-    position: int = fetch(connection, f"INSERT INTO {live(connection)} {_INTO} {values} RETURNING id", parameters)[0][0]
-    _record(alias, [row], _PREPARED)
-    return position
 
 
 def insert_many(alias: str, rows: Sequence[NewRow]) -> list[int]:
@@ -193,15 +188,15 @@ def insert_many(alias: str, rows: Sequence[NewRow]) -> list[int]:
                 )
                 positions.update((as_uuid(message_id), position) for position, message_id in cursor.fetchall())
             inserted = [positions[row.message_id] for row in rows]
-    for state in {row.state for row in rows}:
-        _record(alias, [row for row in rows if row.state == state], state)
+    _record(alias, rows)
     return inserted
 
 
-def _record(alias: str, rows: Sequence[NewRow], state: str) -> None:
+def _record(alias: str, rows: Sequence[NewRow]) -> None:
     """Record the insert of these messages. It is not a decision, because the rows show it as long as they exist."""
     if is_recorded(decision=False):
-        record(alias, [row.message_id for row in rows], was="", became=state, reason="")
+        for state in {row.state for row in rows}:
+            record(alias, [row.message_id for row in rows if row.state == state], was="", became=state, reason="")
 
 
 def _copy(connection: BaseDatabaseWrapper, cursor: Any, rows: Sequence[NewRow]) -> list[int]:
@@ -227,27 +222,25 @@ def _copied(row: NewRow, position: int, created_at: datetime) -> tuple[Any, ...]
     return position, *given, 0, "", created_at, deliver_at, available_at, expires_at, row.state, ready_position
 
 
-def _values(connection: BaseDatabaseWrapper, row: NewRow, check_after: timedelta | None = None) -> tuple[str, list[Any]]:
+def _values(connection: BaseDatabaseWrapper, row: NewRow) -> tuple[str, list[Any]]:
     """The row as an item of a VALUES list, and its parameters."""
-    parameters: list[Any] = [stored(connection, row.message_id), *_given(row)[1:]]
-    instant: str
-    adapt: Callable[[Any], Any]
-    due: Any
-    if row.deliver_at is not None:
-        instant, adapt, due = "%s", connection.ops.adapt_datetimefield_value, row.deliver_at
-    else:
-        instant, adapt, due = now_after(connection), timedelta.total_seconds, row.delay or timedelta()
-    is_scheduled = row.state == _SCHEDULED
-    if is_scheduled:
-        parameters += [adapt(due)] * (2 if check_after is None else 1)
-    if check_after is not None:
-        parameters.append(check_after.total_seconds())
+    given: list[Any] = [stored(connection, row.message_id), *_given(row)[1:]]
+    created, after = _now(connection), now_after(connection)
+    due: Any = row.deliver_at or row.delay or timedelta()
+    adapt: Any = connection.ops.adapt_datetimefield_value if row.deliver_at else timedelta.total_seconds
+    instant = "%s" if row.deliver_at else after
+    deliver_at, available_at, expires_at = "NULL", created, "NULL"
+    if due:
+        deliver_at = available_at = instant
+        given += [adapt(due)] * (2 if row.check_after is None else 1)
+    if row.check_after is not None:
+        available_at = after
+        given.append(row.check_after.total_seconds())
     if row.expires_in:
-        parameters.append(adapt(due + row.expires_in))
-    check_at = None if check_after is None else now_after(connection)
-    expires = row.expires_in is not None
+        expires_at = instant
+        given.append(adapt(due + row.expires_in))
     ready_position = DRAWN[connection.vendor] if row.priority else "0"
-    return _item(_now(connection), instant, check_at, ready_position, is_scheduled=is_scheduled, expires=expires), parameters
+    return _item(created, deliver_at, available_at, expires_at, row.state, ready_position), given
 
 
 def _now(connection: BaseDatabaseWrapper) -> str:
@@ -256,8 +249,6 @@ def _now(connection: BaseDatabaseWrapper) -> str:
 
 
 @lru_cache(maxsize=64)
-def _item(created: str, instant: str, check_at: str | None, ready_position: str, *, is_scheduled: bool, expires: bool) -> str:
-    due = instant if is_scheduled else created
-    instants = [created, due if is_scheduled else "NULL", check_at or due, instant if expires else "NULL"]
-    state = _PREPARED if check_at else _SCHEDULED if is_scheduled else _READY
-    return f"({', '.join(['%s'] * len(_GIVEN))}, 0, '', {', '.join(instants)}, '{state}', {ready_position})"
+def _item(created_at: str, deliver_at: str, available_at: str, expires_at: str, state: str, ready_position: str) -> str:
+    instants = f"{created_at}, {deliver_at}, {available_at}, {expires_at}"
+    return f"({', '.join(['%s'] * len(_GIVEN))}, 0, '', {instants}, '{state}', {ready_position})"
