@@ -10,9 +10,9 @@ This module contains no SQL (see `store`) and knows no broker (see `transports`)
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from django.db import transaction
@@ -23,7 +23,15 @@ from exactly_once.process.logs import escaping_logger
 from exactly_once.telemetry import tracing
 from exactly_once.telemetry.statistics import Tally
 from exactly_once.transport import broker
-from exactly_once.transport.interface import BrokerUnavailable, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
+from exactly_once.transport.interface import (
+    CONFIRMED,
+    BrokerUnavailable,
+    OutgoingMessage,
+    PublishOutcome,
+    Sent,
+    Transport,
+    Verdict,
+)
 from exactly_once.wire.retry import RetryPolicy
 from outbox import signals
 from outbox.conf import OutboxOptions
@@ -131,7 +139,6 @@ class Pass:
         self._transport = transport
         self._options = options
         self._system = broker.system_of(options.BROKER_URL)
-        self._begun_at = 0.0
         self._tally = tally or Tally()
         self.topics = PausedTopics(alias, self._rate if transport.capabilities.limited else lambda topic: 0.0)
         self._readable = options.BATCH_SIZE
@@ -148,21 +155,29 @@ class Pass:
             django.db.Error: the database failed; nothing is settled, and all claimed messages stay ready.
         """
         limit = min(limit, self._readable)
-        self._begun_at = monotonic()
+        begun_at = monotonic()
         self.take_news()
         skipped = self.aside.skipped()
         with transaction.atomic(using=self._alias, durable=True):
             claim = claiming.claim_ready(self._alias, shards, limit, skipped, self._limits)
             self.aside.forget((row.position for row in claim.rows), Reason.LOCKED)
             batch = self._send(self._writable(claim.rows), claim.begun_at, limit)
-            settled = self._settle(batch)
-        report = self._report(batch, *settled)
+            settlement, settled = self._settle(batch)
+        count_pass(self._tally, batch.rows, settlement, batch.outgoing, monotonic() - begun_at)
+        self._announce(batch, settlement)
         self.contention.record(claim)
-        return replace(
-            report,
+        return PassReport(
+            claimed=len(batch.rows),
             locked_shards=len(claim.locked_shards),
             locked_rows=len(claim.locked_rows),
             aside=self.aside.counts(),
+            settled=settled,
+            published=len(settlement.published),
+            has_more=batch.is_full and len(settlement.published) + batch.left == len(batch.rows),
+            broken=batch.broken,
+            suspicious=batch.suspicious,
+            overdue=batch.overdue,
+            highest=max((max(row.position, row.ready_position) for row in batch.rows), default=0),
         )
 
     def take_news(self) -> None:
@@ -224,7 +239,7 @@ class Pass:
             passed = monotonic() - begun_at
             sendable = [row for row in wave if row.key not in stopped_keys and not row.expires_within(passed)]
             self._send_wave(batch, self._formed(sendable, batch), deadline, is_probe=is_probe)
-            stopped_keys.update(row.key for row in wave if row.key and not _is_confirmed(row, batch.verdicts))
+            stopped_keys.update(row.key for row in wave if row.key and batch.verdicts.get(row.position) != CONFIRMED)
         return batch
 
     def _number_sent_now(self, in_waves: Sequence[Sequence[RelayedMessage]], *, is_full: bool) -> int:
@@ -245,9 +260,10 @@ class Pass:
         stopped_keys: set[str] = set()
         probed: set[str] = set()
         for row in batch.rows:
-            if row.expired or _is_confirmed(row, batch.verdicts):
+            verdict = batch.verdicts.get(row.position)
+            if row.expired or verdict == CONFIRMED:
                 continue
-            if row.position in batch.verdicts:
+            if verdict is not None:
                 pass  # it failed after the deadline of an earlier pass
             elif self.topics.stops(row.topic, row.position):
                 batch.paused.setdefault(row.topic, []).append(row.position)
@@ -288,7 +304,11 @@ class Pass:
                 batch.silent.update(row.topic for row in part if row.position in sent.awaited)
                 batch.unconfirmed.update([part[0].topic] if is_probe else [])
                 batch.is_stuck |= not (is_probe or sent.verdicts)
-            batch.forbidden.update(_forbidden(part, sent.verdicts))
+            batch.forbidden.update(
+                (row.topic, verdict.reason)
+                for row in part
+                if (verdict := sent.verdicts.get(row.position)) and verdict.outcome is PublishOutcome.FORBIDDEN
+            )
             if sent.suspected:
                 parts += _parts_without(part, sent)
                 searching = True
@@ -343,7 +363,7 @@ class Pass:
         failed: dict[tuple[Verdict, int, RetryPolicy], list[RelayedMessage]] = {}
         for row in batch.rows:
             verdict = batch.verdicts.get(row.position)
-            if _is_confirmed(row, batch.verdicts):
+            if verdict == CONFIRMED:
                 published.append(row.position)
                 taken.append(row.topic)
             elif row.expired:
@@ -401,27 +421,12 @@ class Pass:
             matters=attempt <= retry.max_attempts,
         )
 
-    def _report(self, batch: _Batch, settlement: Settlement, settled: int) -> PassReport:
-        count_pass(self._tally, batch.rows, settlement, batch.outgoing, monotonic() - self._begun_at)
-        self._announce(batch, settlement)
-        return PassReport(
-            claimed=len(batch.rows),
-            settled=settled,
-            published=len(settlement.published),
-            has_more=batch.is_full and len(settlement.published) + batch.left == len(batch.rows),
-            broken=batch.broken,
-            suspicious=batch.suspicious,
-            overdue=batch.overdue,
-            highest=max((max(row.position, row.ready_position) for row in batch.rows), default=0),
-        )
-
     def _announce(self, batch: _Batch, settlement: Settlement) -> None:
         heard = signals.message_published.has_listeners()
         if not (heard or settlement.failed or settlement.expired):
             return
         by_position = {row.position: row for row in batch.rows}
-        for failure, position in _failures(settlement):
-            message = by_position[position]
+        for failure, message in ((one, by_position[position]) for one in settlement.failed for position in one.positions):
             dead = failure.retry_after is None
             # A forbidden topic is reported once, with the reason.
             level = logging.DEBUG if message.topic in batch.forbidden else logging.WARNING
@@ -459,22 +464,6 @@ def _parts_without(rows: Sequence[RelayedMessage], sent: Sent) -> list[Sequence[
     searched = [row for row in after if row.position in suspected]
     half = (len(searched) + 1) // 2
     return [[row for row in after if row.position not in suspected], searched[half:], searched[:half], before]
-
-
-def _forbidden(rows: Sequence[RelayedMessage], verdicts: Mapping[int, Verdict]) -> Iterator[tuple[str, str]]:
-    for row in rows:
-        verdict = verdicts.get(row.position)
-        if verdict is not None and verdict.outcome is PublishOutcome.FORBIDDEN:
-            yield row.topic, verdict.reason
-
-
-def _is_confirmed(row: RelayedMessage, verdicts: Mapping[int, Verdict]) -> bool:
-    verdict = verdicts.get(row.position)
-    return verdict is not None and verdict.outcome is PublishOutcome.CONFIRMED
-
-
-def _failures(settlement: Settlement) -> Iterator[tuple[Failure, int]]:
-    return ((failure, position) for failure in settlement.failed for position in failure.positions)
 
 
 def _send_signal(signal: Signal, message: RelayedMessage, **extra: object) -> None:
