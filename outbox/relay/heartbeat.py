@@ -61,10 +61,17 @@ class Heartbeat:
         with self._counting:
             self._published += count
 
-    def passed(self) -> None:
-        """Record that this loop has completed a pass, with or without messages."""
+    def passed(self, *, shards: int = 0, broker_seconds: float | None = None) -> None:
+        """Record that this loop has completed a pass, with or without messages, and waits for nothing.
+
+        Args:
+            shards: how many it tries to claim in one pass.
+            broker_seconds: of the last round trip to the broker; None if it is unknown.
+        """
+        self.waits_for("")
         with self._counting:
-            self._passed_at = monotonic()
+            self._passed_at, self._broker_seconds = monotonic(), broker_seconds
+            self._shards[threading.current_thread()] = shards
 
     def waits_for(self, what: str, *, is_broker: bool = False) -> None:
         """Record that this thread's loop waits for `what`, for people; "" while it works.
@@ -73,15 +80,6 @@ class Heartbeat:
         """
         with self._counting:
             self._waits[threading.current_thread()] = what, is_broker
-
-    def claims(self, shards: int) -> None:
-        """Record how many shards this loop tries to claim in one pass."""
-        with self._counting:
-            self._shards[threading.current_thread()] = shards
-
-    def broker_took(self, seconds: float | None) -> None:
-        """Record the last round trip to the broker; None if it is unknown."""
-        self._broker_seconds = seconds
 
     def beat(self) -> None:
         """Write the row if it is due. It never raises, and usually only reads the clock.

@@ -228,8 +228,6 @@ class Relay:
     def _record(self, report: PassReport) -> None:
         self.published += report.published
         self._heartbeat.published(report.published)
-        self._heartbeat.claims(self._share.most)
-        self._heartbeat.broker_took(self._transport.round_trip)
         if report.overdue:
             self._size.overdue("OUTBOX['BATCH_DEADLINE'] had passed when they were read")
         elif report.suspicious:
@@ -240,8 +238,7 @@ class Relay:
             self._wait_for_broker(report.broken)
             return
         self._broker.over()
-        self._heartbeat.waits_for("")
-        self._heartbeat.passed()
+        self._heartbeat.passed(shards=self._share.most, broker_seconds=self._transport.round_trip)
 
     def _wait_for_broker(self, reason: str, *, refused: bool = False) -> None:
         self._heartbeat.waits_for(f"the broker: {reason}", is_broker=True)

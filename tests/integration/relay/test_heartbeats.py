@@ -126,10 +126,8 @@ class TestHeartbeat:
     def test_heartbeat_has_the_last_pass_memory_round_trips_shards_mode_and_a_rate_that_is_not_extrapolated(
         self, clock, next_beat, heartbeat
     ):
-        heartbeat.broker_took(0.0125)
-        heartbeat.claims(32)
         heartbeat.published(500)
-        heartbeat.passed()
+        heartbeat.passed(shards=32, broker_seconds=0.0125)
         first = next_beat(0.001)
         assert (first.broker_ms, first.facts["shards"], first.mode, first.database_ms) == (12.5, 32, "running", None)
         assert (first.rate, first.memory_bytes > 1_000_000) == (500.0, True)
@@ -224,7 +222,6 @@ class TestTwoLoops:
             for _ in range(200):
                 heartbeat.published(1)
                 heartbeat.passed()
-                heartbeat.waits_for("")
                 heartbeat.beat()
 
         at_once([a_loop, a_loop])
