@@ -68,11 +68,10 @@ class VirtualTransport(Transport):
     def __init__(self, url: str, *, alias: str, exchange: str, tls: TlsOptions = DEFAULT_TLS) -> None:
         self.capabilities = capabilities_of(url)
         self._url, self._tls = url, tls
-        self._exchange = kombu.Exchange(exchange, EXCHANGE_TYPE, durable=True)
+        self._exchange = exchange
         self._connection: kombu.Connection | None = None
         self._channel: Any = None
         self._producer: Any = None
-        self._direct: Any = None
 
     def connect(self) -> None:
         if self._connection is not None:
@@ -81,9 +80,8 @@ class VirtualTransport(Transport):
         try:
             connection.ensure_connection(**connection_attempts(self._url))
             self._channel = connection.channel()
-            self._producer = kombu.Producer(self._channel, self._exchange)
-            self._direct = kombu.Producer(self._channel)
-            self._exchange(self._channel).declare()
+            self._producer = kombu.Producer(self._channel)
+            self._channel.exchange_declare(self._exchange, EXCHANGE_TYPE, durable=True, auto_delete=False)
         except failures_of(connection) as error:
             connection.collect(socket_timeout=1.0)
             raise (BrokerRefused if is_refusal(error) else BrokerUnavailable)(describe(error)) from error
@@ -107,7 +105,7 @@ class VirtualTransport(Transport):
         return Sent(verdicts=verdicts)
 
     def close(self) -> None:
-        connection, self._connection, self._channel, self._producer, self._direct = self._connection, None, None, None, None
+        connection, self._connection, self._channel, self._producer = self._connection, None, None, None
         if connection is not None:
             try:
                 connection.close()
@@ -118,19 +116,18 @@ class VirtualTransport(Transport):
         envelope = message.envelope
         if message.wire is not None:
             return self._send_formed(envelope, Wire.from_text(message.wire))
-        exchange = message.exchange or self._exchange.name
+        exchange = message.exchange or self._exchange
         bound = self._bound(exchange, envelope.topic)
         if bound is not None and message.queue and message.queue not in bound:
             # The queue of a handler is bound to the exchange of its project, even if this topic has its own here.
-            bound = self._bound(self._exchange.name, envelope.topic) or ()
+            bound = self._bound(self._exchange, envelope.topic) or ()
         if bound is not None and (not bound or message.queue not in {"", *bound}):
             which = f"the queue {message.queue!r} is not" if message.queue else "no queue is"
             return Verdict(
                 PublishOutcome.RETURNED,
                 f"unroutable: {which} bound to exchange {exchange!r} for topic {envelope.topic!r}",
             )
-        producer = self._direct if message.queue else self._producer
-        producer.publish(
+        self._producer.publish(
             envelope.body,
             exchange="" if message.queue else exchange,
             routing_key=message.queue or envelope.topic,
