@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from functools import cache
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -133,9 +134,9 @@ def _notify(connection: BaseDatabaseWrapper) -> None:
 
 _registering = threading.Lock()
 _in_this_process: dict[str, tuple[Bell, ...]] = {}
-_rings: dict[str, Callable[[], None]] = {}
 
 
+@cache
 def _ring_of(alias: str) -> Callable[[], None]:
     """The same object on every call, so that a registered hook is recognised."""
-    return _rings.get(alias) or _rings.setdefault(alias, _Doorbell(alias).ring)
+    return _Doorbell(alias).ring

@@ -44,7 +44,7 @@ def pgbouncer(django_db_setup):
 @pytest.fixture(autouse=True)
 def pooled(pgbouncer, transactional_db):
     """The suite's database, reached through the pooler, and directly by the alias "direct"."""
-    doorbell._rings.clear()
+    doorbell._ring_of.cache_clear()
     with an_alias("direct"), the_default_at(PORT=pgbouncer.port):
         yield pgbouncer
 

@@ -33,9 +33,9 @@ AWAY, BACK = "The doorbell is unavailable", "The doorbell is available again"
 def no_earlier_ring():
     """No ring of this test is withheld because of an earlier test, and no listener of an earlier test runs."""
     wait_until(lambda: not a_listener_runs())
-    doorbell._rings.clear()
+    doorbell._ring_of.cache_clear()
     yield
-    doorbell._rings.clear()
+    doorbell._ring_of.cache_clear()
 
 
 def a_listener_runs():
