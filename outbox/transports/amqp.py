@@ -152,6 +152,8 @@ class AmqpTransport(Transport):
         try:
             with self._amqp.transport.having_timeout(_ALIVE_SECONDS):
                 channel = self._opened()
+            # It stays if there is no answer. A broker that blocks publishers may answer later, too.
+            self._channels.append(channel)
             sent = self._send(channel, [message], deadline, self._patience)
             if sent.broken is None and sent.verdicts:
                 if self._main.tracker.waiting and self._main.is_silent:
@@ -159,9 +161,6 @@ class AmqpTransport(Transport):
                     self._lose(self._main)
                     self._channels[0] = self._opened()
                 channel.channel.close()
-            elif self._connection is not None:
-                # A broker that blocks publishers may answer later, too.
-                self._channels.append(channel)
         except BROKER_FAILURES as error:
             self._discard()
             return Sent(verdicts=sent.verdicts, broken=self._explained(error))
@@ -216,7 +215,7 @@ class AmqpTransport(Transport):
             suspected = [] if suspicious else self._suspected(channel, error, messages)
             if len(suspected) == 1 and (_blames_a_destination(error) or len(tracker.unanswered) == 1):
                 refused[suspected[0]] = Verdict(_FAULTS[_code_of(error)], f"the broker refuses it: {broken}")
-        verdicts = self._collect(channel, positions) | refused
+        verdicts = self._collect(positions) | refused
         if broken is None or self._blocked:
             tracker.left(monotonic())
             awaited = positions.intersection(tracker.unanswered)
@@ -289,13 +288,13 @@ class AmqpTransport(Transport):
             raise BrokerUnavailable(f"{_OVERDUE}, and does not answer: {describe(error)}") from error
         self._is_overdue = False
 
-    def _collect(self, sent: _Channel | None = None, positions: Collection[int] = ()) -> dict[int, Verdict]:
-        """The new answers to these messages, which were sent on a channel; all others are news."""
+    def _collect(self, positions: Collection[int] = ()) -> dict[int, Verdict]:
+        """The new answers to these messages; all others are news. Channels of probes that are answered are forgotten."""
         verdicts: dict[int, Verdict] = {}
-        for channel in self._channels if sent is None or sent in self._channels else [*self._channels, sent]:
+        for channel in self._channels:
             self._notice(channel)
             for position, verdict in channel.tracker.collect().items():
-                (verdicts if channel is sent and position in positions else self._news)[position] = verdict
+                (verdicts if position in positions else self._news)[position] = verdict
         self._channels[1:] = [channel for channel in self._channels[1:] if channel.tracker.waiting]
         return verdicts
 
@@ -352,7 +351,9 @@ class AmqpTransport(Transport):
         # Outside of the `try`: it asks the broker, and the connection may be lost.
         route = None
         if message.queue:
-            route = self._route(message, missing)
+            # Partitions are behind an exchange with the queue's name.
+            is_partitioned = self._exists(message.queue, missing)
+            route = (message.queue, message.envelope.topic) if is_partitioned else ("", message.queue)
         elif message.exchange and message.wire is None:
             if not self._exists(message.exchange, missing):
                 return _no_exchange(message.exchange)
@@ -367,12 +368,6 @@ class AmqpTransport(Transport):
         if not self._exists(wire.exchange, missing):
             return _no_exchange(wire.exchange)
         return frames
-
-    def _route(self, message: OutgoingMessage, missing: set[str]) -> tuple[str, str]:
-        """Exchange and routing key of a message for one queue. Partitions are behind an exchange with the queue's name."""
-        if self._exists(message.queue, missing):
-            return message.queue, message.envelope.topic
-        return "", message.queue
 
     def _exists(self, exchange: str, missing: set[str]) -> bool:
         """Does the exchange exist? A publish to a missing exchange closes the channel and fails the whole batch.
