@@ -134,8 +134,10 @@ class Attendant:
         try:
             with self._reporting():
                 while not stop:
-                    found = self._hand_out(stop)
-                    if found or self._bell.wait(min(poll_seconds, self._extend_seconds), stop):
+                    begun = self._begin_due(stop)
+                    for running in begun or ():
+                        self._queue.put(running)
+                    if begun or self._bell.wait(min(poll_seconds, self._extend_seconds), stop):
                         poll_seconds = _SHORTEST_POLL_SECONDS
                     else:
                         poll_seconds = min(2 * poll_seconds, _LONGEST_POLL_SECONDS)
@@ -148,36 +150,34 @@ class Attendant:
         done = 0
         with self._reporting():
             while not stop:
-                calls = self._due(stop, raising=True)
-                if calls is None:
+                begun = self._begin_due(stop, raising=True)
+                if begun is None:
                     continue
-                if not calls:
+                if not begun:
                     break
-                for running in self._begin(calls):
+                for running in begun:
                     self._run(running)
-                done += len(calls)
+                done += len(begun)
         return done
 
-    def _hand_out(self, stop: StopRequest) -> int:
-        """Claim calls for the free threads and queue them; return their number."""
-        calls = self._due(stop) or ()
-        for running in self._begin(calls):
-            self._queue.put(running)
-        return len(calls)
-
-    def _due(self, stop: StopRequest, *, raising: bool = False) -> Sequence[Call] | None:
+    def _begin_due(self, stop: StopRequest, *, raising: bool = False) -> list[_Running] | None:
         """Claim as many calls as can begin; None if that failed.
 
         It extends the claims of running calls first, so that they are not claimed a second time.
         """
 
-        def claim() -> Sequence[Call]:
+        def begin() -> list[_Running]:
             room, full = self._room()
             self._extend_claims()
-            self._give_back_interrupted()
-            return self._claim(room, full) if room and not stop.is_paused else ()
+            while self._interrupted:
+                self._interrupted[0].give_back()
+                del self._interrupted[0]
+            begun = list(map(_Running, self._claim(room, full))) if room and not stop.is_paused else []
+            with self._changing:
+                self._running += begun
+            return begun
 
-        return self._turns.take(self._alias, claim, stop, raising=raising)
+        return self._turns.take(self._alias, begin, stop, raising=raising)
 
     def _room(self) -> tuple[int, set[str]]:
         """How many calls of any group may begin, and the groups that have reached their limit."""
@@ -195,17 +195,6 @@ class Attendant:
                 running.extended_at = now
                 running.call.extend_claim()
 
-    def _give_back_interrupted(self) -> None:
-        while self._interrupted:
-            self._interrupted[0].give_back()
-            del self._interrupted[0]
-
-    def _begin(self, calls: Sequence[Call]) -> list[_Running]:
-        begun = [_Running(call) for call in calls]
-        with self._changing:
-            self._running += begun
-        return begun
-
     def _run(self, running: _Running) -> None:
         running.thread, running.since = threading.get_ident(), awake()
         before = work.begin("outbox", self._alias, running.call.group)
@@ -214,7 +203,9 @@ class Attendant:
             running.call.run()
         except BaseException as error:
             if is_outage(error):
-                self._report_outage(running.call, error)
+                level = logging.WARNING if self._outages.is_due() else logging.DEBUG
+                became = "%s: a database became unavailable during %s, which is called again: %s."
+                logger.log(level, became, self._name, running.call, describe(error))
                 self._interrupted.append(running.call)
             else:
                 logger.exception(
@@ -225,15 +216,6 @@ class Attendant:
             with self._changing:
                 self._running.remove(running)
             self._bell.ring()
-
-    def _report_outage(self, call: Call, error: BaseException) -> None:
-        logger.log(
-            logging.WARNING if self._outages.is_due() else logging.DEBUG,
-            "%s: a database became unavailable during %s, which is called again: %s.",
-            self._name,
-            call,
-            describe(error),
-        )
 
     def _work(self) -> None:
         try:
