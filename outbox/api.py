@@ -308,13 +308,12 @@ def _insert(alias: str, rows: Sequence[writing.NewRow]) -> list[PublishedMessage
 
 
 def _insert_new(alias: str, rows: Sequence[writing.NewRow]) -> list[PublishedMessage]:
-    return list(map(_published, rows, writing.insert_many(alias, rows)))
-
-
-def _published(row: writing.NewRow, position: int) -> PublishedMessage:
-    return PublishedMessage(
-        id=row.message_id, topic=row.topic, biz_id=row.biz_id, position=position, created=True, state=row.state
-    )
+    return [
+        PublishedMessage(
+            id=row.message_id, topic=row.topic, biz_id=row.biz_id, position=position, created=True, state=row.state
+        )
+        for row, position in zip(rows, writing.insert_many(alias, rows), strict=True)
+    ]
 
 
 def new_row(draft: Draft, message_id: uuid.UUID, create: Callable[[str, str, str], str] | None = None) -> writing.NewRow:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from django.db import transaction
@@ -75,7 +75,7 @@ class _Claims:
             self._report_unknown()
             self._has_looked = True
         claimed = pending_callbacks.claim_calls(self._alias, most, _lease(self._options), without=without)
-        return [_Callback(call, self._options, utcnow()) for call in claimed]
+        return [_Callback(call, self._options) for call in claimed]
 
     def _report_unknown(self) -> None:
         if unknown := pending_calls(self._alias).unknown:
@@ -92,7 +92,7 @@ class _Callback:
 
     call: pending_callbacks.DueCall
     options: OutboxOptions
-    called_at: datetime
+    called_at: datetime = field(default_factory=utcnow)
 
     def __str__(self) -> str:
         return f"the callback {self.call}"
@@ -102,7 +102,33 @@ class _Callback:
         return self.call.callback
 
     def run(self) -> None:
-        _call(self.call, self.options)
+        began_at, limit = monotonic(), self.options.CALLBACK_TIMEOUT
+        try:
+            with transaction.atomic(using=self.call.alias, durable=True):
+                begin_bounded(self.call.alias, limit)
+                registry.call(self.call.callback, pending_callbacks.begin_call(self.call))
+                pending_callbacks.finish_call(self.call)
+        except BaseException as error:
+            # Including SystemExit: the callback did not return, so it is called again.
+            took = timedelta(seconds=monotonic() - began_at)
+            if is_outage(error) and took < limit:
+                raise
+            self._defer(error, took)
+
+    def _defer(self, error: BaseException, took: timedelta) -> None:
+        options = self.options
+        reason = redacted_error(options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")
+        if took >= options.CALLBACK_TIMEOUT:
+            limit = options.CALLBACK_TIMEOUT.total_seconds()
+            reason += f" (it took {took.total_seconds():.1f} s, and CALLBACK_TIMEOUT is {limit:g} s)"
+        delay = _AFTER_A_COLLISION if is_collision(error) else options.retry.delay(self.call.number)
+        drop_unusable_connections()
+        level = logging.ERROR if options.retry.exhausted(self.call.number) else logging.WARNING
+        became = "The callback %s failed and is called again: %s."
+        if not pending_callbacks.defer_call(self.call, reason, delay):
+            level = logging.WARNING
+            became = "The callback %s failed, but its row was deleted or claimed by another process meanwhile: %s."
+        logger.log(level, became, self.call, reason, exc_info=error)
 
     def extend_claim(self) -> None:
         reason = f"it was called at {self.called_at:%Y-%m-%d %H:%M:%S} UTC and has not returned yet"
@@ -114,40 +140,6 @@ class _Callback:
 
 def _lease(options: OutboxOptions) -> timedelta:
     return options.CALLBACK_TIMEOUT + _LEASE_MARGIN
-
-
-def _call(call: pending_callbacks.DueCall, options: OutboxOptions) -> None:
-    began_at = monotonic()
-    try:
-        with transaction.atomic(using=call.alias, durable=True):
-            begin_bounded(call.alias, options.CALLBACK_TIMEOUT)
-            registry.call(call.callback, pending_callbacks.begin_call(call))
-            pending_callbacks.finish_call(call)
-    except BaseException as error:
-        # Including SystemExit: the callback did not return, so it is called again.
-        took = timedelta(seconds=monotonic() - began_at)
-        if is_outage(error) and took < options.CALLBACK_TIMEOUT:
-            raise
-        _defer(call, error, took, options)
-
-
-def _defer(call: pending_callbacks.DueCall, error: BaseException, took: timedelta, options: OutboxOptions) -> None:
-    reason = redacted_error(options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")
-    if took >= options.CALLBACK_TIMEOUT:
-        limit = options.CALLBACK_TIMEOUT.total_seconds()
-        reason += f" (it took {took.total_seconds():.1f} s, and CALLBACK_TIMEOUT is {limit:g} s)"
-    delay = _AFTER_A_COLLISION if is_collision(error) else options.retry.delay(call.number)
-    drop_unusable_connections()
-    if not pending_callbacks.defer_call(call, reason, delay):
-        logger.warning(
-            "The callback %s failed, but its row was deleted or claimed by another process meanwhile: %s.",
-            call,
-            reason,
-            exc_info=error,
-        )
-        return
-    level = logging.ERROR if options.retry.exhausted(call.number) else logging.WARNING
-    logger.log(level, "The callback %s failed and is called again: %s.", call, reason, exc_info=error)
 
 
 class _Checks:
@@ -164,7 +156,7 @@ class _Checks:
             self._report_unchecked()
         topics = [topic for topic in checkers.topics() if topic not in without]
         due = prepared_rows.claim_checks(self._alias, topics, most, self._options.CHECKS.EVERY)
-        return [_Check(self._alias, self._options, row, utcnow()) for row in due]
+        return [_Check(self._alias, self._options, row) for row in due]
 
     def _report_unchecked(self) -> None:
         """Log prepared messages that no process checks, as after a deployment without their checker."""
@@ -188,7 +180,7 @@ class _Check:
     alias: str
     options: OutboxOptions
     row: OutboxMessage
-    asked_at: datetime
+    asked_at: datetime = field(default_factory=utcnow)
 
     def __str__(self) -> str:
         return f"the checker of {_named(_undecided(self.row))}"

@@ -263,10 +263,10 @@ class TestCallbackClaim:
         due_now()
         [current] = claim()
 
-        callback_worker._call(stale, outbox_options())
+        callback_worker._Callback(stale, outbox_options()).run()
         assert (calls, pending().last_error) == ([], "")
-        callback_worker._call(current, outbox_options())
-        callback_worker._call(stale, outbox_options())
+        callback_worker._Callback(current, outbox_options()).run()
+        callback_worker._Callback(stale, outbox_options()).run()
 
         assert [one.call for one in calls] == [2]
         assert not PendingCallback.objects.exists()
