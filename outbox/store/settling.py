@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -90,37 +89,31 @@ def settle(alias: str, settlement: Settlement) -> int:
 
     The claim has locked these rows, so no other session makes this wait.
     """
-    called: list[uuid.UUID] = []
-    publish = _publish if outbox_options().keeps_successes else _publish_without_history
-    changed = publish(alias, settlement.published, called)
+    changed = _publish(alias, settlement.published)
     changed += len(move(alias, EXPIRE, settlement.expired))
     changed += count_moved(alias, HOLD, settlement.waiting)
-    changed += sum(_fail(alias, failure, called) for failure in settlement.failed)
-    changed += pause_in_hand(alias, settlement.paused)
-    record_calls(connections[alias], called)
-    return changed
+    changed += sum(_fail(alias, failure) for failure in settlement.failed)
+    return changed + pause_in_hand(alias, settlement.paused)
 
 
-def _publish(alias: str, positions: Sequence[int], called: list[uuid.UUID]) -> int:
-    return _settle(alias, CONFIRM, positions, called)
-
-
-def _publish_without_history(alias: str, positions: Sequence[int], called: list[uuid.UUID]) -> int:
-    """Delete published messages, except those whose callbacks need them: these become history."""
+def _publish(alias: str, positions: Sequence[int]) -> int:
+    """Without history, delete published messages, except those whose callbacks need them."""
+    if outbox_options().keeps_successes:
+        return _settle(alias, CONFIRM, positions)
     with_callbacks: set[int] = set()
     if topics := topics_with_callbacks(CONFIRM):
         messages = OutboxMessage.objects.using(alias).filter(day=LIVE, pk__in=positions, topic__in=topics)
         with_callbacks = set(messages.values_list("pk", flat=True))
     deleted = delete(alias, CONFIRM, [position for position in positions if position not in with_callbacks])
-    return deleted + _publish(alias, sorted(with_callbacks), called)
+    return deleted + _settle(alias, CONFIRM, sorted(with_callbacks))
 
 
-def _settle(alias: str, transition: Transition, positions: Sequence[int], called: list[uuid.UUID], **options: Any) -> int:
-    """Apply a transition; the number of changed rows. Messages whose topics may have a callback are added to `called`."""
+def _settle(alias: str, transition: Transition, positions: Sequence[int], **options: Any) -> int:
+    """Apply a transition, and record the callbacks of the messages; the number of changed rows."""
     if not topics_with_callbacks(transition):
         return count_moved(alias, transition, positions, **options)
     moved = move(alias, transition, positions, **options)
-    called += [message_id for _, message_id, *_ in moved]
+    record_calls(connections[alias], [one.message_id for one in moved])
     return len(moved)
 
 
@@ -168,14 +161,14 @@ def _settle_some(alias: str, settlement: Settlement, rows: Rows) -> int:
     return settle(alias, settlement.of(set(cast("Sequence[int]", rows))))
 
 
-def _fail(alias: str, failure: Failure, called: list[uuid.UUID]) -> int:
+def _fail(alias: str, failure: Failure) -> int:
     error = printable(failure.error, ERROR_LENGTH)
     transition = DIE
     given: dict[str, Any] = {"error": error, "error_class": failure.error_class}
     if failure.retry_after is not None:
         transition = RETRY
         given["delay"] = failure.retry_after
-    return _settle(alias, transition, failure.positions, called, reason=failure.error, recorded=failure.matters, **given)
+    return _settle(alias, transition, failure.positions, reason=failure.error, recorded=failure.matters, **given)
 
 
 def make_retrying_ready(alias: str, limit: int, unwritable: UnwritableRows | None = None, since: str = EVER) -> int:
