@@ -8,6 +8,7 @@ This module uses no socket and no clock.
 """
 
 from collections.abc import Collection, Iterable
+from itertools import takewhile
 from math import inf
 
 from exactly_once.transport.interface import CONFIRMED, PublishOutcome, Verdict
@@ -23,7 +24,6 @@ class ConfirmTracker:
 
     def __init__(self) -> None:
         self.last_tag = self.answered = 0
-        self._first_open_tag = 1
         self._open: dict[int, tuple[int, str, float]] = {}
         self._by_message_id: dict[str, int] = {}
         self._returned: dict[int, str] = {}
@@ -86,11 +86,8 @@ class ConfirmTracker:
 
     def _close(self, tag: int, multiple: bool) -> list[int]:
         # An unknown or repeated tag closes nothing. Tag 0 with `multiple` means "all so far".
-        if not multiple:
-            return self._closed([tag])
-        last = min(tag or self.last_tag, self.last_tag)
-        first, self._first_open_tag = self._first_open_tag, max(self._first_open_tag, last + 1)
-        return self._closed(range(first, last + 1))
+        last = tag or self.last_tag
+        return self._closed([*takewhile(last.__ge__, self._open)] if multiple else [tag])
 
     def _closed(self, tags: Iterable[int]) -> list[int]:
         closed = [self._open.pop(tag) for tag in tags if tag in self._open]
