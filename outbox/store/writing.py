@@ -91,6 +91,7 @@ _GIVEN = {
     "causation_id": "varchar",
     "traceparent": "varchar",
     "is_unique": "bool",
+    "wire": "text",
 }
 """The columns that a `NewRow` has a value for, with the PostgreSQL type in which a COPY encodes each."""
 _COMPUTED = {
@@ -107,7 +108,6 @@ _COLUMNS = _GIVEN | _COMPUTED
 _given = attrgetter(*_GIVEN)
 _HEADERS = [*_GIVEN].index("headers")
 _INTO = f"({', '.join(_COLUMNS)}) VALUES"
-_INTO_FORMED = f"({', '.join(_COLUMNS)}, wire) VALUES"
 _COPY = f"COPY {LIVE_PART} (id, {', '.join(_COLUMNS)}) FROM STDIN (FORMAT BINARY)"
 _DRAW = (
     f"SELECT array_agg(nextval((SELECT pg_get_serial_sequence('{TABLE}', 'id')::regclass))), "
@@ -138,22 +138,18 @@ def insert(alias: str, row: NewRow) -> int | None:
     """
     connection = connections[alias]
     values, parameters = _values(connection, row)
-    into, unless = _INTO, ""
-    if row.wire is not None:
-        into, unless = _INTO_FORMED, "ON CONFLICT (message_id) DO NOTHING"
-        values, parameters = f"{values.removesuffix(')')}, %s)", [*parameters, row.wire]
-    statement = f"INSERT INTO {live(connection)} {into} {values} {unless} RETURNING id"
-    if is_worthwhile(connection):
-        found = next(iter(_prepared(statement).fetch(connection, parameters)), None)
-    else:
-        found = next(iter(fetch(connection, statement, parameters)), None)
-    if found is None:
+    unless = "" if row.wire is None else "ON CONFLICT (message_id) DO NOTHING"
+    statement = f"INSERT INTO {live(connection)} {_INTO} {values} {unless} RETURNING id"
+    is_prepared = is_worthwhile(connection)
+    found = _prepared(statement).fetch(connection, parameters) if is_prepared else fetch(connection, statement, parameters)
+    if not found:
         return None
+    position: int = found[0][0]
     if row.wire is not None and _is_settled(connection, row):
-        execute(connection, f"DELETE FROM {LIVE_PART} WHERE id = %s", found)
+        execute(connection, f"DELETE FROM {LIVE_PART} WHERE id = %s", [position])
         return None
     _record(alias, [row])
-    return int(found[0])
+    return position
 
 
 @lru_cache(maxsize=64)
