@@ -3,14 +3,14 @@
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
 from django.db import connections
 from django.db.models import QuerySet
 
 from exactly_once.sql.connections import fetch
-from exactly_once.sql.days import FIRST_DAY, LIVE
+from exactly_once.sql.days import FIRST_DAY, LIVE, number_of
 from exactly_once.sql.partitions import days_by, lately, on_all_days, soon_after
 from outbox.models import OutboxMessage
 from outbox.states import SETTLED
@@ -18,7 +18,6 @@ from outbox.store.dialect import TABLE, each_topic
 
 _WITH_TIME = 7
 """The version of the UUIDs that are message ids."""
-_EPOCH_ORDINAL = datetime(1970, 1, 1).toordinal()  # noqa: DTZ001 - only its date is used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class Selection:
 
 
 def _day(instant: datetime) -> int:
-    return (instant - (instant.utcoffset() or timedelta())).toordinal() - _EPOCH_ORDINAL
+    return number_of(instant.astimezone(UTC).date())
 
 
 def find(alias: str, name: Mapping[str, Any], *, everywhere: bool = False) -> dict[int, str]:
