@@ -174,7 +174,7 @@ def _text(wire: Wire, row: writing.NewRow) -> str:
     try:
         text = wire.to_text()
         if speaks_amqp(outbox_options().BROKER_URL):
-            writer = FrameWriter(channel=1, exchange="", frame_max=_USUAL_FRAME_BYTES)
+            writer = FrameWriter(channel=1, frame_max=_USUAL_FRAME_BYTES)
             writer.publish_formed(Envelope(id=str(row.message_id), topic=row.topic), Wire.from_text(text))
     except Exception as error:
         raise InvalidMessage(

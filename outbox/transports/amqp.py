@@ -85,10 +85,10 @@ class _Channel:
         heard_at: when an answer was last noticed.
     """
 
-    def __init__(self, amqp: Any, exchange: str, on_return: Callable[..., None]) -> None:
+    def __init__(self, amqp: Any, on_return: Callable[..., None]) -> None:
         self.channel = amqp.channel()
         self.tracker = ConfirmTracker()
-        self.frames = FrameWriter(channel=self.channel.channel_id, exchange=exchange, frame_max=amqp.frame_max)
+        self.frames = FrameWriter(channel=self.channel.channel_id, frame_max=amqp.frame_max)
         self.sent_at = self.heard_at = monotonic()
         self._heard = 0
         self.channel.confirm_select()
@@ -190,7 +190,7 @@ class AmqpTransport(Transport):
         return min(patience, _LONGEST_PATIENCE_SECONDS)
 
     def _opened(self) -> _Channel:
-        return _Channel(self._amqp, self._exchange, self._on_return)
+        return _Channel(self._amqp, self._on_return)
 
     def _send(self, channel: _Channel, messages: Sequence[OutgoingMessage], deadline: float, patience: float) -> Sent:
         refused: dict[int, Verdict] = {}
@@ -349,18 +349,16 @@ class AmqpTransport(Transport):
 
     def _encode(self, channel: _Channel, message: OutgoingMessage, missing: set[str]) -> bytes | Verdict:
         # Outside of the `try`: it asks the broker, and the connection may be lost.
-        route = None
-        if message.queue:
-            # Partitions are behind an exchange with the queue's name.
-            is_partitioned = self._exists(message.queue, missing)
-            route = (message.queue, message.envelope.topic) if is_partitioned else ("", message.queue)
-        elif message.exchange and message.wire is None:
-            if not self._exists(message.exchange, missing):
-                return _no_exchange(message.exchange)
-            route = message.exchange, message.envelope.topic
+        exchange, routing_key = message.exchange or self._exchange, message.envelope.topic
+        if message.queue and self._exists(message.queue, missing):
+            exchange = message.queue  # its partitions are behind it
+        elif message.queue:
+            exchange, routing_key = "", message.queue
+        elif message.exchange and message.wire is None and not self._exists(exchange, missing):
+            return _no_exchange(exchange)
         try:
             if message.wire is None:
-                return channel.frames.publish(message, route)
+                return channel.frames.publish(message, exchange, routing_key)
             wire = Wire.from_text(message.wire)
             frames = channel.frames.publish_formed(message.envelope, wire)
         except Exception as error:  # noqa: BLE001 - a row written by another program may hold anything

@@ -42,23 +42,19 @@ _pack_length = Struct(">I").pack
 
 
 class FrameWriter:
-    """Encodes mandatory publishes for one channel. CloudEvents go to one exchange and are persistent.
+    """Encodes mandatory publishes for one channel. CloudEvents are persistent.
 
     Args:
         frame_max: largest frame in bytes that the broker agreed to.
     """
 
-    def __init__(self, *, channel: int, exchange: str, frame_max: int) -> None:
+    def __init__(self, *, channel: int, frame_max: int) -> None:
         self._channel = channel
         self._largest = frame_max - _FRAME_OVERHEAD
         self._method = lru_cache(maxsize=1024)(self._encode_method)
-        self._exchange = exchange
 
-    def publish(self, message: OutgoingMessage, route: tuple[str, str] | None = None) -> bytes:
+    def publish(self, message: OutgoingMessage, exchange: str, routing_key: str) -> bytes:
         """All frames of `message`, as a CloudEvent.
-
-        Args:
-            route: exchange and routing key; default: the topic exchange, and the topic.
 
         Raises:
             ValueError: a name is longer than AMQP's 255 bytes, the headers do not fit into one frame, or RabbitMQ would refuse
@@ -81,7 +77,7 @@ class FrameWriter:
                 _short(envelope.topic),
             )
         )
-        return self._assemble(self._method(*(route or (self._exchange, envelope.topic))), properties, body)
+        return self._assemble(self._method(exchange, routing_key), properties, body)
 
     def publish_formed(self, envelope: Envelope, wire: Wire) -> bytes:
         """All frames of a message in the format of another protocol, with our message id, which identifies a returned message.

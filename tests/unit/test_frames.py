@@ -40,8 +40,8 @@ def a_message(body=b"{}", priority=0, expires_in_seconds=None, **attributes):
     return OutgoingMessage(position=1, envelope=envelope, priority=priority, expires_in_seconds=expires_in_seconds)
 
 
-def encoded(message, frame_max=FRAME_MAX):
-    return FrameWriter(channel=CHANNEL, exchange=EXCHANGE, frame_max=frame_max).publish(message)
+def encoded(message, frame_max=FRAME_MAX, exchange=EXCHANGE):
+    return FrameWriter(channel=CHANNEL, frame_max=frame_max).publish(message, exchange, message.envelope.topic)
 
 
 def by_py_amqp(outgoing, frame_max=FRAME_MAX, expiration=None):
@@ -148,7 +148,7 @@ class TestRefusedMessages:
         assert encoded(longest) == by_py_amqp(longest)
         exchange = "ä" * 128 if attribute == "exchange" else EXCHANGE
         with pytest.raises(ValueError, match="255"):
-            FrameWriter(channel=CHANNEL, exchange=exchange, frame_max=FRAME_MAX).publish(named("ä" * 128))
+            encoded(named("ä" * 128), exchange=exchange)
 
     def test_a_header_frame_larger_than_negotiated_is_refused(self):
         """A broker closes the connection when it gets one."""
@@ -168,10 +168,12 @@ class TestRefusedMessages:
 
 
 def test_cached_encodings_of_one_message_are_not_used_for_another():
-    writer = FrameWriter(channel=CHANNEL, exchange=EXCHANGE, frame_max=FRAME_MAX)
+    writer = FrameWriter(channel=CHANNEL, frame_max=FRAME_MAX)
     messages = [a_message(topic=f"t{n % 3}", id=f"m{n}", headers={f"h{n % 5}": f"v{n}"}, key=f"k{n % 2}") for n in range(60)]
 
-    assert [writer.publish(message) for message in messages] == [by_py_amqp(message) for message in messages]
+    assert [writer.publish(message, EXCHANGE, message.envelope.topic) for message in messages] == [
+        by_py_amqp(message) for message in messages
+    ]
 
 
 def test_concurrent_writers_share_a_cache_without_mixing_up_messages():
@@ -180,8 +182,8 @@ def test_concurrent_writers_share_a_cache_without_mixing_up_messages():
     expected = [by_py_amqp(message) for message in messages]
 
     def lane():
-        writer = FrameWriter(channel=CHANNEL, exchange=EXCHANGE, frame_max=FRAME_MAX)
-        return [writer.publish(message) for message in messages]
+        writer = FrameWriter(channel=CHANNEL, frame_max=FRAME_MAX)
+        return [writer.publish(message, EXCHANGE, message.envelope.topic) for message in messages]
 
     assert [written == expected for written in at_once([lane] * 4)] == [True] * 4
 
