@@ -122,8 +122,7 @@ class PausedTopics:
     def record(
         self,
         taken: Iterable[str],
-        refused: Iterable[tuple[str, Verdict]],
-        forbidden: Mapping[str, str],
+        refused: Collection[tuple[str, Verdict]] = (),
         silent: Iterable[str] = (),
         unconfirmed: Iterable[str] = (),
         crowded: Collection[str] = (),
@@ -132,30 +131,28 @@ class PausedTopics:
 
         Args:
             taken: the topics of the messages that it accepted.
-            refused: topic and verdict of each message that it refused because of its topic.
-            forbidden: the topics that it does not permit, with its reason.
+            refused: topic and verdict of each message that it refused because of its topic, or does not permit.
             silent: the topics of messages that it has not answered.
             unconfirmed: of these, the topics of messages that were sent on channels of their own.
             crowded: topics of which it has too many messages without an answer.
         """
-        refusals = list(refused)
-        if not (refusals or forbidden or silent or crowded or self._refusals or self._silent or self._paused):
+        if not (refused or silent or crowded or self._refusals or self._silent or self._paused):
             return
         took = set(taken)
         for topic in took & self._refusals.keys():
             del self._refusals[topic]
         self._silent.update(dict.fromkeys(silent))
-        for topic in took.union(topic for topic, _ in refusals) & self._silent.keys():
+        for topic in took.union(topic for topic, _ in refused) & self._silent.keys():
             del self._silent[topic]
         self._answered.update({topic: _UNCONFIRMED for topic in unconfirmed if topic not in took})
         self._answered.update({topic: _UNCONFIRMED for topic in crowded if not self.is_paused(topic)})
         self._taken |= took & self._paused.keys()
-        for topic, verdict in refusals:
-            if topic not in took:
+        for topic, verdict in refused:
+            is_forbidden = verdict.outcome is PublishOutcome.FORBIDDEN
+            if topic not in took or is_forbidden:
                 self._refusals[topic] += 1
-                if self.is_paused(topic) or self._refusals[topic] >= _REFUSALS:
+                if is_forbidden or self.is_paused(topic) or self._refusals[topic] >= _REFUSALS:
                     self._answered[topic] = verdict
-        self._answered.update({topic: Verdict(PublishOutcome.FORBIDDEN, reason) for topic, reason in forbidden.items()})
         for counted in (self._refusals, self._silent):
             while len(counted) > _MOST_COUNTED:
                 del counted[next(iter(counted))]

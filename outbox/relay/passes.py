@@ -61,7 +61,6 @@ _MOST_UNCONFIRMED = 2
 _MOST_AWAITED = 2
 """Full batches of a topic that the broker has and does not confirm, although it confirms others of that topic."""
 _DAMAGED = "damaged"
-_TOPICS_FAULT = (PublishOutcome.NACKED, PublishOutcome.RETURNED)
 _NEVER_DEAD = (PublishOutcome.RETURNED, PublishOutcome.FORBIDDEN)
 """The queue, or the permission, may come with the next deployment."""
 
@@ -182,7 +181,7 @@ class Pass:
 
     def take_news(self) -> None:
         """Take the broker's late answers: their messages are read again, and their topics may be resumed."""
-        self.topics.record(taken=self.aside.answered(self._transport.news()), refused=[], forbidden={})
+        self.topics.record(taken=self.aside.answered(self._transport.news()))
 
     def _writable(self, rows: Sequence[RelayedMessage]) -> Sequence[RelayedMessage]:
         """The rows that may be sent. Rows that could not be settled before are not sent before a rehearsal succeeds.
@@ -383,10 +382,9 @@ class Pass:
             refused=[
                 (row.topic, verdict)
                 for (verdict, *_), rows in failed.items()
-                if verdict.outcome in _TOPICS_FAULT
+                if verdict.outcome is not PublishOutcome.REFUSED  # which is the fault of the message
                 for row in rows
             ],
-            forbidden=batch.forbidden,
             silent=batch.silent,
             unconfirmed=batch.unconfirmed,
             crowded=[topic for topic, count in self.aside.awaited().items() if count >= most],

@@ -76,12 +76,12 @@ def topics(clock, stored):
 
 def refuse(topics, count, topic=BAD, taken=()):
     """A pass in which the broker refuses `count` messages."""
-    topics.record(taken, [(topic, REFUSED)] * count, {})
+    topics.record(taken, [(topic, REFUSED)] * count)
     topics.store()
 
 
 def forbid(topics, topic=BAD):
-    topics.record([], [], {topic: FORBIDDEN})
+    topics.record([], [(topic, Verdict(PublishOutcome.FORBIDDEN, FORBIDDEN))])
     topics.store()
 
 
@@ -118,7 +118,7 @@ class TestRefusals:
 
     def test_refusals_of_thousands_of_topics_are_not_all_counted_for_ever(self, topics, stored):
         for number in range(3000):
-            topics.record(["silent.and.taken"], [(f"topic-{number}", REFUSED)], {}, silent=[f"silent-{number}"])
+            topics.record(["silent.and.taken"], [(f"topic-{number}", REFUSED)], silent=[f"silent-{number}"])
         assert len(topics._refusals) == len(topics._silent) == 1000
 
         refuse(topics, REFUSALS - 1, topic="topic-2999")
@@ -129,13 +129,13 @@ class TestSilentTopic:
     """The broker has messages of it, and confirms none."""
 
     def test_silent_topic_is_paused_when_its_probe_is_not_confirmed_and_logged_once(self, topics, stored, caplog):
-        topics.record([GOOD], [], {}, silent=[BAD])
+        topics.record([GOOD], silent=[BAD])
         assert (topics.is_probed(BAD), topics.is_probed(GOOD)) == (True, False)
         topics.store()
         assert not stored.paused
 
         for _ in range(2):
-            topics.record([], [], {}, silent=[BAD], unconfirmed=[BAD])
+            topics.record([], silent=[BAD], unconfirmed=[BAD])
             topics.store()
 
         assert [*stored.paused] == [BAD]
@@ -143,8 +143,8 @@ class TestSilentTopic:
 
     @pytest.mark.parametrize("late", [False, True])
     def test_topic_is_no_longer_silent_after_any_confirm(self, topics, stored, late):
-        topics.record([], [], {}, silent=[BAD])
-        topics.record([BAD], [], {}, silent=[BAD], unconfirmed=[BAD] if late else [])
+        topics.record([], silent=[BAD])
+        topics.record([BAD], silent=[BAD], unconfirmed=[BAD] if late else [])
         topics.store()
 
         assert not topics.is_probed(BAD)
@@ -242,7 +242,6 @@ class BreakerAgainstModel(RuleBasedStateMachine):
         self.topics.record(
             [topic for topic, count in accepted.items() for _ in range(count)],
             [(topic, REFUSED) for topic, count in refused.items() for _ in range(count)],
-            {},
         )
         self.topics.store()
         for topic in self.TOPICS:
