@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 
 from django.db import transaction
 from django.dispatch import Signal
@@ -355,7 +356,6 @@ class Pass:
         suppresses the second copy.
         """
         published: list[int] = []
-        taken: list[str] = []
         expired: list[int] = []
         waiting: list[int] = []
         unknown: list[RelayedMessage] = []
@@ -364,7 +364,6 @@ class Pass:
             verdict = batch.verdicts.get(row.position)
             if verdict == CONFIRMED:
                 published.append(row.position)
-                taken.append(row.topic)
             elif row.expired:
                 expired.append(row.position)
             elif verdict is None or verdict.outcome is PublishOutcome.UNKNOWN:
@@ -378,7 +377,7 @@ class Pass:
         late = self.aside.answered(self._transport.news())
         most = _MOST_AWAITED * self._options.BATCH_SIZE
         self.topics.record(
-            taken=[*taken, *late],
+            taken=chain(late, (row.topic for row in batch.rows if batch.verdicts.get(row.position) == CONFIRMED)),
             refused=[
                 (row.topic, verdict)
                 for (verdict, *_), rows in failed.items()
