@@ -40,7 +40,7 @@ def restore(
     # It is asked of unique messages only, because it locks all of history.
     asked = any(row.is_unique for row in locked)
     replaced_before = {*rows.filter(IS_REPLACED).values_list("pk", flat=True)} if asked else set()
-    found: dict[str, list[OutboxMessage]] = {}
+    chosen: list[OutboxMessage] = []
     left: dict[int, str] = {}
     for row in locked:
         if row.state not in states:
@@ -50,17 +50,13 @@ def restore(
         elif not row.ahead and not overdue:
             left[row.pk] = OVERDUE
         else:
-            found.setdefault(row.state, []).append(row)
-    changed: list[Moved] = []
-    for state, group in found.items():
-        moved, replaced = _move_unless_replaced(alias, group, State(state), reason, may_wait=not skip_locked)
-        changed += moved
-        left |= dict.fromkeys(replaced, REPLACED)
-    return changed, left
+            chosen.append(row)
+    changed, replaced = _move_unless_replaced(alias, chosen, states, reason, may_wait=not skip_locked)
+    return changed, left | dict.fromkeys(replaced, REPLACED)
 
 
 def _move_unless_replaced(
-    alias: str, rows: Sequence[OutboxMessage], was: State, reason: str, *, may_wait: bool
+    alias: str, rows: Sequence[OutboxMessage], states: Collection[str], reason: str, *, may_wait: bool
 ) -> tuple[list[Moved], list[int]]:
     """Restore messages unless a concurrent `publish(unique=True)` replaced them; those restored, and those replaced.
 
@@ -68,18 +64,18 @@ def _move_unless_replaced(
     """
     try:
         with transaction.atomic(using=alias):
-            unique = [row for row in rows if row.is_unique] if was in GIVEN_UP else []
+            unique = [row for row in rows if row.is_unique and row.state in GIVEN_UP]
             earlier = take_names(alias, unique)
             replaced = [row.pk for row in unique if (row.topic, row.biz_id) in earlier]
             left = [row.pk for row in rows if row.pk not in replaced]
-            return move(alias, RESTORE, left, only=[was], reason=reason), replaced
+            return move(alias, RESTORE, left, only=states, reason=reason), replaced
     except OperationalError as error:
         if may_wait or not is_collision(error):
             raise
-    if len(rows) == 1:
+    if len(rows) <= 1:
         return [], []
     middle = len(rows) // 2
     first, second = (
-        _move_unless_replaced(alias, half, was, reason, may_wait=may_wait) for half in (rows[:middle], rows[middle:])
+        _move_unless_replaced(alias, half, states, reason, may_wait=may_wait) for half in (rows[:middle], rows[middle:])
     )
     return first[0] + second[0], first[1] + second[1]
