@@ -5,7 +5,7 @@ from datetime import datetime
 
 from django.db import connections
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import execute, is_postgresql
 from outbox.models import SHARDS
 from outbox.states import State
 from outbox.store.dialect import LOCK_SPACE
@@ -37,14 +37,12 @@ def wait_for_passes(alias: str) -> None:
         require_writable(alias)  # a pass has the write lock
         return
     # Each statement is its own transaction, so a process that is frozen here holds no lock.
-    with connections[alias].cursor() as cursor:
-        for shard in range(SHARDS):
-            cursor.execute(f"SELECT pg_advisory_xact_lock({LOCK_SPACE}, %s)", [shard])
+    for shard in range(SHARDS):
+        execute(connections[alias], f"SELECT pg_advisory_xact_lock({LOCK_SPACE}, %s)", [shard])
 
 
 def stop_passes(alias: str) -> None:
     """Wait for the running passes; none begins until the open transaction ends."""
-    if not is_postgresql(connections[alias]):
-        return  # the write lock of the open transaction
-    with connections[alias].cursor() as cursor:
-        cursor.execute(f"SELECT pg_advisory_xact_lock({LOCK_SPACE}, shard) FROM generate_series(0, {SHARDS - 1}) shard")
+    if is_postgresql(connections[alias]):  # else the open transaction has the write lock
+        locked = f"SELECT pg_advisory_xact_lock({LOCK_SPACE}, shard) FROM generate_series(0, {SHARDS - 1}) shard"
+        execute(connections[alias], locked)

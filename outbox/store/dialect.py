@@ -69,9 +69,9 @@ def bounds(connection: BaseDatabaseWrapper, longest: timedelta) -> str:
 def repeatable(alias: str) -> Iterator[None]:
     """A transaction whose commit does not wait for the disk. If the server crashes and loses it, the relay repeats it."""
     connection = connections[alias]
-    with transaction.atomic(using=alias), connection.cursor() as cursor:
+    with transaction.atomic(using=alias):
         if is_postgresql(connection) and is_outermost(connection):
-            cursor.execute(DO_NOT_WAIT_FOR_THE_DISK)
+            execute(connection, DO_NOT_WAIT_FOR_THE_DISK)
         yield
 
 

@@ -67,10 +67,8 @@ def pause_in_hand(alias: str, positions: Mapping[str, Sequence[int]]) -> int:
     connection = connections[alias]
     among = f"topic IN ({', '.join(['%s'] * len(positions))})"
     lock = "FOR KEY SHARE SKIP LOCKED" if is_postgresql(connection) else ""
-    with connection.cursor() as cursor:
-        columns = "topic, CAST(in_trial AS text)"
-        cursor.execute(f"SELECT {columns} FROM {PAUSED_TOPICS} WHERE mode <> 'resuming' AND {among} {lock}", list(positions))
-        in_trial = {topic: set(json.loads(those)) for topic, those in cursor.fetchall()}
+    rows = f"SELECT topic, CAST(in_trial AS text) FROM {PAUSED_TOPICS} WHERE mode <> 'resuming' AND {among} {lock}"
+    in_trial = {topic: set(json.loads(those)) for topic, those in fetch(connection, rows, list(positions))}
     paused = [position for topic, those in in_trial.items() for position in positions[topic] if position not in those]
     return count_moved(alias, PAUSE, paused)
 
@@ -100,13 +98,14 @@ def _insert(alias: str, topic: str, columns: str, given: Sequence[Any], *, repla
     values = columns.format(now=now(connection), now_after=now_after(connection))
     replaced = ", ".join(f"{column} = EXCLUDED.{column}" for column in _ALL_BUT_ITS_TOPIC)
     try:
-        with transaction.atomic(using=alias), lock_timeout(alias, _A_MOMENT), connection.cursor() as cursor:
-            cursor.execute(
+        with transaction.atomic(using=alias), lock_timeout(alias, _A_MOMENT):
+            inserted = fetch(
+                connection,
                 f"INSERT INTO {PAUSED_TOPICS} AS p (topic, {', '.join(_ALL_BUT_ITS_TOPIC)}) VALUES (%s, {values}) "
                 f"ON CONFLICT (topic) DO UPDATE SET {replaced} WHERE {replacing} RETURNING id",
                 [topic, *given],
             )
-            return cursor.fetchone() is not None
+            return bool(inserted)
     except OperationalError as error:
         if not is_collision(error):
             raise

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import DatabaseError, connections, transaction
 from django.db.models import Count, F, Min, Q
 
-from exactly_once.sql.connections import is_postgresql
+from exactly_once.sql.connections import execute, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.fields import value_of
@@ -74,16 +74,16 @@ def record_calls(connection: BaseDatabaseWrapper, message_ids: Sequence[uuid.UUI
     ids, parameter = some_uuids(connection, message_ids)
     day = DAY_OF_NOW[connection.vendor]
     values = ", ".join(["(%s, %s, %s)"] * len(wanted))
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"INSERT INTO {_PENDING} (message_id, event, settled_at, reason, callback, attempts, available_at, last_error) "
-            f"WITH wanted(topic, event, callback) AS (VALUES {values}) "
-            "SELECT m.message_id, wanted.event, m.settled_at, m.last_error, wanted.callback, 0, "
-            f"{now(connection)}, '' FROM {TABLE} m JOIN wanted ON wanted.topic = m.topic AND wanted.event = m.state "
-            # Published messages have just become history: of today, or of yesterday if it was midnight in between.
-            f"WHERE m.message_id IN (SELECT id FROM {ids}) AND m.day IN ({LIVE}, {day}, {day} - 1) ORDER BY m.id",
-            [*(part for one in wanted for part in one), parameter],
-        )
+    execute(
+        connection,
+        f"INSERT INTO {_PENDING} (message_id, event, settled_at, reason, callback, attempts, available_at, last_error) "
+        f"WITH wanted(topic, event, callback) AS (VALUES {values}) "
+        "SELECT m.message_id, wanted.event, m.settled_at, m.last_error, wanted.callback, 0, "
+        f"{now(connection)}, '' FROM {TABLE} m JOIN wanted ON wanted.topic = m.topic AND wanted.event = m.state "
+        # Published messages have just become history: of today, or of yesterday if it was midnight in between.
+        f"WHERE m.message_id IN (SELECT id FROM {ids}) AND m.day IN ({LIVE}, {day}, {day} - 1) ORDER BY m.id",
+        [*(part for one in wanted for part in one), parameter],
+    )
 
 
 def claim_calls(alias: str, limit: int, lease: timedelta, *, without: Collection[str] = ()) -> list[DueCall]:

@@ -73,31 +73,30 @@ def upcoming(alias: str, offsets: Mapping[str, Offset], within: timedelta, *, si
     if not offsets:
         return []
     connection = connections[alias]
-    with connection.cursor() as cursor:
-        if is_postgresql(connection):
-            earliest = f"{now(connection)} - interval '{since.total_seconds()} seconds'" if since else "'-infinity'"
-            cursor.execute(
-                "SELECT m.* FROM unnest(%s::text[], %s::timestamptz[], %s::bigint[], %s::int[]) AS start(topic, at, id, most) "
-                f"CROSS JOIN LATERAL ({_select(connection)} WHERE {_SCHEDULED} AND m.topic = start.topic "
-                f"AND (m.available_at, m.id) > (GREATEST(start.at, {earliest}), start.id) "
-                f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT start.most) m {_TAKEN}",
-                [
-                    list(offsets),
-                    [offset.at or "-infinity" for offset in offsets.values()],
-                    array_of(offset.position for offset in offsets.values()),
-                    array_of(offset.limit for offset in offsets.values()),
-                    within.total_seconds(),
-                ],
-            )
-            return _fetched(cursor)
-        found: list[Upcoming] = []
-        for topic, (at, position, limit) in offsets.items():
-            cursor.execute(
-                f"{_select(connection)} WHERE {_SCHEDULED} AND m.topic = %s AND (m.available_at, m.id) > (%s, %s) "
-                f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT %s",
-                [topic, at, position, within.total_seconds(), limit],
-            )
-            found += _fetched(cursor)
+    if is_postgresql(connection):
+        earliest = f"{now(connection)} - interval '{since.total_seconds()} seconds'" if since else "'-infinity'"
+        return _fetched(
+            connection,
+            "SELECT m.* FROM unnest(%s::text[], %s::timestamptz[], %s::bigint[], %s::int[]) AS start(topic, at, id, most) "
+            f"CROSS JOIN LATERAL ({_select(connection)} WHERE {_SCHEDULED} AND m.topic = start.topic "
+            f"AND (m.available_at, m.id) > (GREATEST(start.at, {earliest}), start.id) "
+            f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT start.most) m {_TAKEN}",
+            [
+                list(offsets),
+                [offset.at or "-infinity" for offset in offsets.values()],
+                array_of(offset.position for offset in offsets.values()),
+                array_of(offset.limit for offset in offsets.values()),
+                within.total_seconds(),
+            ],
+        )
+    found: list[Upcoming] = []
+    for topic, (at, position, limit) in offsets.items():
+        found += _fetched(
+            connection,
+            f"{_select(connection)} WHERE {_SCHEDULED} AND m.topic = %s AND (m.available_at, m.id) > (%s, %s) "
+            f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT %s",
+            [topic, at, position, within.total_seconds(), limit],
+        )
     return found
 
 
@@ -108,15 +107,14 @@ def newly_scheduled(
     connection = connections[alias]
     after_now = now_after(connection)
     due_by, (among, positions) = f"m.available_at <= {after_now}", any_of(connection, missing)
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"SELECT * FROM ({_select(connection)} WHERE {_SCHEDULED} AND {due_by} AND m.available_at > {after_now} "
-            # In a CASE, as in `_is_due`: the missing ones are read by their positions.
-            f"AND m.id > %s ORDER BY m.available_at, m.id LIMIT %s) newer UNION ALL {_select(connection)} WHERE m.id {among} "
-            f"AND CASE WHEN {_SCHEDULED} THEN {due_by} ELSE false END {_TAKEN if is_postgresql(connection) else ''}",
-            [within.total_seconds(), -since.total_seconds(), after, limit, positions, within.total_seconds()],
-        )
-        return _fetched(cursor)
+    return _fetched(
+        connection,
+        f"SELECT * FROM ({_select(connection)} WHERE {_SCHEDULED} AND {due_by} AND m.available_at > {after_now} "
+        # In a CASE, as in `_is_due`: the missing ones are read by their positions.
+        f"AND m.id > %s ORDER BY m.available_at, m.id LIMIT %s) newer UNION ALL {_select(connection)} WHERE m.id {among} "
+        f"AND CASE WHEN {_SCHEDULED} THEN {due_by} ELSE false END {_TAKEN if is_postgresql(connection) else ''}",
+        [within.total_seconds(), -since.total_seconds(), after, limit, positions, within.total_seconds()],
+    )
 
 
 def _select(connection: BaseDatabaseWrapper) -> str:
@@ -175,8 +173,10 @@ def _is_due(connection: BaseDatabaseWrapper) -> str:
     return f"CASE WHEN state = 'scheduled' THEN available_at <= {now(connection)} ELSE false END"
 
 
-def _fetched(cursor: Any) -> list[Upcoming]:
+def _fetched(connection: BaseDatabaseWrapper, query: str, parameters: Sequence[Any]) -> list[Upcoming]:
     """The rows of a query. Reading and converting many of them takes long, and must not make all of them late."""
-    answered, rows = monotonic(), cursor.fetchall()
+    with connection.cursor() as cursor:
+        cursor.execute(query, parameters)
+        answered, rows = monotonic(), cursor.fetchall()
     began_at = answered - sum(row[3] for row in rows if row[0] is None)
     return [Upcoming(row[0], row[1], row[2], began_at + row[3], row[4]) for row in rows if row[0] is not None]

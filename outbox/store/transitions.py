@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from exactly_once.sql.connections import execute, is_postgresql
+from exactly_once.sql.connections import execute, fetch, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.now import NOW, now, now_after
 from exactly_once.sql.partitions import days_by
@@ -125,13 +125,13 @@ def move(
     connection = connections[alias]
     sources = [str(source) for source in transition.sources if only is None or source in only]
     # Without a savepoint: after an error the code that opened the transaction rolls all of it back.
-    with transaction.atomic(using=alias, savepoint=False), connection.cursor() as cursor:
+    with transaction.atomic(using=alias, savepoint=False):
         moved: list[Moved] = []
         days = _days(alias, rows, sources)
         for was, its in _by_source(connection, rows, sources, days, skip_locked=skip_locked).items():
             statement = _statement(connection, transition, was, its, given, " RETURNING id, message_id, state", days=days)
-            cursor.execute(*statement)
-            moved += [Moved(position, as_uuid(name), was, became) for position, name, became in cursor.fetchall()]
+            changed = fetch(connection, *statement)
+            moved += [Moved(position, as_uuid(name), was, became) for position, name, became in changed]
         if moved and not set(transition.targets).isdisjoint(GIVEN_UP):
             give_up_names(alias, [one.message_id for one in moved])
         if is_recorded(decision=transition.recorded if recorded is None else recorded):
@@ -184,13 +184,10 @@ def delete(alias: str, transition: Transition, rows: Sequence[int]) -> int:
     connection = connections[alias]
     condition, parameter = any_of(connection, rows)
     statement = f"DELETE FROM {live(connection)} WHERE id {condition} AND state = '{source}'"
-    with connection.cursor() as cursor:
-        if not is_recorded(decision=transition.recorded):
-            cursor.execute(statement, [parameter])
-            return int(cursor.rowcount)
-        cursor.execute(f"{statement} RETURNING id, message_id", [parameter])
-        deleted = [Moved(position, as_uuid(name), source.value, target.value) for position, name in cursor.fetchall()]
-    _record(alias, deleted, "")
+    if not is_recorded(decision=transition.recorded):
+        return execute(connection, statement, [parameter])
+    deleted = fetch(connection, f"{statement} RETURNING message_id", [parameter])
+    record(alias, [as_uuid(name) for (name,) in deleted], was=source.value, became=target.value, reason="")
     return len(deleted)
 
 
