@@ -45,6 +45,7 @@ def paths() -> dict[str, Trace]:
         f"group commit of {GROUP}": _traced(_Handled(group_commit=GROUP), count=GROUP),
         f"batch of {BATCH}": _traced(_Handled(size=BATCH), count=BATCH),
         "stored message": _traced(_Stored()),
+        f"{IN_TURN} stored messages in turn": _traced(_Stored(), count=IN_TURN),
         "lease in the database": _traced(_Handled(lease=True)),
         "duplicate": _traced(_Repeated()),
         "ordered": _traced(_Ordered(ordered=True)),

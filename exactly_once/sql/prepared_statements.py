@@ -158,32 +158,12 @@ class PreparedStatement:
         (result,) = _run(connection, [(self, parameters)], after=then)
         return _read(result)
 
-    def execute_and_commit(
-        self, connection: BaseDatabaseWrapper, parameters: Sequence[Any], *, before: Sequence[bytes] = ()
-    ) -> int:
-        """Run it as the last statement of the open transaction, and commit, in one round trip. If it fails, nothing commits.
-
-        Django's own commit finds no open transaction then, and sends nothing.
-
-        Args:
-            before: statements to run before it.
-
-        Returns:
-            the number of rows that it wrote.
-
-        Raises:
-            StatementLost: see there.
-            django.db.Error: the statement failed, and the transaction is still open; or the commit failed, and it is not.
-        """
-        (result,) = _run(connection, [(self, parameters)], before=before, after=[_COMMIT])
-        return result.command_tuples or 0
-
     def fetch(
         self, connection: BaseDatabaseWrapper, parameters: Sequence[Any], *, then: Sequence[bytes] = ()
     ) -> list[tuple[Any, ...]]:
         """As `execute`, but return rows as a psycopg cursor does; this is faster for many rows."""
         (result,) = _run(connection, [(self, parameters)], after=then)
-        return _rows_of(connection, result)
+        return rows_of(connection, result)
 
     def fetch_after(self, connection: BaseDatabaseWrapper, script: str, parameters: Sequence[str]) -> list[tuple[Any, ...]]:
         """As `fetch`, after the statements of `script`, in the same round trip and transaction; see `execute_script`."""
@@ -196,55 +176,6 @@ class PreparedStatement:
             except Exception as error:
                 _raise_if_lost(error, session)
                 raise
-
-    def commit_and_fetch(
-        self,
-        connection: BaseDatabaseWrapper,
-        parameters: Sequence[Any],
-        following: PreparedStatement,
-        its_parameters: Sequence[Any],
-        *,
-        before: Sequence[bytes] = (),
-    ) -> list[tuple[Any, ...]]:
-        """As `execute_and_commit`, with a second statement before the commit: what `following` returns."""
-        _, found = _run(connection, [(self, parameters), (following, its_parameters)], before=before, after=[_COMMIT])
-        return _rows_of(connection, found)
-
-    def commit_and_send(
-        self,
-        connection: BaseDatabaseWrapper,
-        parameters: Sequence[Any],
-        following: Prepared,
-    ) -> Callable[[], StatementResult]:
-        """As `execute_and_commit`, and send with it the first statement of the next transaction: one round trip for both.
-
-        The next transaction begins only if this one has committed. Call it only if `may_begin`.
-
-        Returns:
-            what waits for the answer of `following`, and must be called before anything else uses the connection.
-        """
-        statement, its_parameters, then = following
-        session = _session(connection)
-        raw: Any = connection.connection
-        with connection.wrap_database_errors:
-            try:
-                given = self._prepared(raw, session, parameters)
-                following_given = statement._prepared(raw, session, its_parameters)  # noqa: SLF001 - of this class
-                # A handler may have ended the transaction: the statement proves that, in a transaction that can be rolled back.
-                _committed_and_sent(raw, [_BEGIN] if _is_to_begin(raw) else [], given, following_given, then)
-            except Exception as error:
-                _raise_if_lost(error, session)
-                raise
-
-        def answer() -> StatementResult:
-            with connection.wrap_database_errors:
-                try:
-                    return _read(_checked(raw, _end_of_pipeline(raw))[1])
-                except Exception as error:
-                    _raise_if_lost(error, session)
-                    raise
-
-        return answer
 
     def _prepared(self, raw: Any, session: _Session, parameters: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments of libpq for one more run; prepare it if necessary."""
@@ -263,6 +194,7 @@ class PreparedStatement:
 
 Prepared = tuple[PreparedStatement, Sequence[Any], Sequence[bytes]]
 """A statement with its parameters, and statements without parameters that follow it."""
+Rows = Sequence[Sequence[Any]]
 _names: set[bytes] = set()
 """Of all statements of this process."""
 
@@ -292,7 +224,47 @@ def execute_script(
         if commit:
             script += f"; {_COMMIT.decode()}"
         (result,) = _checked(raw, [raw.pgconn.exec_(f"{begin}{script}".encode())])
-        return _rows_of(connection, result)
+        return rows_of(connection, result)
+
+
+def run_and_commit(
+    connection: BaseDatabaseWrapper,
+    runs: Sequence[tuple[PreparedStatement, Sequence[Any]]],
+    *,
+    before: Sequence[bytes] = (),
+    following: Prepared | None = None,
+) -> tuple[list[Any], Callable[[], Rows] | None]:
+    """Run the last statements of the open transaction, and commit, in one round trip. If one of them fails, nothing commits.
+
+    Django's own commit finds no open transaction then, and sends nothing. Call it only if `is_usable`.
+
+    Args:
+        before: statements without parameters to run before them.
+        following: the first statement of the next transaction, which begins in the same round trip, and only if this one has
+            committed. Only if `may_begin`.
+
+    Returns:
+        PostgreSQL's result of each, and what waits for the rows of `following`, in PostgreSQL's text format: call it before
+        anything else uses the connection.
+
+    Raises:
+        StatementLost: see there.
+        django.db.Error: one failed, and the transaction is still open; or the commit failed, and it is not.
+    """
+    raw: Any = connection.connection
+    results = _run(connection, runs, before=before, after=[_COMMIT], following=following)
+    if following is None:
+        return results, None
+
+    def answer() -> Rows:
+        with connection.wrap_database_errors:
+            try:
+                return _read(_checked(raw, _end_of_pipeline(raw))[1]).rows
+            except Exception as error:
+                _raise_if_lost(error, getattr(raw, _SESSION))
+                raise
+
+    return results, answer
 
 
 def _run(
@@ -301,18 +273,21 @@ def _run(
     *,
     before: Sequence[bytes] = (),
     after: Sequence[bytes] = (),
+    following: Prepared | None = None,
 ) -> list[Any]:
     """PostgreSQL's result of each statement."""
     raw: Any = connection.connection
     session: _Session = getattr(raw, _SESSION)  # since `is_usable`
+    statements = runs if following is None else [*runs, following[:2]]
     with connection.wrap_database_errors:
         try:
             given = []
-            for statement, parameters in runs:
+            for statement, parameters in statements:
                 given.append(statement._prepared(raw, session, parameters))  # noqa: SLF001 - of this module
             begin = _is_to_begin(raw)
             if begin or after or len(given) > 1:
-                return _pipelined(raw, [_BEGIN, *before] if begin else before, given, after)
+                before = [_BEGIN, *before] if begin else before
+                return _pipelined(raw, before, given, after, None if following is None else following[2])
             return _checked(raw, [raw.pgconn.exec_prepared(*given[0])])
         except Exception as error:
             _raise_if_lost(error, session)
@@ -338,7 +313,8 @@ def _read(result: Any) -> StatementResult:
     return StatementResult(rows, result.command_tuples or 0)
 
 
-def _rows_of(connection: BaseDatabaseWrapper, result: Any) -> list[tuple[Any, ...]]:
+def rows_of(connection: BaseDatabaseWrapper, result: Any) -> list[tuple[Any, ...]]:
+    """The rows of PostgreSQL's result, as a psycopg cursor returns them."""
     from psycopg.adapt import Transformer  # noqa: PLC0415 - an extra
 
     loaders = Transformer(connection.connection)
@@ -384,55 +360,46 @@ def _is_to_begin(raw: Any) -> bool:
     return False
 
 
-def _pipelined(raw: Any, before: Sequence[bytes], prepared: Sequence[tuple[Any, ...]], after: Sequence[bytes]) -> list[Any]:
-    """The results of prepared statements that are sent together with others; none runs after one that fails."""
+def _pipelined(
+    raw: Any,
+    before: Sequence[bytes],
+    prepared: Sequence[tuple[Any, ...]],
+    after: Sequence[bytes],
+    then: Sequence[bytes] | None = None,
+) -> list[Any]:
+    """The results of prepared statements that are sent together with others; none runs after one that fails.
+
+    Args:
+        then: the last prepared statement begins the next transaction, in which these follow it. Its results are left: the
+            server sends the others when it is asked to, before it runs that one.
+    """
     pgconn = raw.pgconn
+    here = len(prepared) - (then is not None)
     try:
         pgconn.enter_pipeline_mode()
         for statement in before:
             pgconn.send_query_params(statement, None)
-        for one in prepared:
+        for one in prepared[:here]:
             pgconn.send_query_prepared(*one)
         for statement in after:
             pgconn.send_query_params(statement, None)
+        if then is not None:
+            pgconn.send_flush_request()
+            pgconn.send_query_params(_BEGIN, None)
+            pgconn.send_query_prepared(*prepared[-1])
+            for statement in then:
+                pgconn.send_query_params(statement, None)
         pgconn.pipeline_sync()
-        results = _results(pgconn)
-        pgconn.exit_pipeline_mode()
+        results = _results(pgconn, inf if then is None else len(before) + here + len(after))
+        if then is None:
+            pgconn.exit_pipeline_mode()
     except BaseException:
         # What is still in flight would be taken for the answers of the next statement.
         raw.close()
         raise
-    return _checked(raw, results)[len(before) : len(before) + len(prepared)]
-
-
-def _committed_and_sent(
-    raw: Any, before: Sequence[bytes], last: tuple[Any, ...], first: tuple[Any, ...], then: Sequence[bytes]
-) -> None:
-    """Send the last statement of a transaction, COMMIT, BEGIN and the first ones of the next; return when it has committed.
-
-    They share one pipeline, in which nothing runs after an error, so the next transaction begins only after the commit. The
-    server sends its answers when it is asked to, or at the end.
-    """
-    pgconn = raw.pgconn
-    try:
-        pgconn.enter_pipeline_mode()
-        for statement in before:
-            pgconn.send_query_params(statement, None)
-        pgconn.send_query_prepared(*last)
-        pgconn.send_query_params(_COMMIT, None)
-        pgconn.send_flush_request()
-        pgconn.send_query_params(_BEGIN, None)
-        pgconn.send_query_prepared(*first)
-        for statement in then:
-            pgconn.send_query_params(statement, None)
-        pgconn.pipeline_sync()
-        answers = _results(pgconn, len(before) + 2)
-    except BaseException:
-        raw.close()
-        raise
-    if any(answer.error_message for answer in answers):
+    if then is not None and any(result.error_message for result in results):
         _end_of_pipeline(raw)
-        _checked(raw, answers)
+    return _checked(raw, results)[len(before) : len(before) + here]
 
 
 def _end_of_pipeline(raw: Any) -> list[Any]:

@@ -26,7 +26,6 @@ from inbox.limits.slots import slots_of
 from inbox.models import InboxMessage
 from inbox.receiving.outages import Outages, make_refunds, refund_later
 from inbox.receiving.receive import claim_next, run_stored
-from inbox.states import Outcome
 from inbox.store import claims, due, handler_rows, ordering
 from inbox.store.message_rows import OrderedKey, Successor
 from inbox.transactions.running import DatabaseUnavailable, committed
@@ -287,24 +286,25 @@ class Runner:
         ran, until = 0, monotonic() + _SUCCESSORS_SECONDS
 
         def in_turn() -> list[str] | None:
-            if monotonic() >= until or self.stop or self.is_paused(handler):
+            if handler.rate_limit is not None or monotonic() >= until or self.stop or self.is_paused(handler):
                 return None
             return [] if self.keeps_others_waiting(handler) else [*self._ready_beside(handler), handler.name]
 
+        successor = Successor(self._options.REDELIVERY_AFTER, in_turn)
         while True:
-            successor = Successor(self._options.REDELIVERY_AFTER, in_turn) if handler.rate_limit is None else None
-            became = run_stored(handler, stored, self._options, successor)
+            run_stored(handler, stored, self._options, successor)
             if self.outages.beside:
                 self.outages.end_beside(handler.name)
             ran += 1
-            if successor is None or successor.message is None or became is not Outcome.HANDLED:
-                return ran
-            stored = successor.message
+            if successor.message is None:
+                return ran + successor.handled
+            # Behind a single message, an empty transaction would begin with its commit.
+            stored, successor.begins = successor.message, True
             if self.stop or self.is_paused(handler):
                 # Another runner can claim it at once, and no attempt is counted.
                 refund_later(handler.using, claims.give_back, stored)
                 make_refunds(handler.using)
-                return ran
+                return ran + successor.handled
 
     def _ready_beside(self, handler: Handler) -> list[str]:
         """The other handlers of its database that may run a stored message now."""

@@ -72,15 +72,22 @@ class InHand:
             callback()
 
     @contextmanager
-    def running(self, stored: InboxMessage) -> Iterator[None]:
-        """Handle a claimed stored message in the block, even if another thread holds it."""
-        name = (stored.handler, stored.topic, stored.biz_id)
+    def running(self, first: InboxMessage) -> Iterator[Callable[[InboxMessage], None]]:
+        """Handle this claimed stored message in the block, and each that the function gets, even if another thread holds it."""
+        names = [(first.handler, first.topic, first.biz_id)]
         with self._lock:
-            self._holders[name] += 1
+            self._holders[names[0]] += 1
+
+        def hold(stored: InboxMessage) -> None:
+            name = (stored.handler, stored.topic, stored.biz_id)
+            with self._lock:
+                self._holders[name] += 1
+            names.append(name)
+
         try:
-            yield
+            yield hold
         finally:
-            self.end({name})
+            self.end(names)
 
     def holds(self, row: NewRow) -> bool:
         """Is this process handling that message?"""

@@ -12,6 +12,7 @@ row becomes that of its message, which is run by the same claim. If the message 
 """
 
 import random
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -29,6 +30,7 @@ from inbox.models import InboxMessage
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import admitted, fail_exhausted, fail_stored, refusal, unfit
 from inbox.receiving.reading import (
+    PARKED,
     identify,
     is_parked,
     message_for,
@@ -99,6 +101,16 @@ def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) 
         reason = f"its biz-id is {biz_id}, which another message already has"
         committed(handler.using, claims.skip_duplicate, stored, reason)
     return replace(arrival, row=row) if ours else Outcome.DUPLICATE
+
+
+def open_first(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Arrival | None:
+    """As `open_claimed`, inside a transaction, for a message that is called for the first time. None: that takes more."""
+    if stored.attempts > 1 or stored.biz_id.startswith((PARKED, UNIDENTIFIED)):
+        return None
+    arrival = stored_arrival(handler, stored)
+    with suppress(Exception):  # the same one is raised, or stored, if it is opened by itself
+        arrival.message = message_for(arrival, options)
+    return arrival if arrival.message else None
 
 
 def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str, options: InboxOptions) -> Outcome:

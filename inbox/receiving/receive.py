@@ -25,7 +25,7 @@ Every delivery ends as one of `Outcome`. Only DEFERRED and UNSTORED are not ackn
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, cast
@@ -34,7 +34,7 @@ from django.db import DatabaseError, InterfaceError, connections
 
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import drop_unusable_connections
-from exactly_once.sql.prepared_statements import Prepared, StatementResult
+from exactly_once.sql.prepared_statements import Rows, may_begin
 from exactly_once.wire.text import describe
 from inbox import metrics, signals
 from inbox.conf import InboxOptions
@@ -48,13 +48,13 @@ from inbox.receiving.in_hand import in_hand, is_quarantined, lost_sessions, quar
 from inbox.receiving.leased import run_leased
 from inbox.receiving.outages import make_refunds, record_loss, refund_later
 from inbox.receiving.outcomes import defer_locked, duplicate, fail_stored, failure_of, send, store_failure
-from inbox.receiving.parking import open_claimed
+from inbox.receiving.parking import open_claimed, open_first
 from inbox.receiving.reading import Unidentifiable, is_parked, message_for
 from inbox.states import Outcome
 from inbox.store import arrivals as fresh
 from inbox.store import claims, counting
 from inbox.store.dialect import is_reachable
-from inbox.store.message_rows import ConcurrentDuplicate, Failure, Guard, KeyBusy, Successor
+from inbox.store.message_rows import ConcurrentDuplicate, Failure, Guard, KeyBusy, Next, Successor
 from inbox.store.sentinel import roll_back_run
 from inbox.transactions.arrival import Arrival
 from inbox.transactions.running import (
@@ -67,6 +67,7 @@ from inbox.transactions.running import (
     run_with_reruns,
     statements_of_ours,
 )
+from inbox.transactions.sessions import SessionChanges
 
 logger = escaping_logger(__name__)
 
@@ -119,7 +120,8 @@ def receive(
                 return None
             if is_suspect or first.unread or first.row.redelivered:
                 return [_receive_carefully(handler, first, options)]
-            return run(Policy(handler, options), arrivals, queue=queue)
+            chain = None if queue is None else partial(_Deliveries, queue=queue, advance=queue.advance)
+            return run(Policy(handler, options), arrivals, chain)
     except ConcurrentDuplicate:
         in_hand.remember_elsewhere(arrivals[0].row, options.DUPLICATE_TIMEOUT)
     finally:
@@ -181,28 +183,32 @@ def claim_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -
 
 
 def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, successor: Successor | None = None) -> Outcome:
-    """Run a stored message whose attempt has been claimed. If it is handled, `successor` has claimed the next message.
+    """Run a stored message whose attempt has been claimed; the outcome of that, or of the last one that began with a commit.
+
+    If it is handled, `successor` has claimed the next message.
 
     Raises:
         DatabaseUnavailable: the database does not answer.
     """
+    successor, alias = successor or Successor(), handler.using
+    successor.running, successor.message = stored, None
     try:
         outcome = _run_claimed(handler, stored, options, successor)
     except KeyBusy:
-        committed(handler.using, claims.give_back, stored, _KEY_BUSY_BACKOFF)
+        committed(alias, claims.give_back, successor.running, _KEY_BUSY_BACKOFF)
         return Outcome.STORED
     except ConcurrentDuplicate:
-        return defer_locked(handler, stored)
+        return defer_locked(handler, successor.running)
     finally:
         quarantine.leave()
-        if successor is not None and successor.unknown:
-            refund_later(handler.using, claims.give_back_of, successor.unknown, handler.name, successor.claimed_for)
+        if successor.unknown:
+            refund_later(alias, claims.give_back_of, successor.unknown, handler.name, successor.claimed_for)
     if outcome is Outcome.HANDLED:
-        counting.time_stored_effect(handler.using, handler.name, stored.received_at)
+        counting.time_stored_effect(alias, handler.name, successor.running.received_at)
     return outcome
 
 
-def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, successor: Successor | None) -> Outcome:
+def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, successor: Successor) -> Outcome:
     lease: Lease | Outcome | None = None
     try:
         arrival = open_claimed(handler, stored, options)
@@ -220,9 +226,10 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
         return Outcome.STORED
     if isinstance(arrival, Outcome):
         return arrival
-    with in_hand.running(stored):
+    with in_hand.running(stored) as hold:
         if not handler.lease:
-            return (run(Policy(handler, options), [arrival], successor) or [Outcome.STORED])[0]
+            chain = partial(_Successors, successor=successor, advance=partial(_advance, handler, successor, hold))
+            return (run(Policy(handler, options), [arrival], chain) or [Outcome.STORED])[0]
         return run_leased(lease, options, handled) if isinstance(lease, Lease) else lease or Outcome.DUPLICATE
 
 
@@ -280,49 +287,110 @@ class Policy:
         return Outcome.DUPLICATE if arrival.stored is not None else duplicate(self.handler, arrival.row)
 
 
-class _Chain:
-    """Fresh deliveries, each begun by the round trip that commits the one before it. The current one is in `arrivals`."""
+@dataclass(kw_only=True, eq=False)
+class Chain:
+    """Messages of a handler, each begun by the round trip that commits the one before it. `arrivals` has the current one.
 
-    def __init__(self, policy: Policy, arrivals: list[Arrival], ran: dict[int, Message], queue: Queue) -> None:
-        self._policy, self._arrivals, self._ran, self._queue = policy, arrivals, ran, queue
-        self._connection = connections[policy.handler.using]
-        self._next = arrivals[0]
+    Attributes:
+        ran: the argument of the current one; empty if it is not to be run.
+        advance: called when the current one has had its effect, and the next one takes its place.
+        next: the one after it, if that can be run here.
+    """
 
-    def take(self) -> Prepared | None:
-        # What a receiver of the signal does must not be part of the next transaction.
-        if signals.message_handled.receivers or (arrival := self._queue.take()) is None:
+    policy: Policy
+    arrivals: list[Arrival]
+    ran: dict[int, Message]
+    advance: Callable[[], object]
+    next: Arrival | None = None
+
+    def take(self, guard: Guard, changes: SessionChanges) -> Next | None:
+        raise NotImplementedError
+
+    def is_alone(self, guard: Guard, changes: SessionChanges) -> bool:
+        """What a hook, or a receiver of the signal, does after the commit must not be part of the next transaction."""
+        connection = guard.connection
+        has_hooks = len(connection.run_on_commit) > 1 or bool(signals.message_handled.receivers)
+        return not (changes.names or has_hooks) and may_begin(connection)
+
+    def begin(self, answer: Callable[[], Rows]) -> Guard | None:
+        connection: Any = connections[self.policy.handler.using]
+        arrival = self.next
+        connection.rollback_exc = None  # of the current one
+        if arrival is None:
+            with suppress(DatabaseError, InterfaceError):
+                answer()
             return None
-        self._next = arrival
-        return fresh.first_statement(arrival.row, self._policy.options.DUPLICATE_TIMEOUT, self._policy.handler.limits)
-
-    def begin(self, answer: Callable[[], StatementResult]) -> Guard | None:
         try:
-            self._policy.settle_success([*self._ran.values()])
-            self._ran.clear()
-            self._arrivals[0] = self._next
-            self._queue.advance()
+            self.policy.settle_success([*self.ran.values()])
+            self.ran.clear()
+            self.advance()
+            self.arrivals[0] = arrival
         finally:
             with statements_of_ours:
-                guard = fresh.begun(self._connection, self._next.row, answer)
+                stored, row = arrival.stored, arrival.row
+                guard = fresh.begun(connection, row, answer) if stored is None else claims.begun(connection, stored, answer)
         if guard is not None:
-            self._ran[0] = self._policy.message_for_run(self._next)
+            self.ran[0] = self.policy.message_for_run(arrival)
         return guard
+
+
+@dataclass(kw_only=True, eq=False)
+class _Deliveries(Chain):
+    """Fresh ones."""
+
+    queue: Queue
+
+    def take(self, guard: Guard, changes: SessionChanges) -> Next | None:
+        if not self.is_alone(guard, changes) or (arrival := self.queue.take()) is None:
+            return None
+        self.next, policy = arrival, self.policy
+        return Next(fresh.first_statement(arrival.row, policy.options.DUPLICATE_TIMEOUT, policy.handler.limits))
+
+
+@dataclass(kw_only=True, eq=False)
+class _Successors(Chain):
+    """Stored ones, each claimed in the transaction that settles the one before it."""
+
+    successor: Successor
+
+    def take(self, guard: Guard, changes: SessionChanges) -> Next | None:
+        policy, successor = self.policy, self.successor
+        if not guard.claims or (in_turn := successor.in_turn()) is None:
+            return None
+        is_first = guard.claimed is not None and guard.claimed.attempts == 1  # a retry has other reruns
+        begins = successor.begins and is_first and not policy.handler.kind.collects_for
+        first = None
+        if begins and self.is_alone(guard, changes):
+            longest_wait, is_ordered = policy.options.DUPLICATE_TIMEOUT, policy.handler.ordered is not None
+            first = claims.first_statement(longest_wait, policy.handler.limits, is_ordered=is_ordered)
+        return Next(first, successor, in_turn)
+
+    def begin(self, answer: Callable[[], Rows]) -> Guard | None:
+        claimed, policy = self.successor.message, self.policy
+        self.next = None if claimed is None else open_first(policy.handler, claimed, policy.options)
+        return super().begin(answer)
+
+
+def _advance(handler: Handler, successor: Successor, hold: Callable[[InboxMessage], object]) -> None:
+    before, claimed = successor.running, successor.message
+    if before is not None and claimed is not None:
+        counting.time_stored_effect(handler.using, handler.name, before.received_at)
+        hold(claimed)
+        successor.running, successor.message = claimed, None
+        successor.handled += 1
 
 
 def run(
     policy: Policy,
     arrivals: list[Arrival],
-    successor: Successor | None = None,
-    *,
-    queue: Queue | None = None,
+    chain: Callable[..., Chain] | None = None,
 ) -> list[Outcome] | None:
     """Run fresh deliveries, or one stored message whose attempt was claimed, in one transaction; returns the outcome of each.
 
     None: several have failed together, without any effect, and are to be run in smaller parts.
 
     Args:
-        successor: claims the next message of the order, if the stored message is handled.
-        queue: see `receive`. The delivery that is run now is always the first of `arrivals`.
+        chain: runs more messages behind a single one. The one that is run now is always the first of `arrivals`.
 
     Raises:
         DatabaseUnavailable: the database does not answer; nothing was decided. If the attempt of a stored message was not made,
@@ -333,10 +401,10 @@ def run(
     handler, single = policy.handler, len(arrivals) == 1
     stored, ran, calling = arrivals[0].stored, dict[int, Message](), list[bool]()
     attempt = policy.attempt if stored is None else stored.attempts
-    begin, call_all = partial(_begin, policy, arrivals, successor, ran), partial(_call_all, policy, arrivals, ran, calling)
-    fail = None if stored is None else partial(_fail, policy, arrivals[0])
+    begin, call_all = partial(_begin, policy, arrivals, ran), partial(_call_all, policy, arrivals, ran, calling)
+    fail = None if stored is None else partial(_fail, policy, arrivals)
     # Only the first time, so that each message has its own reruns.
-    chains = [] if queue is None else [_Chain(policy, arrivals, ran, queue)]
+    chains = [] if chain is None else [chain(policy=policy, arrivals=arrivals, ran=ran)]
 
     def once() -> None:
         following = chains.pop() if chains else None
@@ -354,7 +422,7 @@ def run(
             raise
         return None
     except Failed as failed:
-        return [fail_stored(handler, cast("InboxMessage", stored), failed.failure)]
+        return [fail_stored(handler, cast("InboxMessage", arrivals[0].stored), failed.failure)]
     # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
     except BaseException as error:  # noqa: BLE001
         return _settle_failed(policy, arrivals, ran, error)
@@ -380,7 +448,7 @@ def _names(arrivals: Sequence[Arrival]) -> str:
     return arrivals[0].row.message_id if len(arrivals) == 1 else f"{len(arrivals)} messages"
 
 
-def _fail(policy: Policy, arrival: Arrival, guard: Guard, error: BaseException) -> Failure | None:
+def _fail(policy: Policy, arrivals: Sequence[Arrival], guard: Guard, error: BaseException) -> Failure | None:
     """Store the failure of a stored message in its transaction. None: it could not be stored there."""
     if guard.claimed is None:
         return None
@@ -388,11 +456,11 @@ def _fail(policy: Policy, arrival: Arrival, guard: Guard, error: BaseException) 
         with suppress(DatabaseError, InterfaceError):
             roll_back_run(guard)  # the age of the message is read
     failure = policy.failure(guard.claimed, error)
-    is_stored = failure is not None and claims.fail_run(guard, failure, leaves=arrival.leaves(failure))
+    is_stored = failure is not None and claims.fail_run(guard, failure, leaves=arrivals[0].leaves(failure))
     return replace(failure, is_stored=True) if failure and is_stored else None
 
 
-def _begin(policy: Policy, arrivals: Sequence[Arrival], successor: Successor | None, ran: dict[int, Message]) -> Guard | None:
+def _begin(policy: Policy, arrivals: Sequence[Arrival], ran: dict[int, Message]) -> Guard | None:
     """The first statement of the transaction; fills `ran` with the arguments of the handler. None: there is nothing to run."""
     alias, first, longest_wait = policy.handler.using, arrivals[0], policy.options.DUPLICATE_TIMEOUT
     limits = policy.handler.limits
@@ -400,8 +468,8 @@ def _begin(policy: Policy, arrivals: Sequence[Arrival], successor: Successor | N
     if policy.handler.kind.collects_for:
         read_committed(alias)
     if first.stored is not None:
-        key = first.exclusive_key
-        guard = claims.begin_stored(alias, first.stored, key, successor, longest_wait=longest_wait, limits=limits)
+        is_ordered = policy.handler.ordered is not None
+        guard = claims.begin_stored(alias, first.stored, is_ordered=is_ordered, longest_wait=longest_wait, limits=limits)
     else:
         rows = [arrival.row for arrival in arrivals]
         result = policy.default_result

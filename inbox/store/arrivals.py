@@ -24,7 +24,7 @@ from exactly_once.failures import DEFERRED
 from exactly_once.sql.connections import execute, fetch, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.now import NOW, NOW_AFTER
-from exactly_once.sql.prepared_statements import PLANNED_SINGLY, Prepared, PreparedStatement, StatementResult, is_usable
+from exactly_once.sql.prepared_statements import PLANNED_SINGLY, Prepared, PreparedStatement, Rows, is_usable
 from inbox.conf import inbox_options
 from inbox.states import INSERTED, State
 from inbox.store.dialect import RECEIPTS, TABLE, adapted, as_bound, locked_means_busy, raise_if_busy, run
@@ -271,10 +271,10 @@ def first_statement(row: NewRow, duplicate_timeout: timedelta, limits: Sequence[
     return _ONE, [*columns_of(stored), State.DONE, 1, None, None, None, as_bound(duplicate_timeout)], limits
 
 
-def begun(connection: BaseDatabaseWrapper, row: NewRow, answer: Callable[[], StatementResult]) -> Guard | None:
+def begun(connection: BaseDatabaseWrapper, row: NewRow, answer: Callable[[], Rows]) -> Guard | None:
     """What `begin_fresh` returns and raises, by the answer to the `first_statement`."""
     with locked_means_busy:
-        ((pk, transaction_id, _),) = answer().rows
+        ((pk, transaction_id, _),) = answer()
     if pk is None:
         return None
     content = () if inbox_options().keeps_successes else (row,)

@@ -5,7 +5,7 @@ stores the failure and commits. So the row is not free between its run and the o
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
@@ -14,13 +14,14 @@ from functools import partial
 from typing import Any
 
 from django.db import DatabaseError, IntegrityError, InterfaceError, connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import F, Q
 
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import LONGEST_IDLE, execute, fetch, is_outermost, is_postgresql, set_local
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import NOW, NOW_AFTER, DatabaseTime, now_after
-from exactly_once.sql.prepared_statements import KEEP_PLANS, PreparedStatement, is_usable, numbered
+from exactly_once.sql.prepared_statements import KEEP_PLANS, Prepared, PreparedStatement, Rows, is_usable
 from inbox.models import InboxMessage
 from inbox.states import DUE, SKIP_COPY, State
 from inbox.store import due, receipts
@@ -48,18 +49,18 @@ from inbox.store.message_rows import (
     KeyBusy,
     NewRow,
     OrderedKey,
-    Successor,
     order_of,
     stored_row,
 )
-from inbox.store.ordering import deciding, promote_after_commit, promote_behind, run_lock, sees_every_commit
+from inbox.store.ordering import FOLLOWING, RUN_LOCK, deciding, promote_after_commit, promote_behind, sees_every_commit
 from inbox.store.sentinel import ROLL_BACK_RUN, SET_SAVEPOINT, roll_back_run
 from inbox.store.trail_entries import update
 
 logger = escaping_logger(__name__)
 
 # In a CASE, or the planner may prefer reading the whole index of due rows to the primary key.
-_OURS = f"id = %s AND fence = %s AND {IS_OPEN} AND CASE WHEN {due.STORED} THEN true ELSE false END"
+_IS_DUE = f"{IS_OPEN} AND CASE WHEN {due.STORED} THEN true ELSE false END"
+_OURS = f"id = %s AND fence = %s AND {_IS_DUE}"
 _COLUMNS = columns_of("m")
 
 
@@ -76,14 +77,15 @@ def _claim(name: str, also: str = "") -> PreparedStatement:
 
 _CLAIM = _claim("inbox_claim")
 _CLAIM_UNQUARANTINED = _claim("inbox_claim_unquarantined", due.NOT_QUARANTINED)
-# One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not.
+# One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not. Without an id,
+# it is that of the row that the transaction before this one has claimed.
 _BEGIN = PreparedStatement(
     "inbox_begin_stored",
-    ["bigint", "bigint", "text", "bigint"],
-    f"{BOUND.replace('%s', '$3')}, begun AS MATERIALIZED (SELECT ordered FROM bound, {TABLE} AS m "
-    f"WHERE {numbered(_OURS)} FOR UPDATE OF m) "
-    "SELECT pg_current_xact_id()::text, ordered, current_setting('transaction_isolation'), "
-    f"CASE WHEN ordered IS NOT NULL THEN pg_try_advisory_xact_lock($4) END, {UNBOUND} FROM bound LEFT JOIN begun ON true",
+    ["bigint", "bigint", "text", "boolean"],
+    f"{BOUND.replace('%s', '$3')}, begun AS MATERIALIZED (SELECT ordered, handler, key FROM bound, {TABLE} AS m "
+    f"WHERE id = COALESCE($1, ({FOLLOWING})[1]) AND fence = COALESCE($2, ({FOLLOWING})[2]) AND {_IS_DUE} FOR UPDATE OF m) "
+    "SELECT pg_current_xact_id()::text, ordered::text, current_setting('transaction_isolation'), "
+    f"(CASE WHEN key <> '' AND (ordered OR $4) THEN {RUN_LOCK} END)::text, {UNBOUND} FROM bound LEFT JOIN begun ON true",
 )
 # It takes the write lock. The fence differs from that of the claim if the handler commits this by itself.
 _BEGIN_ON_SQLITE = f"UPDATE {TABLE} SET fence = fence + 1 WHERE {_OURS} RETURNING ordered"
@@ -161,17 +163,15 @@ def under_claim(alias: str, claimed: InboxMessage) -> Any:
 def begin_stored(
     alias: str,
     claimed: InboxMessage,
-    exclusive_key: OrderedKey | None = None,
-    successor: Successor | None = None,
     *,
+    is_ordered: bool = False,
     longest_wait: timedelta = LONGEST_LOCK_WAIT,
     limits: Sequence[bytes] = (),
 ) -> Guard | None:
     """Lock a claimed row as the first statement of the handler's transaction. None: it is no longer ours.
 
     Args:
-        exclusive_key: no other message of this key may run at the same time.
-        successor: gets the next message in its order.
+        is_ordered: its handler is. Then, or if its row has a place in an order, no other message of its key may run.
         limits: statements that bound the transaction of the handler.
 
     Raises:
@@ -179,35 +179,38 @@ def begin_stored(
         ConcurrentDuplicate: another session has locked the row and did not release it within `longest_wait`.
     """
     connection = connections[alias]
-    if successor is not None:
-        successor.message = None
     if not is_postgresql(connection):
-        begun = fetch(connection, _BEGIN_ON_SQLITE, [claimed.pk, claimed.fence])
-        if not begun:
+        locked = fetch(connection, _BEGIN_ON_SQLITE, [claimed.pk, claimed.fence])
+        if not locked:
             return None
         execute(connection, SET_SAVEPOINT.decode())
-        order = exclusive_key if begun[0][0] else None
+        order = order_of(claimed) if locked[0][0] else None
         claimed = copy(claimed)
         claimed.fence += 1
         return Guard(connection, (claimed.pk,), "", (0,), claimed, order)
-    # A lock that is not wanted is NULL, and so is the answer.
-    lock = None if exclusive_key is None else run_lock(exclusive_key)
-    given, then = (
-        [claimed.pk, claimed.fence, as_bound(longest_wait), lock],
-        [SET_SAVEPOINT, *limits[: 2 if is_outermost(connection) else 1]],
-    )
+    then = [SET_SAVEPOINT, *limits[: 2 if is_outermost(connection) else 1]]
+    given = [claimed.pk, claimed.fence, as_bound(longest_wait), is_ordered]
+    return begun(connection, claimed, partial(run, _BEGIN, connection, given, then=then))
+
+
+def first_statement(longest_wait: timedelta, limits: Sequence[bytes], *, is_ordered: bool) -> Prepared:
+    """What `begin_stored` executes, in a transaction of its own, for the row that the one before has claimed."""
+    return _BEGIN, [None, None, as_bound(longest_wait), is_ordered], [SET_SAVEPOINT, *limits]
+
+
+def begun(connection: BaseDatabaseWrapper, claimed: InboxMessage, answer: Callable[[], Rows]) -> Guard | None:
+    """What `begin_stored` returns and raises, by the answer to the `first_statement`."""
     with locked_means_busy:
-        ((proof, ordered, isolation, has_run_lock, _),) = run(_BEGIN, connection, given, then=then)
+        ((proof, ordered, isolation, has_run_lock, _),) = answer()
     if ordered is None:
         return None
-    if has_run_lock is False:
+    if has_run_lock == "false":
         raise KeyBusy
-    order = exclusive_key if ordered else None
-    if not sees_every_commit(isolation):
-        if order is not None:
-            promote_after_commit(alias, order)
-        order = successor = None
-    return Guard(connection, (claimed.pk,), proof, (0,), claimed, order, successor)
+    order, claims = order_of(claimed) if ordered == "true" else None, sees_every_commit(isolation)
+    if order is not None and not claims:
+        promote_after_commit(connection.alias, order)
+        order = None
+    return Guard(connection, (claimed.pk,), proof, (0,), claimed, order, claims)
 
 
 def identify(alias: str, claimed: InboxMessage, row: NewRow, longest_wait: timedelta = LONGEST_LOCK_WAIT) -> bool | None:
@@ -370,7 +373,9 @@ def give_back_of(alias: str, transaction_id: str, handler: str, claimed_for: tim
         f"UPDATE {TABLE} SET attempts = attempts - 1, next_attempt_at = {now} WHERE handler = %s AND {due.STORED} "
         f"AND next_attempt_at > {now} AND next_attempt_at <= {latest} AND attempts > 0 AND xmin = %s::xid8::xid"
     )
-    execute(connections[alias], sql, [handler, claimed_for.total_seconds(), transaction_id])
+    # One that had begun is locked until the server knows that its session is lost.
+    with locked_means_busy, deciding(alias, LONGEST_LOCK_WAIT):
+        execute(connections[alias], sql, [handler, claimed_for.total_seconds(), transaction_id])
 
 
 def refunded(claimed: InboxMessage) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.failures import REFUSED
+from exactly_once.sql.prepared_statements import Prepared
 from exactly_once.wire.envelope import OPAQUE, headers_as_json
 from inbox.models import InboxMessage
 
@@ -189,14 +190,34 @@ class Successor:
         in_turn: called when the other message is settled; returns names of handlers, the last of them that of the message. One
             that is due is claimed only if none of the other handlers has any. Without names, only the next one in the order is
             claimed; None claims nothing.
-        message: it, with its attempt counted, once the other message is done; None if there is none.
+        begins: its transaction begins with the commit of the other's, where that is possible.
+        message: it, with its attempt counted, once the other message is done; None if there is none, or it has begun.
         unknown: the transaction that claimed it, if its outcome is unknown; else "".
+        running: the message that is being run: the first one, or a successor that has begun.
+        handled: how many were handled before that one.
     """
 
-    claimed_for: timedelta
-    in_turn: Callable[[], Sequence[str] | None]
+    claimed_for: timedelta = timedelta()
+    in_turn: Callable[[], Sequence[str] | None] = lambda: None
+    begins: bool = False
     message: InboxMessage | None = None
     unknown: str = ""
+    running: InboxMessage | None = None
+    handled: int = 0
+
+
+class Next(NamedTuple):
+    """What is sent with the commit of a message for the one after it.
+
+    Attributes:
+        begin: the first statement of its transaction; None: it begins by itself.
+        successor: gets it; None: it is a fresh delivery.
+        in_turn: what `Successor.in_turn` has returned.
+    """
+
+    begin: Prepared | None
+    successor: Successor | None = None
+    in_turn: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +229,7 @@ class Guard:
         begun: the indexes of its rows among those that were given.
         claimed: the stored message, if it is one; else the rows were inserted as `done`, and the sentinel writes nothing.
         order: the order that its one row has a place in; the next message in it is to be promoted.
-        successor: the next message is claimed for it; None leaves that message due.
+        claims: a successor may be claimed in it.
         emptied: the full rows, in their order, if they were inserted without body and headers.
         result: the result that its row was inserted with, as JSON.
     """
@@ -219,7 +240,7 @@ class Guard:
     begun: tuple[int, ...] = ()
     claimed: InboxMessage | None = None
     order: OrderedKey | None = None
-    successor: Successor | None = None
+    claims: bool = False
     emptied: tuple[NewRow, ...] = ()
     result: str | None = None
 

@@ -52,6 +52,11 @@ GATE = (
 
 If `FOLLOW` ends the transaction, also the settings of that: of its plan, and of its answer, which is read after the commit.
 """
+FOLLOWING = "nullif(current_setting('inbox.following', true), '')::bigint[]"
+"""Id and fence of the row that `FOLLOW` has claimed in this session. The planner reads them, too, also if there is none."""
+RUN_LOCK = f"pg_try_advisory_xact_lock(hashtextextended(key, hashtextextended('{TABLE} run ' || handler, 0)))"
+"""For a row: acquire the run lock of its key for the transaction, if it is free. Two keys with the same number exclude each
+other."""
 PLACE = "COALESCE(place, id)"
 _HEAD = f"SELECT id, state FROM {TABLE} WHERE handler = {{}} AND key = {{}} AND {OPEN} ORDER BY {PLACE} LIMIT 1"
 _PROMOTE = (
@@ -154,14 +159,15 @@ FOLLOW = PreparedStatement(
     # Not EXISTS: a scalar is read first, and then nothing is searched for.
     "AND (SELECT state FROM head) IS DISTINCT FROM 'waiting' AND m.handler = $4->>-1 "
     f"RETURNING {columns_of('m')}) "
-    "SELECT (SELECT state FROM head), following.* FROM (SELECT) one "
+    "SELECT (SELECT state FROM head), following.*, "
+    "set_config('inbox.following', ARRAY[following.id, following.fence]::text, false) FROM (SELECT) one "
     "LEFT JOIN (SELECT * FROM promoted UNION ALL SELECT * FROM claimed) following ON true",
 )
 """Promote the head of a key if it is waiting, and claim it. Else claim a due message of the last of the given handlers, if no
 other one has any.
 
-Its one row: the state of the head, and the columns of the claimed row, or NULL. If the head is waiting and nothing was claimed,
-its handler is paused, or an operator has skipped it between the read and the write of the statement.
+Its one row: the state of the head, the columns of the claimed row, or NULL, and `FOLLOWING`. If the head is waiting and nothing
+was claimed, its handler is paused, or an operator has skipped it between the read and the write of the statement.
 """
 
 
@@ -169,11 +175,6 @@ def is_head(alias: str, handler: str, key: str, place: int) -> bool:
     """Does no open row of the key precede this place? Under the gate."""
     before = f"SELECT 1 FROM {TABLE} WHERE handler = %s AND key = %s AND {OPEN} AND {PLACE} < %s LIMIT 1"
     return not fetch(connections[alias], before, [handler, key, place])
-
-
-def run_lock(order: OrderedKey) -> int:
-    """The number of the run lock of a key, which a transaction that runs a message of it holds until it ends."""
-    return _lock_number("run", *order)
 
 
 def sees_every_commit(isolation: str) -> bool:
@@ -280,10 +281,6 @@ def _is_read_committed(alias: str) -> bool:
 
 
 def _gate(handler: str, key: str) -> int:
-    return _lock_number("gate", handler, key)
-
-
-def _lock_number(space: str, handler: str, key: str) -> int:
-    """The number of an advisory lock. Two keys with the same number only wait for each other."""
-    digest = hashlib.blake2b(f"{TABLE} {space}\0{handler}\0{key}".encode(), digest_size=8).digest()
+    """The number of the gate of a key. Two keys with the same number only wait for each other."""
+    digest = hashlib.blake2b(f"{TABLE} gate\0{handler}\0{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, signed=True)

@@ -16,13 +16,13 @@ from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
 from exactly_once.sql.partitions import lately
 from exactly_once.sql.prepared_statements import (
-    Prepared,
     PreparedStatement,
-    StatementResult,
+    Rows,
     execute_script,
     is_in_transaction,
     is_usable,
-    may_begin,
+    rows_of,
+    run_and_commit,
 )
 from exactly_once.wire.text import describe
 from inbox.conf import inbox_options
@@ -32,7 +32,7 @@ from inbox.states import FINISH, State
 from inbox.store import receipts
 from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, assignments, message_of, run
 from inbox.store.failure_columns import ABANDON_AS
-from inbox.store.message_rows import ABANDONED, PARTLY, Guard
+from inbox.store.message_rows import ABANDONED, PARTLY, Guard, Next
 from inbox.store.ordering import FOLLOW, GATE, PROMOTE_HEAD, for_follow, for_gate, promote_behind, promote_next
 from inbox.store.trail_entries import record
 
@@ -90,23 +90,23 @@ def roll_back_run(guard: Guard) -> None:
 
 
 def finish(
-    guard: Guard, result: str | None = None, *, commit: bool = False, following: Prepared | None = None
-) -> Callable[[], StatementResult] | None:
+    guard: Guard, result: str | None = None, *, commit: bool = False, following: Next | None = None
+) -> Callable[[], Rows] | None:
     """received | retrying → done, as the last statement of the handler's transaction: the commit sentinel. It must hit the row.
 
     Of rows that were inserted as `done` the receipts are read instead: `xmin` is the transaction that inserted one, and
     PostgreSQL refuses to read in a transaction that can no longer commit. In a savepoint, whose rows have another `xmin`, and
     on SQLite, a savepoint that was set after the INSERT must still exist.
 
-    If a row has a place in an order, the next row is promoted. The successor is claimed. That is not part of the proof.
+    If a row has a place in an order, the next row is promoted. A successor is claimed. That is not part of the proof.
 
     Args:
         result: the handler's result as JSON, if it must be stored.
         commit: also commit, in the same round trip, if `can_commit`. The caller's own commit has nothing to do then.
-        following: the first statement of the next transaction, if `can_follow`.
+        following: what is to be sent with the commit.
 
     Returns:
-        what waits for its answer.
+        what waits for the answer to the first statement of the next transaction, if that was sent.
 
     Raises:
         TransactionBroken: this transaction cannot commit.
@@ -171,11 +171,6 @@ def can_commit(guard: Guard, result: str | None) -> bool:
     )
 
 
-def can_follow(guard: Guard) -> bool:
-    """May the next fresh delivery begin with the commit of this one, which `can_commit`?"""
-    return guard.claimed is None and len(guard.rows) == 1 and may_begin(guard.connection)
-
-
 def _finish(connection: BaseDatabaseWrapper, guard: Guard, result: str | None) -> int:
     """How many rows were hit. It divides by zero if none was, where `_FINISH` does."""
     if is_postgresql(connection) and not guard.transaction:
@@ -214,40 +209,34 @@ def _given(guard: Guard, claimed: InboxMessage, result: str | None, *, is_follow
 
 
 def _finish_and_commit(
-    connection: BaseDatabaseWrapper, guard: Guard, result: str | None, following: Prepared | None
-) -> Callable[[], StatementResult] | None:
-    if following is not None:
-        return _PROVE_ONE.commit_and_send(connection, guard.rows, following)
-    if guard.claimed is not None:
-        _settle_and_commit(connection, guard, guard.claimed, result)
-    elif len(guard.rows) > 1:
-        _PROVE_MANY.execute_and_commit(connection, [f"{{{','.join(map(str, guard.rows))}}}"])
-    else:
-        _PROVE_ONE.execute_and_commit(connection, guard.rows)
-    return None
-
-
-def _settle_and_commit(connection: BaseDatabaseWrapper, guard: Guard, claimed: InboxMessage, result: str | None) -> None:
-    order, successor = guard.order, guard.successor
-    in_turn = None if successor is None else successor.in_turn()
-    given = _given(guard, claimed, result, is_followed=in_turn is not None)
+    connection: BaseDatabaseWrapper, guard: Guard, result: str | None, following: Next | None
+) -> Callable[[], Rows] | None:
+    first = None if following is None else following.begin
+    if guard.claimed is None:
+        one, rows = len(guard.rows) == 1, guard.rows
+        proof = (_PROVE_ONE, rows) if one else (_PROVE_MANY, [f"{{{','.join(map(str, rows))}}}"])
+        return run_and_commit(connection, [proof], following=first)[1]
+    order, successor = guard.order, None if following is None else following.successor
+    runs = [(_FINISH, _given(guard, guard.claimed, result, is_followed=successor is not None))]
+    if following is not None and successor is not None:
+        runs.append((FOLLOW, for_follow(order, successor.claimed_for, following.in_turn)))
+        successor.unknown = guard.transaction
+    elif order is not None:
+        runs.append((PROMOTE_HEAD, [*order]))
     # What a savepoint's subtransaction writes has its number. A row that one transaction has locked and another changed, as its
     # savepoint would be, costs a MultiXact.
-    before = [_RELEASE.encode()]
-    if successor is not None and in_turn is not None:
-        claim, successor.unknown = for_follow(order, successor.claimed_for, in_turn), guard.transaction
-        ((head, *row),) = _FINISH.commit_and_fetch(connection, given, FOLLOW, claim, before=before)
+    (_, *found), answer = run_and_commit(connection, runs, before=[_RELEASE.encode()], following=first)
+    ((head, row, *columns),) = (found and rows_of(connection, found[0])) or [(None, None)]
+    if successor is not None:
         successor.unknown = ""
-        successor.message = None if row[0] is None else message_of(connection.alias, row)
-    elif order is not None:
-        promoted = _FINISH.commit_and_fetch(connection, given, PROMOTE_HEAD, [*order], before=before)
-        ((head, *row),) = promoted or [(None, None)]
-    else:
-        _FINISH.execute_and_commit(connection, given, before=before)
-        return
-    if order is not None and head == State.WAITING and row[0] is None:
+        successor.message = None if row is None else message_of(connection.alias, [row, *columns[:-1]])
+    if order is not None and head == State.WAITING and row is None:
         # Its handler is paused, or an operator has just skipped it; see there. Leaving `atomic()` commits this, too.
+        if answer is not None:
+            answer()
         promote_behind(connection.alias, order)
+        return None
+    return answer
 
 
 def is_rolled_back(guard: Guard) -> bool:

@@ -32,7 +32,7 @@ from exactly_once.sql.faults import (
     remedy,
     sqlstate_of,
 )
-from exactly_once.sql.prepared_statements import Prepared, StatementResult
+from exactly_once.sql.prepared_statements import Rows
 from exactly_once.sql.schema import is_missing, is_number_taken
 from exactly_once.telemetry import tracing
 from exactly_once.telemetry.tracing import Cause, handled
@@ -45,8 +45,8 @@ from inbox.errors import RetryLater, TransactionBroken, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.store import dialect, sentinel
-from inbox.store.message_rows import ABANDONED, Failure, Guard
-from inbox.transactions.sessions import Supervision, end_session
+from inbox.store.message_rows import ABANDONED, Failure, Guard, Next
+from inbox.transactions.sessions import SessionChanges, Supervision, end_session
 
 logger = escaping_logger(__name__)
 
@@ -224,15 +224,19 @@ def committed(alias: str, write: Callable[Concatenate[str, _P], _T], *given: _P.
 
 
 class Following(Protocol):
-    """Deliveries that are run one after the other, each begun by the round trip that commits the one before it."""
+    """Messages that are run one after the other, each begun by the round trip that commits the one before it."""
 
-    def take(self) -> Prepared | None:
-        """The first statement of the next one's transaction; None if there is none that can be run now."""
+    def take(self, guard: Guard, changes: SessionChanges) -> Next | None:
+        """What is sent with the commit of the current one; None: nothing.
 
-    def begin(self, answer: Callable[[], StatementResult]) -> Guard | None:
-        """The current one is committed, and the one that was taken is the current one. `answer` waits for its first statement.
+        Args:
+            changes: what it has changed, and is to be undone.
+        """
 
-        None: it is a duplicate.
+    def begin(self, answer: Callable[[], Rows]) -> Guard | None:
+        """The current one is committed. The next one becomes the current one; `answer` waits for its first statement.
+
+        None: it is not to be run, or there is none that has begun. The transaction is empty.
         """
 
 
@@ -253,7 +257,7 @@ def in_transaction(
         of: names its messages in the log.
         durable: refuse to run as a savepoint in a transaction of the caller.
         fail: stores that the handler has failed, in its transaction, and commits; returns None if it could not.
-        following: more deliveries, each of which begins with the commit of the one before it. From then on everything here is
+        following: more messages, each of which may begin with the commit of the one before it. From then on everything here is
             about that one, also an error.
 
     Raises:
@@ -280,10 +284,8 @@ def in_transaction(
                         result = run()
                     returned = True
                     commits = sentinel.can_commit(guard, result)
-                    # What a hook does after the commit must not be part of the next transaction.
-                    is_alone = commits and len(connection.run_on_commit) == 1 and not supervision.names
-                    first = following.take() if following is not None and is_alone and sentinel.can_follow(guard) else None
-                    answer = sentinel.finish(guard, result, commit=commits, following=first)
+                    taken = following.take(guard, supervision) if following is not None and commits else None
+                    answer = sentinel.finish(guard, result, commit=commits, following=taken)
                     proved = True
                 except BaseException as error:
                     # Unless the proof has failed, the answer that did not arrive may be that of the commit.
@@ -293,9 +295,11 @@ def in_transaction(
                 if following is None or answer is None:
                     break
                 guard, proved = None, False
-                connection.rollback_exc = None  # of the one before it
-                begin_next = partial(following.begin, answer)
-                guard = _timed(handler, begin_next) if metrics.BEGIN_SECONDS.is_attached else begin_next()
+                begin = partial(following.begin, answer)
+                guard = _timed(handler, begin) if metrics.BEGIN_SECONDS.is_attached else begin()
+                if guard is None:
+                    committed.append(True)
+                    connection.needs_rollback = True  # unlike a commit, it cannot fail
                 supervision = Supervision(handler)
         if not committed:
             refuse_if_uncommitted(handler.using)

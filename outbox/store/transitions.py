@@ -22,7 +22,7 @@ from exactly_once.sql.connections import execute, fetch, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.now import NOW, now, now_after
 from exactly_once.sql.partitions import days_by
-from exactly_once.sql.prepared_statements import PreparedStatement, numbered
+from exactly_once.sql.prepared_statements import PreparedStatement, numbered, run_and_commit
 from exactly_once.states import Transition
 from exactly_once.wire.envelope import BY_OPERATOR, REPLAY_HEADER
 from exactly_once.wire.identity import process_name
@@ -174,7 +174,8 @@ def move_and_commit(alias: str, transition: Transition, rows: Found, *, before: 
     if prepared is None:
         name = f"outbox_{transition.name.replace(' ', '_')}"
         prepared = _prepared[transition.name] = PreparedStatement(name, ["unknown"] * len(parameters), numbered(statement))
-    return prepared.execute_and_commit(connection, parameters, before=[each.encode() for each in before])
+    (result,), _ = run_and_commit(connection, [(prepared, parameters)], before=[each.encode() for each in before])
+    return int(result.command_tuples or 0)
 
 
 def delete(alias: str, transition: Transition, rows: Sequence[int]) -> int:

@@ -176,6 +176,15 @@ def test_a_process_without_a_broker_killed_at_any_point_loses_nothing(local_worl
     local_world.assert_nothing_went_wrong(found)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_process_killed_when_a_stored_message_begins_with_the_commit_of_another_loses_nothing(local_world, when):
+    local_world.operate(30)
+
+    local_world.dies_at(f"{when} {points.OPEN_NEXT} 2", local_world.relay)
+
+    local_world.assert_nothing_went_wrong(local_world.drain())
+
+
 @pytest.mark.every_database
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_process_without_a_broker_killed_at_any_of_its_commits_loses_nothing(local_world, when):

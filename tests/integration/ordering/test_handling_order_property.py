@@ -51,7 +51,7 @@ OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.DEAD)
 GATES = {
     arrivals: ["hold_gates", "insert_many", "_headless", "admit"],
     sentinel: ["promote_next", "finish"],
-    claims: ["begin_stored", "fail_stored", "give_back"],
+    claims: ["begin_stored", "begun", "fail_stored", "give_back"],
     ordering: ["hold_gates", "promote_next"],
     decisions: ["hold_gates", "is_head", "promote_next", "_write"],
     by_operators: ["decide"],
@@ -415,7 +415,7 @@ MUTATIONS = {
             change(patch, sentinel, "FOLLOW", f"AND {ordering.OPEN}", f"AND {DEAD_IS_SETTLED}"),
         ),
     ),
-    "out of order runs concurrently": (SKIP, lambda patch: patch.setattr(claims, "run_lock", do_nothing)),
+    "out of order runs concurrently": (SKIP, lambda patch: change(patch, claims, "_BEGIN", ordering.RUN_LOCK, "true")),
 }
 
 

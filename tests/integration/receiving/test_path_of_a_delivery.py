@@ -7,16 +7,17 @@ import sys
 import pytest
 
 BUDGETS = {
-    "fresh delivery": {"calls": 104, "modules": 18, "moves": 52, "round trips": 2},
-    "10 fresh deliveries in turn": {"calls": 912, "modules": 20, "moves": 462, "round trips": 11},
-    "group commit of 50": {"calls": 1636, "modules": 19, "moves": 842, "round trips": 2},
-    "batch of 100": {"calls": 2491, "modules": 19, "moves": 1046, "round trips": 2},
-    "stored message": {"calls": 166, "modules": 28, "moves": 92, "round trips": 3},
+    "fresh delivery": {"calls": 103, "modules": 18, "moves": 50, "round trips": 2},
+    "10 fresh deliveries in turn": {"calls": 910, "modules": 20, "moves": 450, "round trips": 11},
+    "group commit of 50": {"calls": 1635, "modules": 19, "moves": 840, "round trips": 2},
+    "batch of 100": {"calls": 2490, "modules": 19, "moves": 1044, "round trips": 2},
+    "stored message": {"calls": 166, "modules": 27, "moves": 92, "round trips": 3},
+    "10 stored messages in turn": {"calls": 1000, "modules": 27, "moves": 588, "round trips": 13},
     "lease in the database": {"calls": 127, "modules": 24, "moves": 68, "round trips": 2},
-    "duplicate": {"calls": 105, "modules": 21, "moves": 53, "round trips": 3},
-    "ordered": {"calls": 274, "modules": 32, "moves": 144, "round trips": 7},
-    "idempotent Celery task": {"calls": 112, "modules": 23, "moves": 70, "round trips": 2},
-    "first failure": {"calls": 231, "modules": 31, "moves": 92, "round trips": 3},
+    "duplicate": {"calls": 104, "modules": 21, "moves": 51, "round trips": 3},
+    "ordered": {"calls": 271, "modules": 31, "moves": 142, "round trips": 7},
+    "idempotent Celery task": {"calls": 107, "modules": 23, "moves": 66, "round trips": 2},
+    "first failure": {"calls": 230, "modules": 31, "moves": 90, "round trips": 3},
     "failing retry": {"calls": 263, "modules": 39, "moves": 123, "round trips": 3},
 }
 """What each takes today. A change that needs less lowers its figures; one that needs more has to say why."""

@@ -1,21 +1,37 @@
 """The stored message that is claimed in the transaction that settles another one."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from exactly_once.sql.now import DatabaseTime
-from inbox import pause, resume
+from inbox import Retry, pause, resume, signals
+from inbox.consumer import runner
 from inbox.models import InboxMessage
 from inbox.receiving.receive import claim_next, run_stored
 from inbox.states import Outcome, State
 from inbox.store.message_rows import Successor
+from inbox.store.ordering import RUN_LOCK
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import OPTIONS, admitted, an_envelope, drain, effects, the_effect
-from tests.support.sql import executed
+from tests.support.deliveries import (
+    OPTIONS,
+    admitted,
+    an_envelope,
+    drain,
+    effects,
+    in_the_order_of_their_effects,
+    run_to_the_end,
+    the_effect,
+    the_row,
+)
+from tests.support.lost_answers import losing_the_answer
+from tests.support.signals import listening
+from tests.support.sql import another_session, executed, fetched
+from tests.support.waiting import A_WHILE, wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -187,3 +203,130 @@ def test_successor_is_due_again_if_the_commit_fails(handles):
         ("a", State.RETRYING, 1),
         ("b", State.RECEIVED, 0),
     ]
+
+
+class TestBegunWithTheCommitOfTheOneBefore:
+    """Of `a`, `b`, `c` and `d`, `c` and `d` begin in the round trip that commits `b` and `c`."""
+
+    @pytest.fixture(autouse=True)
+    def without_end(self, monkeypatch):
+        monkeypatch.setattr(runner, "_SUCCESSORS_SECONDS", A_WHILE)
+
+    def test_each_has_its_own_transaction_and_the_limits_of_its_handler(self, handles):
+        limits = []
+
+        def handler(message):
+            the_effect(message)
+            limits.append(fetched("SELECT current_setting('statement_timeout')"))
+
+        store(handles(handler, ordered=True, timeout=timedelta(seconds=7)), *"abcd", key="k")
+
+        assert drain() == 4
+        assert limits == ["7s"] * 4
+        assert fetched(f"SELECT count(DISTINCT xmin::text) FROM {Effect._meta.db_table}") == 4
+        assert in_the_order_of_their_effects() == [*"abcd"]
+
+    def test_one_that_fails_leaves_the_effect_of_the_one_before(self, handles):
+        def handler(message):
+            the_effect(message)
+            if message.biz_id == "c":
+                raise ValueError("no stock")
+
+        store(handles(handler, ordered=True), *"abcd", key="k")
+        drain()
+
+        assert in_the_order_of_their_effects() == ["a", "b"]
+        assert (the_row(biz_id="b").state, the_row(biz_id="c").state, the_row(biz_id="c").attempts) == ("done", "retrying", 1)
+
+    def test_one_that_cannot_be_read_is_a_dead_letter(self, handles):
+        store(handles(the_effect, ordered=True), *"abcd", key="k")
+        InboxMessage.objects.filter(biz_id="c").update(body=b"not JSON")
+        drain()
+
+        assert (the_row(biz_id="b").state, the_row(biz_id="c").state) == (State.DONE, State.DEAD)
+
+    @pytest.mark.parametrize(
+        "decision", ["UPDATE inbox_inboxmessage SET fence = fence + 1", "DELETE FROM inbox_inboxmessage"], ids=["fence", "row"]
+    )
+    def test_one_that_an_operator_has_decided_about_meanwhile_is_not_run(self, handles, decision):
+        store(handles(the_effect, ordered=True), *"abcd", key="k")
+        executed(
+            f"CREATE FUNCTION decide() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {decision} WHERE biz_id = 'c'; "
+            f"RETURN NULL; END $$; CREATE CONSTRAINT TRIGGER decides AFTER INSERT ON {Effect._meta.db_table} "
+            "DEFERRABLE INITIALLY DEFERRED FOR EACH ROW WHEN (NEW.name = 'b') EXECUTE FUNCTION decide()"
+        )
+        try:
+            drain()
+        finally:
+            executed("DROP FUNCTION decide CASCADE")
+
+        assert in_the_order_of_their_effects() == ["a", "b"]
+        assert the_row(biz_id="b").state == State.DONE
+
+    def test_one_whose_key_is_busy_is_given_back(self, handles):
+        handler = handles(the_effect, ordered=True)
+        for name in "abcd":
+            store(handler, name, key=name)
+        with another_session() as session:
+            session.execute(f"SELECT {RUN_LOCK} FROM (SELECT 'c' AS key, %s AS handler) AS other", [handler.name])
+            wait_until(lambda: drain() == 0 and effects() == 3)
+            assert (the_row(biz_id="c").attempts, the_row(biz_id="c").state) == (0, State.RECEIVED)
+        run_to_the_end()
+
+        assert sorted(in_the_order_of_their_effects()) == [*"abcd"]
+
+    def test_one_whose_row_stays_locked_is_deferred(self, handles, caplog):
+        """The other session's lock permits the claim, which changes no key, and not the lock of the row."""
+        store(handles(the_effect, ordered=True), *"abcd", key="k")
+        with another_session() as session:
+            session.execute("SELECT 1 FROM inbox_inboxmessage WHERE biz_id = 'c' FOR KEY SHARE")
+            assert drain() == 3
+            assert in_the_order_of_their_effects() == ["a", "b"]
+            assert (the_row(biz_id="b").state, the_row(biz_id="c").attempts) == (State.DONE, 1)
+            assert "is deferred: another session has locked row" in caplog.text
+        run_to_the_end()
+
+        assert in_the_order_of_their_effects() == [*"abcd"]
+
+    def test_commit_whose_answer_is_lost_has_one_effect_and_counts_no_attempt(self, handles, process_environment):
+        point = SimpleNamespace(reached=lambda: None)
+
+        def handle(message):
+            the_effect(message)
+            if message.biz_id == "b":
+                point.reached()
+
+        handler = handles(handle, ordered=True, retry=Retry(max_attempts=1))
+
+        def prepare():
+            store(handler, "0", key="k")
+            drain()
+            store(handler, *"abcd", key="k")
+
+        losing_the_answer(
+            process_environment,
+            before=prepare,
+            call=drain,
+            written="SELECT 1 FROM inbox_inboxmessage WHERE biz_id = 'c' AND attempts = 1",
+            after=(point, "reached"),
+        )
+
+        assert [*InboxMessage.objects.values_list("state", "attempts").order_by("id")] == [(State.DONE, 1)] * 5
+        assert in_the_order_of_their_effects() == [*"0abcd"]
+
+    @pytest.mark.parametrize("after", ["hook", "receiver"])
+    def test_what_happens_after_a_commit_is_not_part_of_the_next_transaction(self, handles, after):
+        def later(biz_id, **arguments):
+            Effect.objects.create(name=f"after {biz_id}")
+
+        def handler(message):
+            if after == "hook":
+                transaction.on_commit(lambda: later(message.biz_id))
+            if message.biz_id == "c":
+                raise ValueError("no stock")
+
+        store(handles(handler, ordered=True), *"abcd", key="k")
+        with listening(signals.message_handled, later) if after == "receiver" else nullcontext():
+            drain()
+
+        assert sorted(Effect.objects.values_list("name", flat=True)) == ["after a", "after b"]

@@ -12,6 +12,7 @@ MAKE_DAY, DROP_DAY = "exactly_once.sql.partitions.Days.make", "exactly_once.sql.
 PASS = "outbox.relay.passes.Pass.run"
 BEGIN_FRESH = "inbox.store.arrivals.begin_fresh"
 BEGIN_STORED = "inbox.store.claims.begin_stored"
+OPEN_NEXT = "inbox.receiving.receive.open_first"
 ADMIT = "inbox.store.arrivals.admit"
 STORE_FAILED = "inbox.store.arrivals.store_failed"
 FAIL_STORED = "inbox.store.claims.fail_stored"
