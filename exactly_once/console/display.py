@@ -21,6 +21,7 @@ from django.utils.translation import gettext
 from django.utils.translation import ngettext as translated
 
 from exactly_once.wire.body import Undecodable, decode_payload
+from exactly_once.wire.durations import in_words
 from exactly_once.wire.text import visible as visible  # noqa: PLC0414 - pages have it from here
 
 TEXT_LIMIT_BYTES = 64 * 1024
@@ -139,7 +140,6 @@ def state_in_words(state: str) -> str:
 
 
 _SECOND = timedelta(seconds=1)
-_UNITS = {"d": timedelta(days=1), "h": timedelta(hours=1), "min": timedelta(minutes=1)}
 
 
 def relative(instant: datetime, now: datetime) -> str:
@@ -152,9 +152,8 @@ def relative(instant: datetime, now: datetime) -> str:
 
 
 def duration(length: timedelta) -> str:
-    """A duration in the largest unit of which it has at least two, so that rounding loses little."""
-    symbol, unit = next(((symbol, unit) for symbol, unit in _UNITS.items() if length >= 2 * unit), ("s", _SECOND))
-    return f"{number(length // unit)} {symbol}"
+    """A duration as the language of the page writes it: see `in_words`."""
+    return in_words(length, number)
 
 
 def figure(value: float | None) -> str:

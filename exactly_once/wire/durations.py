@@ -5,10 +5,12 @@ without a use.
 """
 
 import re
+from collections.abc import Callable
 from datetime import timedelta
 
 _DURATION = re.compile(r"(0|[1-9][0-9]{0,4})([smhd])")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+_SHOWN = {"d": timedelta(days=1), "h": timedelta(hours=1), "min": timedelta(minutes=1), "s": timedelta(seconds=1)}
 
 
 def parse_duration(option: str, given: object) -> timedelta:
@@ -26,3 +28,9 @@ def parse_duration(option: str, given: object) -> timedelta:
     seconds = given if type(given) in {int, float} else 30
     example = f"timedelta(seconds={seconds})"
     raise kind(f'{option} is {given!r:.80}: it must be a number and s, m, h or d, as "90s", or a timedelta, such as {example}.')
+
+
+def in_words(duration: timedelta, number: Callable[[int], str] = str) -> str:
+    """A duration in the largest unit of which it has at least two, so that rounding loses little: "90 s", "36 h"."""
+    symbol = next((symbol for symbol, unit in _SHOWN.items() if duration >= 2 * unit), "s")
+    return f"{number(duration // _SHOWN[symbol])} {symbol}"

@@ -18,6 +18,7 @@ from exactly_once.process.clock import utcnow
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_outage
 from exactly_once.wire.body import OverLimit, Undecodable, decode_payload
+from exactly_once.wire.durations import in_words
 from exactly_once.wire.envelope import (
     BIZ_ID_HEADER,
     COMPRESSION,
@@ -218,16 +219,12 @@ def outside_window(envelope: Envelope, options: InboxOptions) -> str:
     age = utcnow() - since
     if age > options.oldest_run:
         return (
-            f"It is {_duration(age)} old, past the deduplication window of {_duration(options.oldest_run)}, so it is unknown "
+            f"It is {in_words(age)} old, past the deduplication window of {in_words(options.oldest_run)}, so it is unknown "
             f"whether it has been handled before. {_OVERRIDE}"
         )
     if -age > options.age_margin:
         return f"Its creation time is in the future ({since.isoformat()}), beyond the deduplication window. {_OVERRIDE}"
     return ""
-
-
-def _duration(duration: timedelta) -> str:
-    return f"{duration.days} days" if duration >= timedelta(days=2) else f"{duration.total_seconds() / 3600:.1f} hours"
 
 
 def message_of(

@@ -69,7 +69,7 @@ class TestLateCopy:
         row = the_row()
 
         assert (row.state, row.quarantined, effects()) == (State.DEAD, True, 1)
-        assert "400 days old" in row.last_error
+        assert "400 d old" in row.last_error
         assert "override the maximum message age" in row.last_error
 
     def test_second_late_copy_is_a_duplicate_of_the_quarantined_one_which_is_never_purged(self, handles, quarantined_copy):
@@ -261,7 +261,7 @@ class TestConsumerWithSkewedClock:
         }
         # The age is in whole days, so it shows which clock was used.
         too_old = the_row(message_id="too old")
-        assert too_old.last_error.startswith(f"It is {364 if hours < 0 else 365} days old")
+        assert too_old.last_error.startswith(f"It is {364 if hours < 0 else 365} d old")
         assert too_old.quarantined
         assert effects("too old") == 0
         wait_until(lambda: length_of(rabbitmq_server, OF_THE_WORKERS, broker_options(rabbitmq_url)) == 0)

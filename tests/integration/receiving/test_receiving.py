@@ -596,6 +596,13 @@ class TestMaximumMessageAge:
         assert effects() == (outcome is Outcome.HANDLED)
         assert reason in the_row().last_error
 
+    def test_reason_gives_short_ages_in_a_unit_that_shows_them(self, handles):
+        envelope = an_envelope(created_at=utcnow() - 100 * A_MINUTE)
+
+        deliver(handles(the_effect), envelope, given=options(RETENTION=80 * A_MINUTE))
+
+        assert the_row().last_error.startswith("It is 100 min old, past the deduplication window of 60 min")
+
 
 class TestUnreadableMessage:
     """A message that cannot be handled is stored as a dead letter with its reason, so that it can be acknowledged."""
