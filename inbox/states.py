@@ -136,13 +136,6 @@ ABANDON = Transition(
         "result": None,
     },
 )
-SKIP_COPY = Transition(
-    name="skip a copy",
-    sources=DUE,
-    targets=(State.SKIPPED,),
-    when="its message has another row",
-    sets=_SETTLES,
-)
 
 # By operators.
 

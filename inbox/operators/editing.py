@@ -14,6 +14,7 @@ from django.db import OperationalError
 from django.db.models import F
 
 from exactly_once.console.display import as_editable, difference
+from exactly_once.failures import REFUSED
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.faults import is_collision
 from exactly_once.wire.body import Undecodable, decode_payload
@@ -39,14 +40,7 @@ from inbox.states import RETRY, State
 from inbox.store import ordering, receipts
 from inbox.store.arrivals import Insertion, admit, insert_one
 from inbox.store.dialect import LONGEST_LOCK_WAIT
-from inbox.store.message_rows import (
-    UNIDENTIFIED,
-    ConcurrentDuplicate,
-    NewRow,
-    business_id,
-    conflicting_row,
-    edited_name,
-)
+from inbox.store.message_rows import ConcurrentDuplicate, NewRow, business_id, conflicting_row, edited_name
 from inbox.store.trail_entries import record
 
 ROW_LOCKED = "Row {} is locked by another transaction, which did not end in time. Nothing was changed. Try again later."
@@ -245,7 +239,7 @@ def _why_not(stored: InboxMessage) -> str:
             "It is a Celery task, whose arguments cannot be corrected here: the copy would be a duplicate of this message. "
             "Call the task with the right arguments and another biz-id, then skip this message."
         )
-    if is_parked(stored.biz_id):
+    if is_parked(stored.biz_id) and stored.error_class != REFUSED:
         return "Its body has not been decoded yet. Retry it unchanged; if it cannot be decoded then, it can be corrected."
     return _why_not_by_its_handler(stored) or _why_not_after_steps(stored)
 
@@ -297,8 +291,8 @@ def _biz_id(stored: InboxMessage, corrected: Envelope, options: InboxOptions) ->
     handler, known = registry.get(stored.handler), business_id(stored.biz_id)
     assert handler is not None  # noqa: S101 - see _why_not
     message = message_of_opened(corrected, options, needs_id=False)
-    found = identify(handler, message, is_bounded=False) if handler.biz_id or known.startswith(UNIDENTIFIED) else known
-    if found and found != known and (known.startswith(UNIDENTIFIED) or _identified_alike(handler, stored, known, options)):
+    found = identify(handler, message, is_bounded=False) if handler.biz_id or is_parked(known) else known
+    if found and found != known and (is_parked(known) or _identified_alike(handler, stored, known, options)):
         taken = receipts.named(handler.using, handler.name, stored.topic, found)
         if (other := taken.only("state").first()) is not None:
             raise NotEditable(

@@ -22,7 +22,7 @@ from django.db import DatabaseError
 from exactly_once.process.clock import utcnow
 from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.body import Undecodable
-from exactly_once.wire.envelope import Envelope, opened
+from exactly_once.wire.envelope import Envelope
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
@@ -30,21 +30,17 @@ from inbox.models import InboxMessage
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import admitted, fail_exhausted, fail_stored, refusal, unfit
 from inbox.receiving.reading import (
-    PARKED,
-    identify,
     is_parked,
     message_for,
-    message_of_opened,
     parked_row,
     read_body,
     read_parked,
-    reread_row,
     stored_arrival,
     why_undecodable,
 )
 from inbox.states import Outcome, State
 from inbox.store import arrivals, claims, duplicates, message_rows
-from inbox.store.message_rows import UNIDENTIFIED, ConcurrentDuplicate, Earlier, Failure, NewRow
+from inbox.store.message_rows import ConcurrentDuplicate, Earlier, Failure, NewRow
 from inbox.transactions.arrival import Arrival
 from inbox.transactions.running import committed
 
@@ -85,27 +81,15 @@ def open_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions) 
         return _identify_parked(handler, stored, options)
     arrival = stored_arrival(handler, stored)
     try:
-        if not stored.biz_id.startswith(UNIDENTIFIED):
-            arrival.message = message_for(arrival, options)
-            return arrival
-        # It could not be read when it was stored. Now that it can, so can a copy of it, which has its biz-id.
-        arrival.envelope = opened(arrival.envelope, options.BODY_LIMIT_BYTES)
-        biz_id = identify(handler, message_of_opened(arrival.envelope, options, needs_id=False))
+        arrival.message = message_for(arrival, options)
     except Undecodable as error:
         return _refuse(handler, stored, arrival.envelope, why_undecodable(error), options)
-    if not biz_id:  # it has no identity, so a copy of it would be refused
-        return arrival
-    row = reread_row(stored, arrival.envelope, biz_id)
-    ours = committed(handler.using, claims.identify, stored, row)
-    if ours is False:
-        reason = f"its biz-id is {biz_id}, which another message already has"
-        committed(handler.using, claims.skip_duplicate, stored, reason)
-    return replace(arrival, row=row) if ours else Outcome.DUPLICATE
+    return arrival
 
 
 def open_first(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Arrival | None:
     """As `open_claimed`, inside a transaction, for a message that is called for the first time. None: that takes more."""
-    if stored.attempts > 1 or stored.biz_id.startswith((PARKED, UNIDENTIFIED)):
+    if stored.attempts > 1 or is_parked(stored.biz_id):
         return None
     arrival = stored_arrival(handler, stored)
     with suppress(Exception):  # the same one is raised, or stored, if it is opened by itself
@@ -116,12 +100,10 @@ def open_first(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
 def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str, options: InboxOptions) -> Outcome:
     """Dead-letter a message that cannot be read."""
     # If it was stored unread, its biz-id comes from its headers. An unreadable message must not block that biz-id.
-    unread = stored.state == State.RECEIVED and stored.attempts == 1 and not stored.ordered and stored.replaces_id is None
-    if unread and not stored.biz_id.startswith(UNIDENTIFIED):
-        arrival = read_body(handler, envelope, options, refused=why, redelivered=True)
-        if (became := _identify_unread(handler, stored, arrival)) is not None:
-            return became
-    return fail_stored(handler, stored, Failure(error=why, retry_after=None, attempts=stored.attempts))
+    became: Outcome | None = None
+    if stored.state == State.RECEIVED and stored.attempts == 1 and not stored.ordered and stored.replaces_id is None:
+        became = _identify_unread(handler, stored, read_body(handler, envelope, options, refused=why, redelivered=True))
+    return became or fail_stored(handler, stored, Failure(error=why, retry_after=None, attempts=stored.attempts))
 
 
 def _identify_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Arrival | Outcome:
@@ -138,7 +120,7 @@ def _identify_parked(handler: Handler, stored: InboxMessage, options: InboxOptio
 
 
 def _identify_unread(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Outcome | None:
-    """Make the claimed row of a delivery that was stored unread the row of its message. None: it is to be run.
+    """Make the claimed row of a parked or unread delivery the row of its message. None: it is to be run.
 
     Otherwise its outcome: it is refused; a duplicate, whose row is deleted; or deferred, because its message is being handled.
 
@@ -146,9 +128,11 @@ def _identify_unread(handler: Handler, stored: InboxMessage, arrival: Arrival) -
         DatabaseUnavailable: the database does not answer.
     """
     earlier: Earlier | None = None
+    if arrival.row.biz_id == stored.biz_id:  # refused again
+        return fail_stored(handler, stored, refusal(arrival))
     try:
         if not in_hand.holds(arrival.row):
-            if committed(handler.using, claims.identify_parked, stored, arrival.row, _LOCK_WAIT):
+            if committed(handler.using, claims.identify, stored, arrival.row, _LOCK_WAIT):
                 return fail_stored(handler, stored, refusal(arrival)) if arrival.refused else None
             earlier = committed(handler.using, claims.count_parked, stored, arrival.row, _LOCK_WAIT)
     except ConcurrentDuplicate:

@@ -14,13 +14,13 @@ from datetime import timedelta
 
 from django.db import connections
 
+from exactly_once.failures import REFUSED
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_outage
 from exactly_once.wire.body import OverLimit, Undecodable, decode_payload
 from exactly_once.wire.durations import in_words
 from exactly_once.wire.envelope import (
-    BIZ_ID_HEADER,
     COMPRESSION,
     Envelope,
     from_delivery,
@@ -37,12 +37,10 @@ from inbox.handlers.message import Message
 from inbox.handlers.timeouts import bounded
 from inbox.models import InboxMessage
 from inbox.store.dialect import is_reachable
-from inbox.store.message_rows import CARRIED, EDITED, UNIDENTIFIED, NewRow, business_id, carried_of, stored_row
+from inbox.store.message_rows import CARRIED, EDITED, PARKED, NewRow, business_id, carried_of, stored_row
 from inbox.transactions.arrival import Arrival
 from inbox.transactions.running import DatabaseUnavailable
 
-PARKED = "parked:"
-"""Begins the biz-id of a delivery that is stored as it came."""
 _LONGEST_IDENTIFYING = timedelta(seconds=10)
 """For a handler's `biz_id`, which looks at one message."""
 _JSON = ("application/json", "text/json")
@@ -95,7 +93,7 @@ def read_unread(
             row = parked_row(handler, envelope, redelivered=redelivered, is_past=is_past)
     except Undecodable as error:
         refused = why_undecodable(error)
-        row = row_of(handler, envelope, biz_id="", redelivered=redelivered)
+        row = parked_row(handler, envelope, redelivered=redelivered, is_past=is_past, is_read=True)
     return Arrival(handler=handler, row=row, envelope=envelope, refused=refused, quarantined=bool(outside), unread=not refused)
 
 
@@ -107,6 +105,7 @@ def read_body(
     refused: str = "",
     redelivered: bool = False,
     is_past: bool = False,
+    needs_id: bool = True,
 ) -> Arrival:
     """As `read`, with its body. See `read_unread` for `is_past`."""
     biz_id = outside = ""
@@ -114,12 +113,15 @@ def read_body(
     if not refused:
         try:
             envelope = opened(envelope, options.BODY_LIMIT_BYTES)
-            message = message_of_opened(envelope, options)
-            biz_id = identify(handler, message)
+            message = message_of_opened(envelope, options, needs_id=needs_id)
+            biz_id = identify(handler, message) or _not_ours(parked_row(handler, envelope, redelivered=False).biz_id)
             refused = outside = "" if is_past else outside_window(envelope, options)
         except Undecodable as error:
             refused = why_undecodable(error)
-    row = row_of(handler, envelope, biz_id=biz_id, redelivered=redelivered)
+    if biz_id:
+        row = row_of(handler, envelope, biz_id=biz_id, redelivered=redelivered)
+    else:
+        row = parked_row(handler, envelope, redelivered=redelivered, is_past=is_past, is_read=True)
     if message is not None:
         # It is read again when it is run. Many are stored at once, so keeping them would take memory.
         if handler.is_stored_first:
@@ -133,15 +135,20 @@ def why_undecodable(error: Undecodable) -> str:
     return f"{error} {_LIMIT}" if isinstance(error, OverLimit) else str(error)
 
 
-def parked_row(handler: Handler, envelope: Envelope, *, redelivered: bool, is_past: bool = False) -> NewRow:
-    """The row of a delivery that is stored as it came, before it is known whether its message has been delivered before.
+def parked_row(
+    handler: Handler, envelope: Envelope, *, redelivered: bool, is_past: bool = False, is_read: bool = False
+) -> NewRow:
+    """The row of a delivery that is stored as it came, because it is not known whether its message has been delivered before.
 
     It has all headers and attributes of the delivery. Its biz-id is a digest of the whole delivery, so that copies share a row.
+
+    Args:
+        is_read: reading it has failed, so it is stored as a dead letter.
     """
     headers = headers_as_json(dict(sorted(envelope.to_headers().items())))
     row = row_of(handler, envelope, biz_id=PARKED, redelivered=redelivered)
     digest = hashlib.sha256(f"{headers}\n{row.content_type}\n{row.digest}".encode()).hexdigest()
-    prefix = _PARKED_PAST if is_past else _PARKED_REDELIVERY if redelivered else PARKED
+    prefix = _PARKED_PAST if is_past else _PARKED_REDELIVERY if redelivered and not is_read else PARKED
     return replace(row, headers=headers, biz_id=f"{prefix}{digest}")
 
 
@@ -150,16 +157,10 @@ def is_parked(biz_id: str) -> bool:
 
 
 def read_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Arrival:
-    """As `read_body`, for a delivery that was stored as it came."""
+    """As `read_body`, for a delivery that was stored as it came. If it was refused, an operator has retried it."""
     redelivered, is_past = (stored.biz_id.startswith(prefix) for prefix in (_PARKED_REDELIVERY, _PARKED_PAST))
-    return read_body(handler, parked_envelope(stored), options, redelivered=redelivered, is_past=is_past)
-
-
-def parked_envelope(stored: InboxMessage) -> Envelope:
-    """The delivery from which `parked_row` made this row."""
-    properties = {"message_id": stored.message_id, "content_type": stored.content_type}
-    body = bytes(stored.body)
-    return from_delivery(properties=properties, headers=stored.headers, body=body, routing_key=stored.topic)
+    needs_id = stored.error_class != REFUSED
+    return read_body(handler, stored_envelope(stored), options, redelivered=redelivered, is_past=is_past, needs_id=needs_id)
 
 
 def identify(handler: Handler, message: Message, *, is_bounded: bool = True) -> str:
@@ -205,7 +206,7 @@ def _of_this_queue(handler: Handler, topic: str, biz_id: str) -> str:
 
 
 def _not_ours(biz_id: str) -> str:
-    return f"own:{biz_id}" if biz_id.startswith((UNIDENTIFIED, PARKED, EDITED)) else biz_id
+    return f"own:{biz_id}" if biz_id.startswith((PARKED, EDITED)) else biz_id
 
 
 def outside_window(envelope: Envelope, options: InboxOptions) -> str:
@@ -288,14 +289,7 @@ def _identified_by_headers(envelope: Envelope, *, needs_id: bool = True) -> str:
 
 
 def row_of(handler: Handler, envelope: Envelope, *, biz_id: str, redelivered: bool = False) -> NewRow:
-    """The row of a delivery with this biz-id; if it is "", the biz-id is a digest of the contents."""
-    digest = hashlib.sha256(envelope.body).hexdigest()
-    headers = envelope.headers
-    if not biz_id:
-        biz_id = UNIDENTIFIED + hashlib.sha256(f"{envelope.dedup_id}\n{digest}".encode()).hexdigest()
-        if envelope.biz_id:
-            # It identifies the message when that can be read: see `open_claimed`.
-            headers = {**headers, BIZ_ID_HEADER: envelope.biz_id}
+    """The row of a delivery with this biz-id."""
     return NewRow(
         *carried_of(envelope),
         handler=handler.name,
@@ -303,8 +297,8 @@ def row_of(handler: Handler, envelope: Envelope, *, biz_id: str, redelivered: bo
         biz_id=biz_id,
         message_id=envelope.id,
         body=envelope.body,
-        digest=digest,
-        headers=headers_as_json(headers) if headers else "{}",
+        digest=hashlib.sha256(envelope.body).hexdigest(),
+        headers=headers_as_json(envelope.headers) if envelope.headers else "{}",
         replayed=envelope.replayed,
         redelivered=redelivered,
     )
@@ -330,15 +324,16 @@ def stored_arrival(handler: Handler, stored: InboxMessage) -> Arrival:
 
 
 def stored_envelope(stored: InboxMessage) -> Envelope:
-    """The envelope of a stored message. One that was stored unidentified is as it came; it may be in structured mode."""
-    headers, biz_id = dict(stored.headers), business_id(stored.biz_id)
-    if biz_id.startswith(UNIDENTIFIED):
-        biz_id = str(headers.pop(BIZ_ID_HEADER, ""))
+    """The envelope of a stored message. A parked delivery is as it came; it may be in structured mode."""
+    body = bytes(stored.body)
+    if stored.biz_id.startswith(PARKED):
+        properties = {"message_id": stored.message_id, "content_type": stored.content_type, "timestamp": stored.created_at}
+        return from_delivery(properties=properties, headers=stored.headers, body=body, routing_key=stored.topic)
     return Envelope(
         id=stored.message_id,
         topic=stored.topic,
-        biz_id=biz_id,
-        body=bytes(stored.body),
-        headers=headers,
+        biz_id=business_id(stored.biz_id),
+        body=body,
+        headers=dict(stored.headers),
         **dict(zip(CARRIED, carried_of(stored), strict=True)),
     )

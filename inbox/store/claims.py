@@ -23,7 +23,7 @@ from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import NOW, NOW_AFTER, DatabaseTime, now_after
 from exactly_once.sql.prepared_statements import KEEP_PLANS, Prepared, PreparedStatement, Rows, is_usable
 from inbox.models import InboxMessage
-from inbox.states import DUE, SKIP_COPY, State
+from inbox.states import DUE, State
 from inbox.store import due, receipts
 from inbox.store.dialect import (
     BOUND,
@@ -213,13 +213,13 @@ def begun(connection: BaseDatabaseWrapper, claimed: InboxMessage, answer: Callab
     return Guard(connection, (claimed.pk,), proof, (0,), claimed, order, claims)
 
 
-def identify(alias: str, claimed: InboxMessage, row: NewRow, longest_wait: timedelta = LONGEST_LOCK_WAIT) -> bool | None:
-    """Make a claimed row that was stored without its biz-id that of its message `row`: one statement, that commits by itself.
+def identify(alias: str, claimed: InboxMessage, row: NewRow, longest_wait: timedelta) -> bool | None:
+    """Make the row of a parked delivery that of its message `row`. False: that has another row. None: the claim has ended.
 
-    False: another row has the biz-id. None: it is no longer ours.
+    A copy that was stored later in the same order is counted on it, so that the message keeps its first place.
 
     Raises:
-        ConcurrentDuplicate: another transaction is inserting a row of that biz-id and did not end in time.
+        ConcurrentDuplicate: a transaction that is inserting that row did not end within `longest_wait`.
     """
     connection, stored = connections[alias], stored_row(claimed)
     changed = [name for name in COLUMNS if getattr(stored, name) != getattr(row, name)]
@@ -227,9 +227,12 @@ def identify(alias: str, claimed: InboxMessage, row: NewRow, longest_wait: timed
     message = f"UPDATE {TABLE} SET {', '.join(f'{name} = %s' for name in changed)}"
     copied = ", ".join(f"{name} = message.{name}" for name in changed if name in receipts.COPIED)
     receipt = f"UPDATE {RECEIPTS} SET {copied} FROM {{}} WHERE {RECEIPTS}.id = message.id"
-    is_alone = is_postgresql(connection) and not connection.in_atomic_block
+    is_alone = is_postgresql(connection) and not connection.in_atomic_block and not claimed.ordered
     try:
-        with nullcontext() if is_alone else transaction.atomic(using=alias), locked_means_busy:
+        with nullcontext() if is_alone else deciding(alias, longest_wait), locked_means_busy:
+            later = _later_copy(alias, claimed, row) if claimed.ordered else None
+            if later is not None:
+                receipts.delete(alias, f"id = %s AND {IS_OPEN}", [later.pk])
             if is_postgresql(connection):
                 sql = (
                     f"{BOUND}, message AS ({message} FROM bound WHERE {_OURS} RETURNING {TABLE}.*), "
@@ -239,6 +242,10 @@ def identify(alias: str, claimed: InboxMessage, row: NewRow, longest_wait: timed
                 ours = fetch(connection, sql, [as_bound(longest_wait), *given])[0][0]
             elif ours := execute(connection, f"{message} WHERE {_OURS}", given):
                 execute(connection, f"{receipt.format(f'{TABLE} AS message')} AND message.id = %s", [claimed.pk])
+            if later is not None and ours:
+                count_duplicate(alias, replace(stored_row(later), copies=later.duplicates))
+            elif later is not None:
+                transaction.set_rollback(True, using=alias)
     except IntegrityError:
         return False
     if not ours:
@@ -251,28 +258,6 @@ def identify(alias: str, claimed: InboxMessage, row: NewRow, longest_wait: timed
 def make_parked_due(alias: str, row: NewRow) -> None:
     """received, parked and due later → due now, because the run of its message has ended."""
     receipts.open_message(alias, row).filter(state=State.RECEIVED, attempts=0).update(next_attempt_at=DatabaseTime())
-
-
-def identify_parked(alias: str, claimed: InboxMessage, row: NewRow, longest_wait: timedelta) -> bool | None:
-    """Make the row of a parked delivery that of its message `row`. False: that has another row. None: the claim has ended.
-
-    A copy that was stored later in the same order is counted on it, so that the message keeps its first place.
-
-    Raises:
-        ConcurrentDuplicate: a transaction that is inserting that row did not end within `longest_wait`.
-    """
-    if not claimed.ordered:
-        return identify(alias, claimed, row, longest_wait)
-    with deciding(alias, longest_wait), locked_means_busy:
-        later = _later_copy(alias, claimed, row)
-        if later is not None:
-            receipts.delete(alias, f"id = %s AND {IS_OPEN}", [later.pk])
-        named = identify(alias, claimed, row, longest_wait)
-        if not named:
-            transaction.set_rollback(True, using=alias)
-        elif later is not None:
-            count_duplicate(alias, replace(stored_row(later), copies=later.duplicates))
-    return named
 
 
 def _later_copy(alias: str, claimed: InboxMessage, row: NewRow) -> InboxMessage | None:
@@ -341,14 +326,6 @@ def fail_run(guard: Guard, failure: Failure, *, leaves: OrderedKey | None = None
         logger.debug("%s: message %s failed, which its run could not store: %s", claimed.handler, claimed.message_id, error)
         return False
     return True
-
-
-def skip_duplicate(alias: str, claimed: InboxMessage, reason: str) -> None:
-    """received | retrying | running → skipped, for a claimed row whose message has another row, unless it is no longer ours."""
-    with deciding(alias):
-        written = {**SKIP_COPY.columns, "last_error": f"skipped: {reason}"}
-        ours = update(alias, under_claim(alias, claimed), written, was=claimed.state, reason=reason)
-        promote_behind(alias, order_of(claimed) if ours else None)
 
 
 def record_error(alias: str, claimed: InboxMessage, failure: Failure) -> None:

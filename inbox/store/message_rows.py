@@ -16,8 +16,8 @@ from exactly_once.sql.prepared_statements import Prepared
 from exactly_once.wire.envelope import OPAQUE, headers_as_json
 from inbox.models import InboxMessage
 
-UNIDENTIFIED = "unidentified:"
-"""Prefix of the biz-id of a delivery whose own could not be found; a handler's own biz-ids never have it."""
+PARKED = "parked:"
+"""Prefix of the biz-id of a delivery that is stored as it came; a handler's own biz-ids never have it."""
 EDITED = "edited:"
 """Prefix of the biz-id of a row that an operator has made of another with its biz-id; a handler's own biz-ids never have it."""
 _DIGITS = 32
@@ -175,7 +175,7 @@ def emptied(row: NewRow) -> NewRow:
 def undecoded(row: NewRow) -> NewRow:
     """The row of a delivery whose values the database refuses: its body, under a biz-id that the same delivery gets again."""
     named = f"{row.topic}\n{row.biz_id}\n{row.message_id}\n{row.digest}".encode("utf-8", "surrogatepass")
-    biz_id = UNIDENTIFIED + hashlib.sha256(named).hexdigest()
+    biz_id = PARKED + hashlib.sha256(named).hexdigest()
     return NewRow(handler=row.handler, topic=row.topic, biz_id=biz_id, body=row.body, digest=row.digest)
 
 

@@ -23,12 +23,11 @@ from exactly_once.wire.identity import new_message_id
 from inbox.contrib.joins.models import Part, Run
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage, Receipt
-from inbox.receiving.reading import PARKED
 from inbox.states import DUE, State
 from inbox.store import receipts
 from inbox.store.arrivals import insert_one
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, UNBOUND, as_bound
-from inbox.store.message_rows import NewRow
+from inbox.store.message_rows import PARKED, NewRow
 
 TOPIC = "inbox.join"
 """The topic in the inbox rows of runs. No message is delivered for it."""
