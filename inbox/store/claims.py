@@ -62,6 +62,7 @@ logger = escaping_logger(__name__)
 _IS_DUE = f"{IS_OPEN} AND CASE WHEN {due.STORED} THEN true ELSE false END"
 _OURS = f"id = %s AND fence = %s AND {_IS_DUE}"
 _COLUMNS = columns_of("m")
+_NEXT_FENCE = F("fence") + 1
 
 
 def _claim(name: str, also: str = "") -> PreparedStatement:
@@ -292,10 +293,18 @@ def fail_stored(alias: str, claimed: InboxMessage, failure: Failure, *, leaves: 
     Raises:
         ConcurrentDuplicate: another session has locked the row and does not release it.
     """
+    rows, longest_wait = under_claim(alias, claimed), LONGEST_LOCK_WAIT
     with locked_means_busy:
-        return fail(
-            alias, under_claim(alias, claimed), failure, was=claimed.state, leaves=leaves, longest_wait=LONGEST_LOCK_WAIT
-        )
+        ours = fail(alias, rows, failure, was=claimed.state, leaves=leaves, longest_wait=longest_wait, fence=_NEXT_FENCE)
+    return ours or _is_stored(alias, claimed, failure)
+
+
+def _is_stored(alias: str, claimed: InboxMessage, failure: Failure) -> bool:
+    """Was it stored before, so that the answer to the commit was lost? A later claim has counted another attempt."""
+    state = State.DEAD if failure.retry_after is None else State.RETRYING
+    rows = InboxMessage.objects.using(alias).filter(pk=claimed.pk, day=LIVE, fence=claimed.fence + 1)
+    found: bool = rows.filter(state=state, attempts=failure.attempts).exists()
+    return found
 
 
 def fail_run(guard: Guard, failure: Failure, *, leaves: OrderedKey | None = None) -> bool:
@@ -307,7 +316,7 @@ def fail_run(guard: Guard, failure: Failure, *, leaves: OrderedKey | None = None
     is_ours = claimed is not None and is_outermost(connection) and not connection.closed_in_transaction
     if claimed is None or not is_ours or (leaves is not None and guard.order is None):
         return False
-    alias, columns = connection.alias, as_failed(failure, leaves_order=leaves is not None)
+    alias, columns = connection.alias, {**as_failed(failure, leaves_order=leaves is not None), "fence": _NEXT_FENCE}
     rows, matters = under_claim(alias, claimed), not failure.deferred
     write = partial(update, alias, rows, columns, was=claimed.state, reason=failure.error, matters=matters)
     try:

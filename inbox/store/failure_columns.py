@@ -80,16 +80,20 @@ def fail(
     was: str,
     leaves: OrderedKey | None = None,
     longest_wait: timedelta = LOCK_TIMEOUT,
+    **further: Any,
 ) -> bool:
     """→ retrying | dead, for one row, a query; one round trip where statements are prepared. False: there is no such row.
 
     A dead letter keeps its place in the order of its key, unless it `leaves` that order, which promotes the next one.
 
+    Args:
+        further: columns that are written, too.
+
     Raises:
         django.db.OperationalError: another session has locked the row and does not release it.
     """
     connection = connections[alias]
-    columns = as_failed(failure, leaves_order=leaves is not None)
+    columns = {**as_failed(failure, leaves_order=leaves is not None), **further}
     write = partial(update, alias, rows, columns, was=was, reason=failure.error, matters=not failure.deferred)
     if leaves is None and not connection.in_atomic_block and is_usable(connection):
         return bool(write(script=limits(longest_wait)))

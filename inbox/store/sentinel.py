@@ -268,10 +268,8 @@ def dead_letter_if_committed(guard: Guard) -> bool:
         days = ", ".join(map(str, {LIVE, *receipts.days_of(connection.alias, guard.rows).values()}))
         was, ours, given = State.DONE, f"day IN ({days}) AND state = 'done'", []
     else:
+        # If the fence differs, the answer that was lost is that of `fail_run`.
         was, ours, given = State(claimed.state), f"{IS_OPEN} AND state = %s AND fence = %s", [claimed.state, claimed.fence]
-    if claimed is not None and guard.transaction:
-        # If it differs, the answer that was lost is that of `fail_run`.
-        ours, given = f"{ours} AND next_attempt_at = %s", [*given, claimed.next_attempt_at]
     sql = (
         f"UPDATE {TABLE} SET {assignments(ABANDON_AS, connection.vendor)} WHERE {ours} "
         f"AND id IN ({', '.join(['%s'] * len(guard.rows))}) RETURNING id"

@@ -3,7 +3,7 @@
 import pytest
 
 from inbox import Retry
-from inbox.models import InboxMessage
+from inbox.models import InboxMessage, TrailEntry
 from inbox.operators import accounting
 from inbox.receiving.in_hand import quarantine
 from inbox.receiving.reading import read
@@ -24,6 +24,7 @@ from tests.support.deliveries import (
     the_row,
 )
 from tests.support.lost_answers import losing_the_answer
+from tests.support.signals import recorded_signals
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 
@@ -80,17 +81,26 @@ def test_a_redelivery_whose_stored_row_was_not_confirmed_is_counted_as_its_own_d
     assert accounting.balance("default").delivered == 2 + 1
 
 
-def test_failure_of_a_retry_that_was_not_confirmed_leaves_it_to_be_retried(handles, process_environment):
+@pytest.mark.parametrize(
+    ("most", "became", "signal"),
+    [(3, State.RETRYING, "message_retrying"), (2, State.DEAD, "message_dead")],
+    ids=["retrying", "dead"],
+)
+def test_failure_of_a_retry_that_was_not_confirmed_is_recorded_and_announced_once(
+    handles, process_environment, most, became, signal
+):
     def fails_again(message):
         raise ValueError(f"attempt {message.attempt}")
 
-    handler = handles(fails_again)
+    handler = handles(fails_again, retry=Retry(max_attempts=most))
 
     def run_it():
         make_due()
-        return drain()
+        with recorded_signals(signal) as said:
+            drain()
+        return said
 
-    losing_the_answer(
+    said = losing_the_answer(
         process_environment,
         before=lambda: deliver(handler),
         call=run_it,
@@ -98,7 +108,10 @@ def test_failure_of_a_retry_that_was_not_confirmed_leaves_it_to_be_retried(handl
         after=(claims, "as_failed"),
     )
 
-    assert (the_row().state, the_row().attempts, the_row().last_error) == (State.RETRYING, 2, "ValueError: attempt 2")
+    row = the_row()
+    assert (row.state, row.attempts, row.last_error) == (became, 2, "ValueError: attempt 2")
+    assert [attempt["attempt"] for attempt in row.failures] == [1, 2]
+    assert (len(said), TrailEntry.objects.filter(reason="ValueError: attempt 2").count()) == (1, 1)
 
 
 class TestClaimThatWasNotConfirmed:
