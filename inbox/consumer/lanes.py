@@ -3,7 +3,7 @@
 A lane knows how many its handler takes at a time: one message, a batch, a group commit, or all that are waiting.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any
 
@@ -144,6 +144,11 @@ class Lane:
         self._replace(sorted([*current, *self._waiting], key=lambda delivery: delivery.at))
         self._is_running = False
         self._backoff, self._paused_until = backoff, now + backoff
+
+    @property
+    def token_lease(self) -> Callable[[], object] | None:
+        """What leases the tokens that it lacks, for a worker that may do so now."""
+        return self._limiter.lease if self._limiter is not None and self._limiter.may_lease else None
 
     def give_back_tokens(self, count: int) -> None:
         """Return the tokens of deliveries that were not handled; they take tokens again."""

@@ -236,6 +236,8 @@ class Pool:
                 return self._job(lane, load, turn, partial(self._receive_for, lane))
             if load := lane.take_to_check(now):
                 return self._job(lane, load, turn, partial(self._check_for, lane))
+            if lease := lane.token_lease:
+                return lease
         return self._runner.turn if self._runner.seconds_left(now) <= 0 else None
 
     def _job(self, lane: Lane, load: list[Delivery], turn: int, do: Callable[[list[Delivery]], object]) -> Callable[[], object]:

@@ -1,19 +1,16 @@
 """The rate limit of a handler, in one of its processes.
 
 All processes of a handler share one token bucket (`store.buckets`). Each leases small portions of it (`TokenCache`) and takes
-tokens from these. `take` never waits for a database: a separate thread leases missing tokens. While the database is
-unavailable, no tokens are granted.
+tokens from these. `take` never waits for a database: a worker leases missing tokens before it takes messages. While the
+database is unavailable, no tokens are granted.
 """
 
 import random
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass
 
-from django.db import DatabaseError, InterfaceError, connections
-
 from exactly_once.process.clock import monotonic
-from exactly_once.process.logs import escaping_logger
 from exactly_once.process.outage import Outage
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.faults import is_collision
@@ -22,12 +19,8 @@ from inbox.handlers.handler import Handler
 from inbox.store.buckets import lease_tokens
 from inbox.transactions.sessions import end_session
 
-logger = escaping_logger(__name__)
-
 _SHORTEST_WAIT_SECONDS = 0.005
 _COLLISION_BACKOFF_SECONDS = 0.025
-_DEMAND_SECONDS = 1.0
-_IDLE_SECONDS = 1.0
 BURST_SECONDS = 0.1
 PORTION_SECONDS = 0.05
 _LONGEST_LIFETIME_SECONDS = 1.0
@@ -125,7 +118,11 @@ class TokenCache:
 
 
 class Limiter:
-    """How many messages of one handler may run now. Shared by all threads of this process; see `limiter_of`."""
+    """How many messages of one handler may run now. Shared by all threads of this process; see `limiter_of`.
+
+    Attributes:
+        is_wanted: the last `take` needed more tokens than there were, or nearly all, and none were leased since.
+    """
 
     def __init__(self, handler: Handler) -> None:
         if handler.rate_limit is None:
@@ -133,25 +130,22 @@ class Limiter:
         self._name = handler.name
         self._alias = handler.using
         self._cache = TokenCache(handler.rate_limit)
-        self._leasing_thread = _leasing_threads[handler.using]
         self._lock = threading.Lock()
         self._leasing = threading.Lock()
-        self._wanted_at: float | None = None
+        self.is_wanted = False
         self._outage = Outage(f"the bucket of {handler.name}'s rate limit in the database {handler.using!r}")
 
     def take(self, most: int) -> int:
-        """How many of `most` messages may run now. Each is one token, to be used at once or given back.
-
-        Never waits and never uses a database. Missing tokens are leased meanwhile, for the next call.
-        """
-        taken = self._take(most)
-        if self.is_wanted:
-            self._leasing_thread.wake(self)
-        return taken
+        """How many of `most` messages may run now. Each is one token, to be used at once or given back."""
+        with self._lock:
+            now = monotonic()
+            taken = self._cache.take(most, now)
+            self.is_wanted = taken < most or self._cache.wants_more(now)
+            return taken
 
     def take_or_lease(self, most: int) -> int:
-        """As `take`, but leases on this thread, which may wait for the database and is outside any transaction."""
-        return self._take(most) or (self._take(most) if self.lease() else 0)
+        """As `take`, but leases missing tokens on this thread, which is outside any transaction."""
+        return self.take(most) or (self.take(most) if self.lease() else 0)
 
     def give_back(self, tokens: int) -> None:
         """Return tokens taken just now and not used: another thread of this process may take them."""
@@ -159,45 +153,40 @@ class Limiter:
             self._cache.give_back(tokens, monotonic())
 
     def wait_seconds(self) -> float:
-        """Seconds until the next `take`: 0 if a token is available or should be requested."""
+        """Seconds until the next `take`: 0 if a token is available, or can be leased."""
         with self._lock:
             now = monotonic()
             if self._cache.tokens(now):
                 return 0.0
-            return max(_SHORTEST_WAIT_SECONDS if self.is_wanted else 0.0, self._cache.next_lease_at - now)
+            return max(_SHORTEST_WAIT_SECONDS if self._leasing.locked() else 0.0, self._cache.next_lease_at - now)
 
     @property
-    def is_wanted(self) -> bool:
-        """Did a recent call of `take` need more tokens than available, or nearly all?"""
-        wanted_at = self._wanted_at
-        return wanted_at is not None and monotonic() - wanted_at < _DEMAND_SECONDS
+    def may_lease(self) -> bool:
+        """Is a lease wanted and due, and does no other thread make it?"""
+        return self.is_wanted and not self._leasing.locked() and monotonic() >= self._cache.next_lease_at
 
     def lease(self) -> bool:
-        """Lease the next portion if it is due; are there enough tokens now? Waits for the database."""
-        # One thread at a time leases for all threads of this process.
-        with self._leasing:
+        """Lease the next portion if it is due and no other thread does; are there enough tokens now? Waits for the database."""
+        if not self._leasing.acquire(blocking=False):
+            return False
+        try:
             with self._lock:
-                cache, now = self._cache, monotonic()
+                cache, now, self.is_wanted = self._cache, monotonic(), False
                 has_enough = cache.tokens(now) > 0 and not cache.wants_more(now)
                 if has_enough or now < cache.next_lease_at:
                     return has_enough
             drop_unusable_connections()
-            try:
-                leased = lease_tokens(self._alias, self._name, rate=cache.rate, burst=cache.burst, most=cache.portion)
-            except (DatabaseError, InterfaceError) as error:
-                self._back_off(error)
-                return False
+            leased = lease_tokens(self._alias, self._name, rate=cache.rate, burst=cache.burst, most=cache.portion)
+        except Exception as error:  # noqa: BLE001 - an error of a custom database backend must not end the worker
+            self._back_off(error)
+            return False
+        else:
             self._outage.over()
             with self._lock:
                 cache.add(leased.tokens, leased.left, monotonic())
             return leased.tokens > 0
-
-    def _take(self, most: int) -> int:
-        with self._lock:
-            now = monotonic()
-            taken = self._cache.take(most, now)
-            self._wanted_at = now if taken < most or self._cache.wants_more(now) else None
-            return taken
+        finally:
+            self._leasing.release()
 
     def _back_off(self, error: Exception) -> None:
         if is_collision(error):
@@ -219,53 +208,3 @@ def limiter_of(handler: Handler) -> Limiter | None:
         return None
     key = handler.name, handler.rate_limit
     return _limiters.get(key) or _limiters.setdefault(key, Limiter(handler))
-
-
-class _LeasingThread:
-    """The thread that leases missing tokens from one database. It ends when there have been no requests for some time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._requests: set[Limiter] = set()
-        self._requested = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def wake(self, limiter: Limiter) -> None:
-        with self._lock:
-            if limiter not in self._requests:
-                self._requests.add(limiter)
-                self._requested.set()
-            # A fork does not copy the thread.
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._work, name="inbox-lessor", daemon=True)
-                self._thread.start()
-
-    def _work(self) -> None:
-        try:
-            while self._serve():
-                pass
-        except Exception:
-            logger.exception(
-                "rate limits: unexpected error while leasing tokens. Leasing continues when a message needs a token."
-            )
-        finally:
-            connections.close_all()
-
-    def _serve(self) -> bool:
-        """Lease for all limiters that need tokens; False when there have been no requests for some time."""
-        with self._lock:
-            # Cleared first: a request during the lease sets the event again.
-            requests, self._requests = self._requests, set()
-        unserved = {limiter for limiter in requests if limiter.is_wanted and not limiter.lease()}
-        wait = min((limiter.wait_seconds() for limiter in unserved), default=_IDLE_SECONDS)
-        with self._lock:
-            self._requests |= unserved
-        self._requested.wait(min(wait, _IDLE_SECONDS))
-        self._requested.clear()
-        with self._lock:
-            if not self._requests:
-                self._thread = None
-            return bool(self._requests)
-
-
-_leasing_threads: defaultdict[str, _LeasingThread] = defaultdict(_LeasingThread)

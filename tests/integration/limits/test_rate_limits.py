@@ -1,7 +1,6 @@
 """A rate limit is one token bucket in the handler's database, so it holds for all processes together."""
 
 import logging
-import threading
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -46,12 +45,6 @@ every_database = pytest.mark.every_database
 
 
 ROUNDS = 12
-
-
-@pytest.fixture(autouse=True)
-def _lessor_threads_have_ended():
-    yield
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "inbox-lessor"])
 
 
 def lease(most, *, rate=10.0, burst=20.0, alias="default"):
@@ -147,16 +140,15 @@ class TestLeaseOnPostgreSQL:
         with the_default_at(NAME="away", PORT=mortal_postgres.port):
             call_command("migrate", "inbox", verbosity=0)
             limiter = limiter_of(handler)
-            assert wait_until(lambda: limiter.take(1)) == 1
+            assert wait_until(lambda: limiter.take_or_lease(1)) == 1
             mortal_postgres.stop()
             try:
                 with caplog.at_level(logging.WARNING):
-                    wait_until(lambda: limiter.take(1) == 0 and f"{BUCKET} is unavailable" in caplog.text)
-                assert limiter.take(1) == 0
+                    wait_until(lambda: limiter.take_or_lease(1) == 0 and f"{BUCKET} is unavailable" in caplog.text)
                 assert limiter.take_or_lease(1) == 0
             finally:
                 mortal_postgres.start()
-            assert wait_until(lambda: limiter.take(1)) == 1
+            assert wait_until(lambda: limiter.take_or_lease(1)) == 1
         assert [caplog.text.count(text) for text in (f"{BUCKET} is unavailable", f"{BUCKET} is available again")] == [1, 1]
         connections.close_all()
 
@@ -181,10 +173,10 @@ class TestLimiter:
 
     def test_limiter_wait_is_zero_at_first_and_when_a_token_is_there(self, limiter):
         assert limiter.wait_seconds() == 0
-        limiter.take(1)
+        limiter.lease()
 
-        # A token that is not taken for half a second is lost, and then the limiter wants another.
-        assert wait_until(lambda: limiter.wait_seconds() == 0 and limiter.take(1)) == 1
+        assert limiter.wait_seconds() == 0
+        assert limiter.take(1) == 1
 
     def test_limiter_wait_is_the_time_until_the_next_token(self, handles):
         limiter = Limiter(handles(the_effect, rate_limit="15/m"))
@@ -207,16 +199,7 @@ class TestLimiter:
             TokenBucket.objects.update(tokens=F("tokens"))
             assert limiter.take(1) == 0  # and does not wait for this transaction
 
-        wait_until(lambda: limiter.take(1))
-
-    @pytest.mark.long
-    def test_lessor_thread_ends_when_idle_and_starts_again_on_demand(self, limiter):
-        limiter.take(1)
-        wait_until(TokenBucket.objects.exists)  # only the thread has asked the database
-        wait_until(lambda: "inbox-lessor" not in {thread.name for thread in threading.enumerate()})
-
-        limiter.take(1)
-        assert wait_until(lambda: limiter.take(1)) == 1
+        wait_until(lambda: limiter.take_or_lease(1))
 
 
 @every_database
@@ -321,7 +304,7 @@ def take_until(until, limiter):
     """How many tokens a thread gets until then."""
     taken = 0
     while monotonic() < until:
-        now = limiter.take(10)
+        now = limiter.take_or_lease(10)
         taken += now
         if not now:
             sleep(min(limiter.wait_seconds(), 0.05))
