@@ -2,6 +2,7 @@
 
 import logging
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -50,15 +51,13 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Out
     if failure.is_stored:
         return announce(handler.using, stored, failure)
     leaves = order_of(stored) if handler.skips_dead and failure.retry_after is None else None
-    try:
+    ours: bool | None = None
+    with suppress(ConcurrentDuplicate):
         ours = committed(handler.using, claims.fail_stored, stored, failure, leaves=leaves)
-    except ConcurrentDuplicate:
-        logger.warning("%s: message %s failed, which is not stored: %s", handler.name, stored.message_id, failure.error)
-        return defer_locked(handler, stored)
-    if not ours:
-        committed(handler.using, claims.record_error, stored, failure)
-        return Outcome.DUPLICATE
-    return announce(handler.using, stored, failure)
+    if ours:
+        return announce(handler.using, stored, failure)
+    logger.warning("%s: message %s failed, which is not stored: %s", handler.name, stored.message_id, failure.error)
+    return defer_locked(handler, stored) if ours is None else Outcome.DUPLICATE
 
 
 def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions, *, grace: int = 0) -> Outcome | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from django.db import DatabaseError, IntegrityError, InterfaceError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models import F, Q
+from django.db.models import F
 
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import LONGEST_IDLE, execute, fetch, is_outermost, is_postgresql, set_local
@@ -40,7 +40,7 @@ from inbox.store.dialect import (
     run,
 )
 from inbox.store.duplicates import count_duplicate
-from inbox.store.failure_columns import as_failed, as_written, fail
+from inbox.store.failure_columns import as_failed, fail
 from inbox.store.message_rows import (
     COLUMNS,
     Earlier,
@@ -335,16 +335,6 @@ def fail_run(guard: Guard, failure: Failure, *, leaves: OrderedKey | None = None
         logger.debug("%s: message %s failed, which its run could not store: %s", claimed.handler, claimed.message_id, error)
         return False
     return True
-
-
-def record_error(alias: str, claimed: InboxMessage, failure: Failure) -> None:
-    """Store the error of an attempt that outlasted its claim, unless a later attempt has failed or an operator has decided."""
-    # A claim increments both; an operator's decision only the fence.
-    only_claimed = F("attempts") + (claimed.fence - claimed.attempts)
-    # Not equal, because SQLite's own instants have fewer digits than those that Django gives it.
-    not_since = Q(failed_at=None) if claimed.failed_at is None else Q(failed_at__lte=claimed.failed_at)
-    row = InboxMessage.objects.using(alias).filter(not_since, pk=claimed.pk, day=LIVE, fence=only_claimed, state__in=DUE)
-    row.update(**as_written(failure))
 
 
 def give_back(alias: str, claimed: InboxMessage, after: timedelta = timedelta()) -> None:

@@ -41,34 +41,26 @@ FIRST_ATTEMPT = {
 """The failed attempts of a row that has failed once, by `connection.vendor`; the attempt is JSON."""
 
 
-def as_written(failure: Failure) -> dict[str, Any]:
-    """The columns of a failure, for the UPDATE that changes the state."""
-    written = _texts(failure)
-    if failure.deferred:
-        return {**written, "failing_since": None}
-    same = When(
-        error_class=written["error_class"],
-        error_place=written["error_place"],
-        failing_since__isnull=False,
-        then=F("failing_since"),
-    )
-    return {
-        **written,
-        "failing_since": Case(same, default=DatabaseTime()),
-        "failed_at": DatabaseTime(),
-        "failures": _OneMore(_attempt(failure)),
-    }
-
-
 def as_failed(failure: Failure, *, leaves_order: bool = False) -> dict[str, Any]:
     """The columns of a message that has failed: retrying, or dead without a backoff."""
-    return {
+    texts = _texts(failure)
+    columns = {
         **(DIE if failure.retry_after is None else RETRY_LATER).columns,
         "attempts": failure.attempts,
-        **as_written(failure),
+        **texts,
         **({} if failure.retry_after is None else {"next_attempt_at": DatabaseTime(failure.retry_after)}),
         "quarantined": failure.quarantined,
         **({"ordered": False} if leaves_order else {}),
+    }
+    if failure.deferred:
+        return {**columns, "failing_since": None}
+    is_same = {name: texts[name] for name in ("error_class", "error_place")}
+    same = When(**is_same, failing_since__isnull=False, then=F("failing_since"))
+    return {
+        **columns,
+        "failing_since": Case(same, default=DatabaseTime()),
+        "failed_at": DatabaseTime(),
+        "failures": _OneMore(_attempt(failure)),
     }
 
 

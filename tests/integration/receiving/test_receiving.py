@@ -23,7 +23,6 @@ from inbox.consumer.reception import envelope_of
 from inbox.errors import NotCallable
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Receipt
-from inbox.receiving import outcomes
 from inbox.receiving.reading import read
 from inbox.receiving.receive import receive
 from inbox.states import DUE, Outcome, State
@@ -420,36 +419,6 @@ class TestCarefulPath:
             assert claims.begin_stored(handler.using, fresh) is not None
             transaction.set_rollback(True)
         assert the_row().last_error == ""
-
-    @pytest.mark.parametrize(
-        ("meanwhile", "shown"),
-        [
-            ("it is claimed", "stale"),
-            ("it is claimed after a failed attempt", "stale"),
-            ("the next attempt has failed", "newer"),
-            ("an operator has retried it", ""),
-        ],
-    )
-    def test_error_of_an_expired_claim_replaces_no_later_error_and_no_decision(self, handles, meanwhile, shown):
-        handler = handles(fails)
-        if meanwhile == "it is claimed after a failed attempt":
-            deliver(handler)
-            make_due()
-        else:
-            stored_due(handler)
-        slow = claims.claim_due(handler.using, [handler.name], timedelta())
-        make_due()
-        fresh = claims.claim_due(handler.using, [handler.name], OPTIONS.REDELIVERY_AFTER)
-        newer = message_rows.Failure(error="newer", retry_after=timedelta(), attempts=2)
-        if not meanwhile.startswith("it is claimed"):
-            assert claims.fail_stored(handler.using, fresh, newer)
-        if meanwhile == "an operator has retried it":
-            assert decisions.retry(handler.using, slow.pk)
-            InboxMessage.objects.update(last_error="", failed_at=None)
-
-        outcomes.fail_stored(handler, slow, message_rows.Failure(error="stale", retry_after=timedelta(), attempts=1))
-
-        assert the_row().last_error == shown
 
 
 class TestConcurrentDuplicate:
