@@ -22,7 +22,7 @@ from django.db.backends.signals import connection_created
 from exactly_once.half import WouldPublish, halves
 from exactly_once.sql.connections import execute, is_postgresql, set_local
 from exactly_once.wire.body import Undecodable
-from exactly_once.wire.envelope import Envelope
+from exactly_once.wire.envelope import Envelope, opened
 from exactly_once.wire.formats import CELERY_TOPICS
 from exactly_once.wire.text import describe
 from inbox.conf import inbox_options
@@ -169,7 +169,7 @@ class _Run:
 
     def _run(self) -> None:
         alias = self._handler.using
-        envelope = stored_envelope(self._stored)
+        envelope = opened(stored_envelope(self._stored), inbox_options().BODY_LIMIT_BYTES)
         with transaction.atomic(using=alias, durable=True):
             self._bound(alias)
             self._lock(alias)

@@ -31,7 +31,6 @@ from inbox.receiving.reading import (
     identify,
     is_parked,
     message_of,
-    message_of_opened,
     reread_row,
     stored_envelope,
     why_undecodable,
@@ -290,7 +289,7 @@ def _biz_id(stored: InboxMessage, corrected: Envelope, options: InboxOptions) ->
     """
     handler, known = registry.get(stored.handler), business_id(stored.biz_id)
     assert handler is not None  # noqa: S101 - see _why_not
-    message = message_of_opened(corrected, options, needs_id=False)
+    message = message_of(corrected, options, needs_id=False)
     found = identify(handler, message, is_bounded=False) if handler.biz_id or is_parked(known) else known
     if found and found != known and (is_parked(known) or _identified_alike(handler, stored, known, options)):
         taken = receipts.named(handler.using, handler.name, stored.topic, found)
@@ -312,6 +311,7 @@ def _identified_alike(handler: Handler, stored: InboxMessage, known: str, option
     If not, `biz_id` needs data that a row does not have, and its result cannot be used here.
     """
     try:
-        return identify(handler, message_of(stored_envelope(stored), options, needs_id=False), is_bounded=False) == known
+        envelope = opened(stored_envelope(stored), options.BODY_LIMIT_BYTES)
+        return identify(handler, message_of(envelope, options, needs_id=False), is_bounded=False) == known
     except Undecodable:
         return True

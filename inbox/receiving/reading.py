@@ -113,7 +113,7 @@ def read_body(
     if not refused:
         try:
             envelope = opened(envelope, options.BODY_LIMIT_BYTES)
-            message = message_of_opened(envelope, options, needs_id=needs_id)
+            message = message_of(envelope, options, needs_id=needs_id)
             biz_id = identify(handler, message) or _not_ours(parked_row(handler, envelope, redelivered=False).biz_id)
             refused = outside = "" if is_past else outside_window(envelope, options)
         except Undecodable as error:
@@ -231,19 +231,11 @@ def outside_window(envelope: Envelope, options: InboxOptions) -> str:
 def message_of(
     envelope: Envelope, options: InboxOptions, *, needs_id: bool = True, attempt: int = 1, biz_id: str = ""
 ) -> Message:
-    """The message for a handler.
+    """The message for a handler, of an envelope that was `opened`.
 
     Raises:
         Undecodable: it has no identity, or its body cannot be read.
     """
-    envelope = opened(envelope, options.BODY_LIMIT_BYTES)
-    return message_of_opened(envelope, options, needs_id=needs_id, attempt=attempt, biz_id=biz_id)
-
-
-def message_of_opened(
-    envelope: Envelope, options: InboxOptions, *, needs_id: bool = True, attempt: int = 1, biz_id: str = ""
-) -> Message:
-    """As `message_of`, for an envelope that was opened."""
     dedup_id = _identified_by_headers(envelope, needs_id=needs_id)
     compression = str(envelope.headers.get(COMPRESSION, ""))
     payload = decode_payload(envelope.body, envelope.content_type, compression=compression, limit=options.BODY_LIMIT_BYTES)
@@ -270,7 +262,7 @@ def message_for(arrival: Arrival, options: InboxOptions) -> Message:
     """
     attempt = 1 if arrival.stored is None else arrival.stored.attempts
     biz_id = business_id(arrival.row.biz_id)
-    return message_of_opened(arrival.envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
+    return message_of(arrival.envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
 
 
 def _identified_by_headers(envelope: Envelope, *, needs_id: bool = True) -> str:
