@@ -141,15 +141,9 @@ class TaskPolicy(Policy):
         return encode_result(returned)
 
     def settle_success(self, messages: Sequence[Message]) -> None:
-        # An eager task may be part of its caller's transaction; otherwise this is called at once.
-        if connections[self.handler.using].in_atomic_block:
-            transaction.on_commit(partial(self._announce_success, messages), using=self.handler.using)
-        else:
-            self._announce_success(messages)
-
-    def _announce_success(self, messages: Sequence[Message]) -> None:
-        super().settle_success(messages)
-        self._time()
+        # An eager task may be part of its caller's transaction; otherwise both are called at once.
+        for announce in (partial(super().settle_success, messages), self._time):
+            transaction.on_commit(announce, using=self.handler.using)
 
     def failure(self, stored: InboxMessage, error: BaseException) -> None:
         """Celery decides what comes next."""
