@@ -7,7 +7,8 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
 from django.db import OperationalError
@@ -31,7 +32,7 @@ from inbox.receiving.reading import (
     identify,
     is_parked,
     message_of,
-    reread_row,
+    row_of,
     stored_envelope,
     why_undecodable,
 )
@@ -39,7 +40,13 @@ from inbox.states import RETRY, State
 from inbox.store import ordering, receipts
 from inbox.store.arrivals import Insertion, admit, insert_one
 from inbox.store.dialect import LONGEST_LOCK_WAIT
-from inbox.store.message_rows import ConcurrentDuplicate, NewRow, business_id, conflicting_row, edited_name
+from inbox.store.message_rows import (
+    ConcurrentDuplicate,
+    NewRow,
+    business_id,
+    conflicting_name,
+    edited_name,
+)
 from inbox.store.trail_entries import record
 
 ROW_LOCKED = "Row {} is locked by another transaction, which did not end in time. Nothing was changed. Try again later."
@@ -89,15 +96,17 @@ def correct(stored: InboxMessage, text: str) -> Correction:
     payload, after = _read(text, options)
     if before == after:
         raise NotEditable("The payload is unchanged. Retry the message instead.")
-    known = stored_envelope(stored)
+    known, handler = stored_envelope(stored), registry.get(stored.handler)
+    assert handler is not None  # noqa: S101 - see _why_not
     headers = {name: value for name, value in known.headers.items() if name != COMPRESSION}
     try:
         given = known._replace(body=json.dumps(payload, separators=(",", ":")).encode(), headers=headers)
         envelope = opened(given, options.BODY_LIMIT_BYTES)
-        biz_id = _biz_id(stored, envelope, options)
+        biz_id = _biz_id(handler, stored, envelope, options)
     except Undecodable as error:
         raise NotEditable(why_undecodable(error)) from error
-    return Correction(row=reread_row(stored, envelope, biz_id), changes=difference(before, after))
+    row = replace(row_of(handler, envelope, biz_id=biz_id), topic=envelope.topic)
+    return Correction(row=row, changes=difference(before, after))
 
 
 @decisions.again_if_settled
@@ -195,7 +204,7 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
             raise NotEditable(
                 "Another duplicate with different content has arrived meanwhile. Compare again, and confirm again."
             )
-        row = conflicting_row(first)
+        row = _conflicting_row(first)
         if reason := _why_not_by_itself(row):
             raise NotEditable(reason)
         handler = registry.get(row.handler)
@@ -214,6 +223,24 @@ def run_conflicting(alias: str, pk: int, *, confirmed: Collection[str], by: str)
         new = receipts.open_message(alias, row).only("pk").get()
         record(alias, [new.pk], was="", reason=f"has other content than row {pk} under its biz-id; {by}")
         return True
+
+
+def _conflicting_row(stored: InboxMessage) -> NewRow:
+    """The latest conflicting duplicate of a row, under a biz-id of its own, which the same content gets again."""
+    body = bytes(stored.conflicting_body or b"")
+    digest = hashlib.sha256(body).hexdigest()
+    attributes: dict[str, Any] = {**(stored.conflicting_attributes or {})}
+    created_at = attributes.pop("created_at")
+    return NewRow(
+        handler=stored.handler,
+        topic=stored.topic,
+        biz_id=conflicting_name(digest, stored.biz_id),
+        message_id=stored.conflicting_id,
+        body=body,
+        digest=digest,
+        created_at=datetime.fromisoformat(created_at) if created_at else None,
+        **attributes,
+    )
 
 
 def _why_not_by_itself(row: NewRow) -> str:
@@ -280,15 +307,14 @@ def _read(text: str, options: InboxOptions) -> tuple[Any, str]:
         raise NotEditable("The payload is nested too deeply.") from error
 
 
-def _biz_id(stored: InboxMessage, corrected: Envelope, options: InboxOptions) -> str:
+def _biz_id(handler: Handler, stored: InboxMessage, corrected: Envelope, options: InboxOptions) -> str:
     """The biz-id of the corrected message's row: a derived name if its own biz-id is the same as before, else its own.
 
     Raises:
         Undecodable: the corrected message could not be handled, see `message_of` and `identify`.
         NotEditable: another message has its biz-id.
     """
-    handler, known = registry.get(stored.handler), business_id(stored.biz_id)
-    assert handler is not None  # noqa: S101 - see _why_not
+    known = business_id(stored.biz_id)
     message = message_of(corrected, options, needs_id=False)
     found = identify(handler, message, is_bounded=False) if handler.biz_id or is_parked(known) else known
     if found and found != known and (is_parked(known) or _identified_alike(handler, stored, known, options)):

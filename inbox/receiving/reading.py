@@ -296,20 +296,6 @@ def row_of(handler: Handler, envelope: Envelope, *, biz_id: str, redelivered: bo
     )
 
 
-def reread_row(stored: InboxMessage, envelope: Envelope, biz_id: str) -> NewRow:
-    """The row of a stored message that was read again, as this envelope with this biz-id."""
-    return replace(
-        stored_row(stored),
-        topic=envelope.topic,
-        biz_id=biz_id,
-        message_id=envelope.id,
-        body=envelope.body,
-        digest=hashlib.sha256(envelope.body).hexdigest(),
-        headers=headers_as_json(envelope.headers),
-        **dict(zip(CARRIED, carried_of(envelope), strict=True)),
-    )
-
-
 def stored_arrival(handler: Handler, stored: InboxMessage) -> Arrival:
     """A stored message whose attempt was claimed."""
     return Arrival(handler=handler, row=stored_row(stored), envelope=stored_envelope(stored), stored=stored)

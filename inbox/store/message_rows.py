@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -141,24 +141,6 @@ def attributes_of(row: NewRow) -> str:
     """What a conflicting duplicate has besides its id and body, as JSON."""
     attributes = dict(zip(CARRIED, carried_of(row), strict=True))
     return json.dumps({**attributes, "headers": row.headers}, default=datetime.isoformat)
-
-
-def conflicting_row(stored: InboxMessage) -> NewRow:
-    """The latest conflicting duplicate of a row, under a biz-id of its own, which the same content gets again."""
-    body = bytes(stored.conflicting_body or b"")
-    digest = hashlib.sha256(body).hexdigest()
-    attributes: dict[str, Any] = {**(stored.conflicting_attributes or {})}
-    created_at = attributes.pop("created_at")
-    return NewRow(
-        handler=stored.handler,
-        topic=stored.topic,
-        biz_id=conflicting_name(digest, stored.biz_id),
-        message_id=stored.conflicting_id,
-        body=body,
-        digest=digest,
-        created_at=datetime.fromisoformat(created_at) if created_at else None,
-        **attributes,
-    )
 
 
 def stored_row(stored: InboxMessage) -> NewRow:
