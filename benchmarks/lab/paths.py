@@ -23,6 +23,7 @@ from exactly_once.wire.envelope import Envelope
 from inbox import Lease, batch_handler, idempotent_handler, leased_handler
 from inbox.celery import IdempotentTask
 from inbox.conf import InboxOptions
+from inbox.consumer import runner
 from inbox.consumer.answers import Acks, Delivery
 from inbox.consumer.reception import Answers, Reception, envelope_of
 from inbox.consumer.runner import Runner
@@ -39,6 +40,7 @@ TOPIC = "benchmarks.traced"
 
 def paths() -> dict[str, Trace]:
     """By its name, the trace of each way. Needs Django, and the tables of the default database outside any transaction."""
+    runner._SUCCESSORS_SECONDS = 60.0  # noqa: SLF001 - however slow the machine is
     return {
         "fresh delivery": _traced(_Handled()),
         f"{IN_TURN} fresh deliveries in turn": _traced(_InTurn(), count=IN_TURN),
@@ -47,6 +49,7 @@ def paths() -> dict[str, Trace]:
         "stored message": _traced(_Stored()),
         f"{IN_TURN} stored messages in turn": _traced(_Stored(), count=IN_TURN),
         "lease in the database": _traced(_Handled(lease=True)),
+        f"{IN_TURN} leases in turn": _traced(_InTurn(lease=True), count=IN_TURN),
         "duplicate": _traced(_Repeated()),
         "ordered": _traced(_Ordered(ordered=True)),
         "idempotent Celery task": _traced(_Task()),

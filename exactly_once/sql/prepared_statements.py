@@ -227,6 +227,18 @@ def execute_script(
         return rows_of(connection, result)
 
 
+def run_together(
+    connection: BaseDatabaseWrapper, runs: Sequence[tuple[PreparedStatement, Sequence[Any]]]
+) -> list[StatementResult]:
+    """Run statements in one round trip; outside of `atomic()` as a transaction of their own. Call it only if `is_usable`.
+
+    Raises:
+        StatementLost: see there.
+        django.db.Error: one failed, and none has an effect.
+    """
+    return [_read(result) for result in _run(connection, runs)]
+
+
 def run_and_commit(
     connection: BaseDatabaseWrapper,
     runs: Sequence[tuple[PreparedStatement, Sequence[Any]]],

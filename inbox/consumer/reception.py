@@ -97,8 +97,8 @@ class _Behind:
         self.held |= names
         return one.arrival
 
-    def advance(self) -> None:
-        self._ended([*self.part], [Outcome.HANDLED])
+    def advance(self, outcome: Outcome = Outcome.HANDLED) -> None:
+        self._ended([*self.part], [outcome])
         self.part[0] = self.left.pop()
 
 
@@ -207,7 +207,7 @@ class Reception:
         queue = behind if len(part) == 1 else None
         if queue is not None:
             queue.part = part
-        return receive(handler, arrivals, self._options, acknowledge=partial(self._acknowledge, part[0]), queue=queue)
+        return receive(handler, arrivals, self._options, acknowledge=partial(self._acknowledge, part), queue=queue)
 
     def _store(self, part: list[Delivery]) -> list[Outcome]:
         stored = admit(part[0].handler, [one.arrival for one in part], self._options)
@@ -304,8 +304,9 @@ class Reception:
                 queue_name(delivery.handler, self._options),
             )
 
-    def _acknowledge(self, one: Delivery) -> None:
+    def _acknowledge(self, part: Sequence[Delivery]) -> None:
         """Acknowledge before the handler has ended."""
+        one = part[0]
         one.is_acknowledged = True
         self._answer([(one, Outcome.STORED)])
 

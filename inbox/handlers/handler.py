@@ -90,8 +90,8 @@ class Handler:
 
         Not if the user's code reads it, which may query, or if it has a transaction of its own kind.
         """
-        is_plain = self.kind is PLAIN and not self.is_stored_first
-        return is_plain and (self.biz_id is None or isinstance(self.biz_id, PayloadField))
+        is_single = (self.kind is PLAIN or self.lease is not None) and not self.is_stored_first
+        return is_single and (self.biz_id is None or isinstance(self.biz_id, PayloadField))
 
     @cached_property
     def limits(self) -> Sequence[bytes]:

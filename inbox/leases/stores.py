@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from django.utils.module_loading import import_string
@@ -61,6 +62,7 @@ class Lease:
         stopping: the process has been asked to stop.
         next_at: when it is to be extended, monotonic; never beyond `limit_at`.
         interrupted: a database that became unavailable has ended the run, so it is not counted as an attempt.
+        following: the lease of the next message, which was granted in the commit that has consumed this one.
     """
 
     store: LeaseStore
@@ -78,6 +80,7 @@ class Lease:
     interrupted: bool = False
     is_reported: bool = False
     stopping: bool = False
+    following: Lease | None = None
 
     def __post_init__(self) -> None:
         self.ends_at = self.began_at + self.terms.duration.total_seconds()
@@ -141,8 +144,12 @@ class LeaseStore(Protocol):
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
         """Record a step's result, or with None that it has begun. False: the lease is no longer ours."""
 
-    def consume(self, lease: Lease) -> bool:
-        """Record that the message is handled. False: the lease is no longer ours, and nothing is written."""
+    def consume(self, lease: Lease, following: Arrival | None = None) -> bool:
+        """Record that the message is handled. False: the lease is no longer ours, and nothing is written.
+
+        Args:
+            following: the store may grant its first lease in the same commit, as `lease.following`.
+        """
 
     def free(self, lease: Lease, failure: Failure) -> bool:
         """Store a failed message, for a retry or as a dead letter. False: as `consume`."""
@@ -170,12 +177,11 @@ class DatabaseLeases:
     def __init__(self, options: InboxOptions) -> None:
         self._duplicate_timeout = options.DUPLICATE_TIMEOUT
 
-    def acquire(self, arrival: Arrival) -> Lease | None:
+    def acquire(self, arrival: Arrival, grant: Callable[..., lease_rows.Granted | None] | None = None) -> Lease | None:
         began_at, alias, terms = monotonic(), arrival.handler.using, arrival.terms
         # A duration that identifies the lease: its owner recognizes it if the answer to its request was lost.
         lasts = terms.duration + timedelta(microseconds=random.randrange(1, 100_000))
-        tries = itertools.count()
-        granted = committed(alias, self._grant, arrival, lasts, tries)
+        granted = committed(alias, grant or self._grant, arrival, lasts, itertools.count())
         if granted is None:
             return None
         lease = Lease(
@@ -204,8 +210,20 @@ class DatabaseLeases:
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
         return _committed(lease, lease_rows.remember, step, result)
 
-    def consume(self, lease: Lease) -> bool:
-        return _committed(lease, lease_rows.consume, lease.arrival.order)
+    def consume(self, lease: Lease, following: Arrival | None = None) -> bool:
+        if following is None:
+            return _committed(lease, lease_rows.consume, lease.arrival.order)
+        consumed: list[bool] = []
+        lease.following = self.acquire(following, partial(self._consume_and_grant, lease, consumed))
+        return consumed[-1]
+
+    def _consume_and_grant(
+        self, lease: Lease, consumed: list[bool], alias: str, arrival: Arrival, lasts: timedelta, tries: Iterator[int]
+    ) -> lease_rows.Granted | None:
+        row, is_retry = arrival.row, next(tries) > 0
+        is_ours, granted = lease_rows.consume_and_lease(alias, lease.pk or 0, lease.fence, row, lasts, self._duplicate_timeout)
+        consumed.append(is_ours)
+        return granted or (lease_rows.lease_over(alias, row, lasts, is_retry=True) if is_retry else None)
 
     def free(self, lease: Lease, failure: Failure) -> bool:
         return _committed(lease, lease_rows.free, failure, lease.arrival.leaves(failure))

@@ -25,14 +25,23 @@ from inbox.receiving.reading import message_for, why_undecodable
 from inbox.states import Outcome
 from inbox.store import claims
 from inbox.store.message_rows import Failure
+from inbox.transactions.arrival import Arrival
 from inbox.transactions.running import DatabaseUnavailable, call, outage_in
 from inbox.transactions.sessions import SessionChanges, autocommit
 
 logger = escaping_logger(__name__)
 
 
-def run_leased(lease: Lease, options: InboxOptions, settle_success: Callable[[Handler, Sequence[Message]], object]) -> Outcome:
+def run_leased(
+    lease: Lease,
+    options: InboxOptions,
+    settle_success: Callable[[Handler, Sequence[Message]], object],
+    take: Callable[[], Arrival | None] | None = None,
+) -> Outcome:
     """Run a message under its lease.
+
+    Args:
+        take: returns the next message, which may get its lease in the commit that consumes this one.
 
     Raises:
         DatabaseUnavailable: the database or the lease store does not answer.
@@ -47,7 +56,8 @@ def run_leased(lease: Lease, options: InboxOptions, settle_success: Callable[[Ha
             if isinstance(ended, Failure):
                 settled = not lease.lost and store_as_owner(lease, "its outcome", store.free, ended)
             else:
-                settled = not lease.lost and store_as_owner(lease, "its outcome", store.consume)
+                following = take() if take is not None and not lease.lost else None
+                settled = not lease.lost and store_as_owner(lease, "its outcome", store.consume, following)
         finally:
             if lease.interrupted and stored is not None and not settled and not lost_sessions.count_against(arrival.row):
                 refund_later(alias, claims.give_back, stored)

@@ -81,8 +81,8 @@ class Queue(Protocol):
     def take(self) -> Arrival | None:
         """The next one, if it can be run as this one is."""
 
-    def advance(self) -> None:
-        """This one has had its effect; answer it. The one that was taken takes its place."""
+    def advance(self, outcome: Outcome = Outcome.HANDLED) -> None:
+        """This one has ended; answer it. The one that was taken takes its place."""
 
 
 def receive(
@@ -112,7 +112,7 @@ def receive(
     held = None
     try:
         if handler.lease and not (first.unread and is_parked(first.row.biz_id)):
-            return [_receive_leased(first, options, acknowledge=acknowledge)]
+            return [_receive_leased(first, options, acknowledge, queue)]
         rows = [arrival.row for arrival in arrivals]
         if (held := in_hand.take(rows)) is not None:
             is_suspect = lost_sessions.counts and lost_sessions.are_among(rows)
@@ -138,7 +138,9 @@ def _receive_carefully(handler: Handler, arrival: Arrival, options: InboxOptions
     return run_stored(*claimed, options) if claimed else became
 
 
-def _receive_leased(arrival: Arrival, options: InboxOptions, *, acknowledge: Callable[[], object] | None = None) -> Outcome:
+def _receive_leased(
+    arrival: Arrival, options: InboxOptions, acknowledge: Callable[[], object] | None, queue: Queue | None
+) -> Outcome:
     """Process one delivery under a lease to its outcome.
 
     If its lease is in the database, its row and body are stored there, so it is acknowledged before the run. With Redis, the
@@ -154,15 +156,20 @@ def _receive_leased(arrival: Arrival, options: InboxOptions, *, acknowledge: Cal
         return lease or admit(arrival.handler, [arrival], options)[0]
     if acknowledge is None or lease.pk is None:
         return run_leased(lease, options, handled)
-    acknowledge()
-    try:
-        return run_leased(lease, options, handled)
-    except DatabaseUnavailable as outage:
-        # The broker does not deliver it again.
-        logger.warning("%s: its outcome could not be stored; it runs again when its lease has ended: %s", lease, outage)
-    except Exception:
-        logger.exception("%s: unexpected error; it runs again when its lease has ended.", lease)
-    return Outcome.STORED
+    while True:
+        acknowledge()
+        outcome = Outcome.STORED
+        try:
+            outcome = run_leased(lease, options, handled, None if queue is None else queue.take)
+        except DatabaseUnavailable as outage:
+            # The broker does not deliver it again.
+            logger.warning("%s: its outcome could not be stored; it runs again when its lease has ended: %s", lease, outage)
+        except Exception:
+            logger.exception("%s: unexpected error; it runs again when its lease has ended.", lease)
+        if queue is None or lease.following is None:
+            return outcome
+        queue.advance(outcome)
+        lease = lease.following
 
 
 def claim_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -> tuple[Handler, InboxMessage] | None:

@@ -271,6 +271,13 @@ def first_statement(row: NewRow, duplicate_timeout: timedelta, limits: Sequence[
     return _ONE, [*columns_of(stored), State.DONE, 1, None, None, None, as_bound(duplicate_timeout)], limits
 
 
+def insertion_of(
+    row: NewRow, state: State, longest_wait: timedelta, **values: Unpack[Values]
+) -> tuple[PreparedStatement, Sequence[Any]]:
+    """What `insert_one` executes. Its answer begins with the id, or NULL if the row exists."""
+    return _ONE, [*columns_of(row), state, *map(values.get, _ONE_ROW), as_bound(longest_wait)]
+
+
 def begun(connection: BaseDatabaseWrapper, row: NewRow, answer: Callable[[], Rows]) -> Guard | None:
     """What `begin_fresh` returns and raises, by the answer to the `first_statement`."""
     with locked_means_busy:

@@ -8,21 +8,21 @@ means that the step was begun and its outcome is unknown. JSON's null is an ordi
 """
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from django.db import connections, transaction
+from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime, now, now_after
-from exactly_once.sql.prepared_statements import PreparedStatement, is_usable
+from exactly_once.sql.prepared_statements import PreparedStatement, is_usable, run_together
 from inbox.conf import inbox_options
 from inbox.models import InboxMessage, Step
 from inbox.states import FINISH, LEASE, State
 from inbox.store import receipts
-from inbox.store.arrivals import insert_one
+from inbox.store.arrivals import insert_one, insertion_of
 from inbox.store.claims import under_claim
 from inbox.store.dialect import IS_OPEN, LONGEST_LOCK_WAIT, TABLE, locked_means_busy
 from inbox.store.failure_columns import fail
@@ -130,6 +130,24 @@ def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) ->
         promote_behind(alias, order)
     # After a connection lost during the commit, this is called again.
     return bool(done) or _is_in_state(alias, pk, fence, State.DONE)
+
+
+def consume_and_lease(
+    alias: str, pk: int, fence: int, row: NewRow, lease: timedelta, duplicate_timeout: timedelta
+) -> tuple[bool, Granted | None]:
+    """`consume` and `lease_fresh`, for the next message, in one commit. If that cannot be made, only the first."""
+    connection = connections[alias]
+    if not (connection.in_atomic_block or FINISH.recorded or inbox_options().records_all) and is_usable(connection):
+        done = _CONSUME, [pk, fence, inbox_options().keeps_successes]
+        lasts = lease.total_seconds()
+        leased = insertion_of(row, State.RUNNING, duplicate_timeout, due_after=lasts, attempts=1, fence=1)
+        # The next one has its own errors by itself.
+        with suppress(DatabaseError, InterfaceError):
+            consumed, inserted = run_together(connection, [done, leased])
+            new = inserted.rows[0][0]
+            is_done = bool(consumed.hit) or _is_in_state(alias, pk, fence, State.DONE)
+            return is_done, None if new is None else Granted(int(new), 1, 1)
+    return consume(alias, pk, fence), None
 
 
 def free(alias: str, pk: int, fence: int, failure: Failure, leaves: OrderedKey | None = None) -> bool:

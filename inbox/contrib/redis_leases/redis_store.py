@@ -152,7 +152,7 @@ class RedisLeases:
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
         return bool(self._as_owner(scripts.REMEMBER, lease, step, result or "")[0] == _DONE)
 
-    def consume(self, lease: Lease) -> bool:
+    def consume(self, lease: Lease, following: Arrival | None = None) -> bool:
         answer, *has_row = self._as_owner(scripts.CONSUME, lease, lease.arrival.row.handler)
         if answer == _DONE and has_row == ["1"]:
             arrival = lease.arrival

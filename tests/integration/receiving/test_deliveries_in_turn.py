@@ -8,7 +8,7 @@ import pytest
 from django.db import DataError, connection, transaction
 
 from exactly_once.process.clock import monotonic
-from inbox import signals
+from inbox import Lease, signals
 from inbox.consumer.answers import Acks
 from inbox.consumer.lanes import Delivery
 from inbox.consumer.reception import Reception
@@ -211,3 +211,83 @@ def test_commit_whose_answer_is_lost_has_one_effect_and_so_has_the_next(handles,
     assert dict(answers) == {**dict.fromkeys(["second", "third", "fourth"], Outcome.HANDLED), lost: Outcome.DUPLICATE}
     assert effects_by_name() == dict.fromkeys(["first", "second", "third", "fourth"], 1)
     assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
+
+
+class TestUnderALease:
+    """The lease of each is granted in the commit that consumes the one before it."""
+
+    @pytest.fixture
+    def leased(self, handles):
+        return lambda function, **arguments: handles(function, lease=Lease(), **arguments)
+
+    @staticmethod
+    def rows():
+        return [*InboxMessage.objects.order_by("biz_id").values_list("biz_id", "state", "attempts")]
+
+    def test_each_is_acknowledged_once_and_handled_once(self, leased):
+        running = []
+
+        def handler(message):
+            the_effect(message)
+            running.append(InboxMessage.objects.filter(state=State.RUNNING).get().biz_id)
+
+        answers = in_turn(leased(handler), "a", "b", "a", "c")
+
+        assert answers == [("a", Outcome.STORED), ("b", Outcome.STORED), ("a", Outcome.DUPLICATE), ("c", Outcome.STORED)]
+        assert (running, effects_by_name()) == ([*"abc"], {"a": 1, "b": 1, "c": 1})
+        assert self.rows() == [(name, State.DONE, 1) for name in "abc"]
+
+    def test_failure_of_the_next_leaves_the_one_before_handled(self, leased):
+        def handler(message):
+            the_effect(message)
+            if message.biz_id == "b":
+                raise ValueError("no stock")
+
+        in_turn(leased(handler), "a", "b", "c")
+
+        assert self.rows() == [("a", State.DONE, 1), ("b", State.RETRYING, 1), ("c", State.DONE, 1)]
+
+    def test_one_that_another_process_is_storing_does_not_keep_the_one_before_from_being_handled(self, leased):
+        handler = leased(the_effect)
+        with transaction.atomic():
+            executed(
+                "INSERT INTO inbox_receipt (id, handler, topic, biz_id, message_id, digest, received_at) "
+                "VALUES (-1, %s, %s, 'b', '', '', now())",
+                [handler.name, TOPIC],
+            )
+            with InAThread(lambda: in_turn(handler, "a", "b", "c")):
+                pass
+            transaction.set_rollback(True)
+
+        assert effects_by_name() == {"a": 1, "c": 1}
+        assert (the_row(biz_id="a").state, the_row(biz_id="c").state) == (State.DONE, State.DONE)
+
+    def test_lease_whose_grant_was_not_confirmed_is_granted_again(self, leased, process_environment):
+        point = SimpleNamespace(reached=lambda: None)
+
+        def handle(message):
+            the_effect(message)
+            if message.biz_id == "b":
+                point.reached()
+
+        handler = leased(handle)
+        losing_the_answer(
+            process_environment,
+            before=lambda: in_turn(handler, "0"),
+            call=lambda: in_turn(handler, "a", "b", "c", "d"),
+            written="SELECT 1 FROM inbox_inboxmessage WHERE biz_id = 'c'",
+            after=(point, "reached"),
+        )
+
+        assert self.rows() == [(name, State.DONE, 1) for name in "0abcd"]
+        assert effects_by_name() == dict.fromkeys("0abcd", 1)
+
+    def test_run_whose_lease_has_ended_is_not_counted_and_the_next_one_runs(self, leased):
+        def handler(message):
+            the_effect(message)
+            if message.biz_id == "a":
+                executed("UPDATE inbox_inboxmessage SET next_attempt_at = now() WHERE biz_id = 'a'")
+
+        in_turn(leased(handler), "a", "b")
+
+        assert self.rows() == [("a", State.RUNNING, 1), ("b", State.DONE, 1)]
