@@ -11,6 +11,7 @@ more for each probe without an answer.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import inf
 from struct import Struct, pack
@@ -83,13 +84,14 @@ class _Channel:
     Attributes:
         sent_at: when the last batch was begun.
         heard_at: when an answer was last noticed.
+        asked_at: when it was last asked whether it is stuck, see `_replace_if_stuck`.
     """
 
     def __init__(self, amqp: Any, on_return: Callable[..., None]) -> None:
         self.channel = amqp.channel()
         self.tracker = ConfirmTracker()
         self.frames = FrameWriter(channel=self.channel.channel_id, frame_max=amqp.frame_max)
-        self.sent_at = self.heard_at = monotonic()
+        self.sent_at = self.heard_at = self.asked_at = monotonic()
         self._heard = 0
         self.channel.confirm_select()
         self.channel.events["basic_ack"].add(self.tracker.acked)
@@ -144,10 +146,7 @@ class AmqpTransport(Transport):
         return self._send(self._main, messages, deadline, self._patience if ends_early else inf)
 
     def probe(self, message: OutgoingMessage, deadline: float) -> Sent:
-        """Send a message on a channel of its own.
-
-        RabbitMQ answers nothing on a channel whose process waits for a queue, not even for messages to other queues.
-        """
+        """Send a message on a channel of its own, see `_replace_if_stuck`."""
         sent = Sent()
         try:
             with self._amqp.transport.having_timeout(_ALIVE_SECONDS):
@@ -156,10 +155,6 @@ class AmqpTransport(Transport):
             self._channels.append(channel)
             sent = self._send(channel, [message], deadline, self._patience)
             if sent.broken is None and sent.verdicts:
-                if self._main.tracker.waiting and self._main.is_silent:
-                    # The process of the main channel may wait for a queue.
-                    self._lose(self._main)
-                    self._channels[0] = self._opened()
                 channel.channel.close()
         except BROKER_FAILURES as error:
             self._discard()
@@ -174,8 +169,33 @@ class AmqpTransport(Transport):
         if monotonic() > max(since, self._unblocked_at) + _LATEST_SECONDS:
             logger.warning("The broker has not confirmed a message for %.0f s; the connection is given up.", _LATEST_SECONDS)
             self._discard()
+        if self._channels and not self._blocked:
+            self._replace_if_stuck()
         news, self._news = self._news, {}
         return news
+
+    def _replace_if_stuck(self) -> None:
+        """Give up the main channel if it answers nothing, while a new one is opened.
+
+        RabbitMQ answers nothing on a channel whose process waits for a queue, not even for messages to other queues.
+        """
+        main, patience = self._main, self._patience
+        is_asked = main.asked_at > main.sent_at  # since then nothing can have stopped it
+        if is_asked or not main.tracker.waiting or monotonic() < max(main.sent_at, main.heard_at) + patience:
+            return
+        main.asked_at = monotonic()
+        try:
+            with suppress(TimeoutError), self._amqp.transport.having_timeout(patience):
+                main.channel.confirm_select()  # it has been, so this changes nothing
+                return
+            if not self._blocked:
+                with self._amqp.transport.having_timeout(_ALIVE_SECONDS):
+                    opened = self._opened()
+                self._lose(main)
+                self._channels[0] = opened
+        except BROKER_FAILURES as error:
+            logger.info("The broker connection was lost (%s); the next pass opens a new one.", describe(error))
+            self._discard()
 
     @property
     def _main(self) -> _Channel:

@@ -15,7 +15,9 @@ from exactly_once.wire.envelope import Envelope
 from outbox.transports import amqp
 from outbox.transports.amqp import AmqpTransport
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.fakes.amqp_wire import CONFIRM_SELECT
 from tests.support.relaying import EXCHANGE, TOPIC, connected, deadline_when, ids, outcomes, soon
+from tests.support.waiting import wait_until
 
 A_MOMENT = 0.3
 """A deadline for a broker that answers nothing at all."""
@@ -121,15 +123,26 @@ class TestConfirms:
         passed[0] += amqp._LATEST_SECONDS
         assert news_of(transport) == {5: PublishOutcome.UNKNOWN}
 
-    def test_probe_is_answered_while_the_broker_answers_nothing_on_the_channel_of_other_messages(self, peer, transport):
+    def test_probe_is_answered_beside_a_channel_that_answers_nothing_and_is_replaced(self, peer, transport):
         """As RabbitMQ does while the process of the channel waits for a queue."""
         self.send_in_vain(peer, transport)
+        peer.stuck = peer.published[0].channel
         peer.script = lambda message: [partial(peer.ack, message)]
 
         assert outcomes(transport.probe(*messages(1, first=2), soon())) == {2: CONFIRMED}
-        assert news_of(transport) == {1: PublishOutcome.UNKNOWN}, "it is sent again, on another channel"
+        wait_until(lambda: news_of(transport) == {1: PublishOutcome.UNKNOWN})  # it is sent again, on another channel
         assert outcomes(transport.send(messages(1), soon())) == {1: CONFIRMED}
         assert peer.connections == 1
+
+    def test_channel_that_answers_but_does_not_confirm_is_kept(self, peer, transport):
+        self.send_in_vain(peer, transport)
+        asked = peer.methods.count(CONFIRM_SELECT)
+        wait_until(lambda: news_of(transport) == {} and peer.methods.count(CONFIRM_SELECT) > asked)
+
+        peer.ack(1)
+
+        wait_until(lambda: news_of(transport) == {1: CONFIRMED})
+        assert peer.methods.count(CONFIRM_SELECT) == asked + 1
 
     @pytest.mark.parametrize("is_answered", [True, False])
     def test_message_that_closes_the_channel_is_sought_among_its_batch_unless_an_earlier_one_may_be_the_cause(

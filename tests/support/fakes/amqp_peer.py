@@ -80,6 +80,7 @@ class FakeAmqpPeer:
         self.script: Script | None = None
         self.ack_all_automatically = True
         self.refuse_connections = False  # reset them as soon as they are made
+        self.stuck = -1  # a channel that answers nothing
         self.mute = False  # go on reading, but answer no method, not even channel.open
         self._changed = threading.Condition()
         self._reading = True
@@ -405,7 +406,7 @@ class _Session:
             self.peer._received(message)
 
     def _reply(self, channel: int, method: wire.Method, args: bytes = b"") -> None:
-        if not self.peer.mute:
+        if not self.peer.mute and channel != self.peer.stuck:
             self.send(wire.method_frame(channel, method, args))
 
 
