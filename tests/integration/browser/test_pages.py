@@ -1,5 +1,6 @@
 """Every page of both apps' admin in a real browser, with rows of every kind: layout, hostile texts, no effect."""
 
+from itertools import cycle
 from urllib.parse import urlencode
 
 import pytest
@@ -20,6 +21,8 @@ APPS = {"exactly_once", "outbox", "inbox", "inbox_outgoing_webhooks"}
 OURS = [model for model in admin.site._registry if model._meta.app_label in APPS]
 MESSAGES = (OutboxMessage, InboxMessage)
 HOSTILE = f"{NASTY}{'W' * 120}"
+WAYS = [(("light", PHONE), ("dark", DESKTOP)), (("dark", PHONE), ("light", DESKTOP))]
+"""A page is looked at in both sizes and both schemes, and the next one in the other two combinations."""
 SAFE = {"auth_user", "django_session", "django_migrations", "django_content_type", "auth_permission"}
 """Tables that a log-in changes, or that never change."""
 
@@ -75,7 +78,7 @@ def content():
 
 def require_good_pages(operator, paths):
     """Open the pages one after another: they have a good layout, nothing injected, and change no row."""
-    before, wrong = content(), []
+    before, wrong, ways = content(), [], cycle(WAYS)
     assert before["inbox_inboxmessage"]
     for path in paths:
         page = operator.open(path)
@@ -85,11 +88,10 @@ def require_good_pages(operator, paths):
             page.locator(".flow-message").first.wait_for()
         if page.locator("img[src='x'], #content script:not([src])").count():
             wrong.append(f"{path}: an injected element")
-        for scheme in ("light", "dark"):
+        for scheme, size in next(ways):
             page.emulate_media(color_scheme=scheme)
-            for size in (PHONE, DESKTOP):
-                page.set_viewport_size(size)
-                wrong += [f"{path} at {size['width']} px, {scheme}: {fault}" for fault in faults(page)]
+            page.set_viewport_size(size)
+            wrong += [f"{path} at {size['width']} px, {scheme}: {fault}" for fault in faults(page)]
     page.goto("about:blank")
     assert not wrong, "\n".join(wrong)
     assert content() == before
