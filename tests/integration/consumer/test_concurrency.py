@@ -696,22 +696,6 @@ def begun():
 
 
 class TestProcesses:
-    def test_three_processes_on_the_same_queues_have_each_effect_once(self, workshop, rabbitmq_url, length):
-        sent = {topic: names(60, f"{topic} ") for topic in (SINGLE, GROUPED, BATCHED)}
-        with ExitStack() as stack:
-            processes = [stack.enter_context(workshop(log=f"{n}", CONCURRENCY=3, PREFETCH=10)) for n in range(3)]
-            for topic, its in sent.items():
-                twice = [*its, *its]
-                random.Random(topic).shuffle(twice)
-                send_all(rabbitmq_url, topic, [(name, {}) for name in twice])
-            for process in processes:
-                process.until(lambda: all_empty(length) and effects() == 180 and none_to_be_decided())
-            for process in processes:
-                assert process.end() == 0
-
-        assert effects_by_name() == dict.fromkeys([name for its in sent.values() for name in its], 1)
-        assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 1)}
-
     def test_sigterm_finishes_running_handlers_and_returns_the_rest_to_the_queues(self, workshop, rabbitmq_url, length):
         with workshop(CONCURRENCY=4, PREFETCH=10) as process:
             waits = {"do": "wait for the word"}

@@ -16,13 +16,10 @@ from hypothesis import strategies as st
 from exactly_once.sql.now import DatabaseTime
 from inbox.limits.limiter import Limiter, limiter_of
 from inbox.models import InboxMessage, TokenBucket
-from inbox.receiving.reading import read
 from inbox.states import Outcome, State
-from inbox.store import arrivals
 from inbox.store.buckets import lease_tokens
 from tests.support.aliases import the_default_at
 from tests.support.deliveries import (
-    OPTIONS,
     InAThread,
     admitted,
     an_envelope,
@@ -158,14 +155,6 @@ class TestLimiter:
     def limiter(self, handles):
         return Limiter(handles(the_effect, rate_limit="2/s"))
 
-    def test_threads_of_a_process_share_one_limiter(self, handles):
-        handler = handles(the_effect, rate_limit="5/s")
-
-        assert len(set(map(id, at_once([lambda: limiter_of(handler)] * 5)))) == 1
-
-    def test_handler_without_a_rate_has_no_limiter(self, handles):
-        assert limiter_of(handles(the_effect)) is None
-
     def test_changed_rate_makes_a_new_limiter(self, handles):
         before = limiter_of(handles(the_effect, rate_limit="5/s", name="tests.same"))
 
@@ -264,17 +253,6 @@ class TestDeliveryStoredForLater:
         assert (the_row().state, the_row().attempts, effects()) == (State.RECEIVED, 0, 0)
         assert drain() == 1
         assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 1, 1)
-
-
-def test_delivery_being_handled_elsewhere_is_deferred_and_not_stored(handles):
-    handler, envelope = handles(the_effect, rate_limit="100/s"), an_envelope()
-
-    with transaction.atomic():
-        arrivals.begin_fresh("default", [read(handler, envelope, OPTIONS).row], OPTIONS.DUPLICATE_TIMEOUT)
-        assert at_once([lambda: admitted(handler, envelope)]) == [[Outcome.DEFERRED]]
-
-    # The one row is that of the other transaction.
-    assert (the_row().biz_id, the_row().duplicates) == (envelope.biz_id, 0)
 
 
 @every_database

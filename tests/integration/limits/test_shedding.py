@@ -11,7 +11,6 @@ from inbox import Shed
 from inbox.consumer.reception import Reception
 from inbox.limits.shedder import shedder_of
 from inbox.models import InboxMessage
-from inbox.receiving.in_hand import in_hand
 from inbox.receiving.reading import read
 from inbox.states import Outcome, State
 from inbox.store.arrivals import begin_fresh
@@ -135,18 +134,6 @@ def test_shedding_defers_only_the_message_being_handled_elsewhere(handles):
     # A copy of the message is stored until it is known whether that is handled.
     assert became == [Outcome.SHED, Outcome.STORED]
     assert the_row(message_id=fresh.id).state == State.SHED
-
-
-def test_message_being_handled_elsewhere_is_remembered_after_one_wait(handles):
-    """So its further copies hold no worker until that ends."""
-    handler, busy = handles(the_effect), an_envelope()
-    row = read(handler, busy, OPTIONS).row
-
-    with being_handled_elsewhere(handler, busy):
-        at_once(
-            [lambda: deliver(handler, busy, given=options(DUPLICATE_TIMEOUT=timedelta(milliseconds=200)), redelivered=True)]
-        )
-        assert in_hand.take([row]) is None
 
 
 def test_rate_limit_does_not_delay_shedding(handles, rabbitmq_url, rabbitmq_server):
