@@ -36,7 +36,8 @@ _SHORTEST_POLL_SECONDS = 0.01
 _LONGEST_WAIT_SECONDS = 0.05
 _SWEEP_SECONDS = 10.0
 _AFTER_AN_ERROR_SECONDS = 1.0
-_SUCCESSORS_SECONDS = 0.1
+_SUCCESSORS_SECONDS = 0.05
+"""Due messages of other handlers wait as long for this worker."""
 _PAUSED_SECONDS = 1.0
 """How often the paused handlers are read. The claim of a stored message reads them itself."""
 
@@ -288,7 +289,7 @@ class Runner:
         def in_turn() -> list[str] | None:
             if handler.rate_limit is not None or monotonic() >= until or self.stop or self.is_paused(handler):
                 return None
-            return [] if self.keeps_others_waiting(handler) else [*self._ready_beside(handler), handler.name]
+            return [] if self.keeps_others_waiting(handler) else [handler.name]
 
         successor = Successor(self._options.REDELIVERY_AFTER, in_turn)
         while True:
@@ -305,15 +306,6 @@ class Runner:
                 refund_later(handler.using, claims.give_back, stored)
                 make_refunds(handler.using)
                 return ran + successor.handled
-
-    def _ready_beside(self, handler: Handler) -> list[str]:
-        """The other handlers of its database that may run a stored message now."""
-        others = [
-            one for one in self._handlers() if one.using == handler.using and one.kind.is_called and one.name != handler.name
-        ]
-        if self.outages.beside:
-            others = [one for one in others if not self.outages.is_paused(one.name)]
-        return [one.name for one in others if slots_of(one).is_free and not _wait_for_token(one)]
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Claim for a handler whose `concurrency` is not reached, and take one of its slots."""

@@ -169,9 +169,8 @@ class Successor:
 
     Attributes:
         claimed_for: the time after which it is due again, if its process has died.
-        in_turn: called when the other message is settled; returns names of handlers, the last of them that of the message. One
-            that is due is claimed only if none of the other handlers has any. Without names, only the next one in the order is
-            claimed; None claims nothing.
+        in_turn: called when the other message is settled; returns the handler of that, of which a due message is claimed if
+            none is next in the order. Without it, only the next one is claimed; None claims nothing.
         begins: its transaction begins with the commit of the other's, where that is possible.
         message: it, with its attempt counted, once the other message is done; None if there is none, or it has begun.
         unknown: the transaction that claimed it, if its outcome is unknown; else "".

@@ -157,14 +157,13 @@ FOLLOW = PreparedStatement(
     + f", due AS MATERIALIZED ({first_due('postgresql', _EXEMPT).replace('%s', '$4')}), "
     f"claimed AS ({CLAIM.format(after=_CLAIMED_FOR)} FROM due WHERE m.id = due.id AND m.{IS_OPEN} "
     # Not EXISTS: a scalar is read first, and then nothing is searched for.
-    "AND (SELECT state FROM head) IS DISTINCT FROM 'waiting' AND m.handler = $4->>-1 "
+    "AND (SELECT state FROM head) IS DISTINCT FROM 'waiting' "
     f"RETURNING {columns_of('m')}) "
     "SELECT (SELECT state FROM head), following.*, "
     "set_config('inbox.following', ARRAY[following.id, following.fence]::text, false) FROM (SELECT) one "
     "LEFT JOIN (SELECT * FROM promoted UNION ALL SELECT * FROM claimed) following ON true",
 )
-"""Promote the head of a key if it is waiting, and claim it. Else claim a due message of the last of the given handlers, if no
-other one has any.
+"""Promote the head of a key if it is waiting, and claim it. Else claim a due message of the given handler.
 
 Its one row: the state of the head, the columns of the claimed row, or NULL, and `FOLLOWING`. If the head is waiting and nothing
 was claimed, its handler is paused, or an operator has skipped it between the read and the write of the statement.

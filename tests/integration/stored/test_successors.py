@@ -44,9 +44,9 @@ def store(handler, *names, key=""):
         due.update(next_attempt_at=DatabaseTime(timedelta(seconds=-seconds)))
 
 
-def run_first(handler, *others):
+def run_first(handler):
     """Run the message of the handler that is due longest; the message that follows, or None."""
-    successor = Successor(timedelta(minutes=1), lambda: [*(one.name for one in others), handler.name])
+    successor = Successor(timedelta(minutes=1), lambda: [handler.name])
     assert run_stored(*claim_next([handler], "default", OPTIONS), OPTIONS, successor) is Outcome.HANDLED
     return successor.message
 
@@ -109,16 +109,6 @@ def test_message_of_another_key_follows_the_last_one_of_a_key(handles):
     successor = run_first(handler)
 
     assert {successor.biz_id, *Effect.objects.values_list("name", flat=True)} == {"a", "b"}
-
-
-def test_nothing_follows_while_another_handler_has_a_due_message(handles):
-    handler, other = handles(the_effect), handles(the_effect, name="tests.other")
-    store(handler, "a", "b")
-    store(other, "c")
-
-    assert run_first(handler, other) is None
-    drain()
-    assert effects() == 3
 
 
 @pytest.mark.parametrize("ordered", [True, False])
