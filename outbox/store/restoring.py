@@ -51,12 +51,12 @@ def restore(
             left[row.pk] = OVERDUE
         else:
             chosen.append(row)
-    changed, replaced = _move_unless_replaced(alias, chosen, states, reason, may_wait=not skip_locked)
+    changed, replaced = _move_unless_replaced(alias, chosen, reason, may_wait=not skip_locked)
     return changed, left | dict.fromkeys(replaced, REPLACED)
 
 
 def _move_unless_replaced(
-    alias: str, rows: Sequence[OutboxMessage], states: Collection[str], reason: str, *, may_wait: bool
+    alias: str, rows: Sequence[OutboxMessage], reason: str, *, may_wait: bool
 ) -> tuple[list[Moved], list[int]]:
     """Restore messages unless a concurrent `publish(unique=True)` replaced them; those restored, and those replaced.
 
@@ -68,14 +68,12 @@ def _move_unless_replaced(
             earlier = take_names(alias, unique)
             replaced = [row.pk for row in unique if (row.topic, row.biz_id) in earlier]
             left = [row.pk for row in rows if row.pk not in replaced]
-            return move(alias, RESTORE, left, only=states, reason=reason), replaced
+            return move(alias, RESTORE, left, only={row.state for row in rows}, reason=reason), replaced
     except OperationalError as error:
         if may_wait or not is_collision(error):
             raise
     if len(rows) <= 1:
         return [], []
     middle = len(rows) // 2
-    first, second = (
-        _move_unless_replaced(alias, half, states, reason, may_wait=may_wait) for half in (rows[:middle], rows[middle:])
-    )
+    first, second = (_move_unless_replaced(alias, half, reason, may_wait=may_wait) for half in (rows[:middle], rows[middle:]))
     return first[0] + second[0], first[1] + second[1]
