@@ -23,6 +23,6 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
         IN_REDIS: handled_by(bench.project, "sql", inbox={"LEASE_STORE": lab.redis.url}, **leased),
     }
     bench.alternate(plan, {side: partial(bench.consume, project, side) for side, project in projects.items()})
-    record.compare(IN_DATABASE, IN_TRANSACTION, reach=">= 0.85")
+    record.compare(IN_DATABASE, IN_TRANSACTION, reach=">= 0.86")
     record.compare(IN_REDIS, IN_TRANSACTION, reach=">= 0.95")
     record.note("Under a lease the handler writes its row in autocommit, as the example of an effect outside the transaction.")
