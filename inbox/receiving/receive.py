@@ -160,7 +160,9 @@ def _receive_leased(
         acknowledge()
         outcome = Outcome.STORED
         try:
-            outcome = run_leased(lease, options, handled, None if queue is None else queue.take)
+            # While a receiver of the signal runs, nothing would extend the lease of the next one.
+            take = None if queue is None or signals.message_handled.receivers else queue.take
+            outcome = run_leased(lease, options, handled, take)
         except DatabaseUnavailable as outage:
             # The broker does not deliver it again.
             logger.warning("%s: its outcome could not be stored; it runs again when its lease has ended: %s", lease, outage)
