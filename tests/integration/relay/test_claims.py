@@ -297,6 +297,13 @@ class TestIndexes:
         for plan in plans:
             assert "Seq Scan on outbox_outboxmessage" not in plan, plan
 
+    @pytest.fixture
+    def statistics_stay(self):
+        executed("ALTER TABLE outbox_outboxmessage_live SET (autovacuum_enabled = off)")
+        yield
+        executed("ALTER TABLE outbox_outboxmessage_live RESET (autovacuum_enabled)")
+
+    @pytest.mark.usefixtures("statistics_stay")
     def test_indexes_are_used_when_the_statistics_are_of_an_empty_table(self):
         analyse()
         filled("published", 20_000)
