@@ -69,6 +69,7 @@ _BASIC_ACK = pack(">HH", 60, 80)
 _ACK_ARGUMENTS = Struct(">Q?")
 """Delivery tag and `multiple`, the only bit of its octet (AMQP 0-9-1, basic.ack)."""
 _OVERDUE = "the broker did not confirm everything within the deadline"
+_LOST_WHILE_IDLE = "The idle broker connection was lost (%s); the next pass opens a new one."
 _LOST = Verdict(PublishOutcome.UNKNOWN, "the connection was lost, or its channel given up")
 _PATIENCE_ROUND_TRIPS = 20
 _SHORTEST_PATIENCE_SECONDS, _LONGEST_PATIENCE_SECONDS = 0.25, 1.0
@@ -84,14 +85,13 @@ class _Channel:
     Attributes:
         sent_at: when the last batch was begun.
         heard_at: when an answer was last noticed.
-        asked_at: when it was last asked whether it is stuck, see `_replace_if_stuck`.
     """
 
     def __init__(self, amqp: Any, on_return: Callable[..., None]) -> None:
         self.channel = amqp.channel()
         self.tracker = ConfirmTracker()
         self.frames = FrameWriter(channel=self.channel.channel_id, frame_max=amqp.frame_max)
-        self.sent_at = self.heard_at = self.asked_at = monotonic()
+        self.sent_at = self.heard_at = monotonic()
         self._heard = 0
         self.channel.confirm_select()
         self.channel.events["basic_ack"].add(self.tracker.acked)
@@ -134,7 +134,7 @@ class AmqpTransport(Transport):
 
     def connect(self) -> None:
         if self._connection is not None and self._blocked:
-            self.idle()
+            self._read_pending()
             if self._blocked:
                 raise BrokerUnavailable(self._blocked)
         if self._connection is not None and self._is_overdue:
@@ -146,7 +146,7 @@ class AmqpTransport(Transport):
         return self._send(self._main, messages, deadline, self._patience if ends_early else inf)
 
     def probe(self, message: OutgoingMessage, deadline: float) -> Sent:
-        """Send a message on a channel of its own, see `_replace_if_stuck`."""
+        """Send a message on a channel of its own, see `_require_alive`."""
         sent = Sent()
         try:
             with self._amqp.transport.having_timeout(_ALIVE_SECONDS):
@@ -163,39 +163,14 @@ class AmqpTransport(Transport):
 
     def news(self) -> Mapping[int, Verdict]:
         if any(channel.tracker.waiting for channel in self._channels):
-            self.idle()
+            self._read_pending()
         self._collect()
         since = min((channel.tracker.awaited_since for channel in self._channels), default=inf)
         if monotonic() > max(since, self._unblocked_at) + _LATEST_SECONDS:
             logger.warning("The broker has not confirmed a message for %.0f s; the connection is given up.", _LATEST_SECONDS)
             self._discard()
-        if self._channels and not self._blocked:
-            self._replace_if_stuck()
         news, self._news = self._news, {}
         return news
-
-    def _replace_if_stuck(self) -> None:
-        """Give up the main channel if it answers nothing, while a new one is opened.
-
-        RabbitMQ answers nothing on a channel whose process waits for a queue, not even for messages to other queues.
-        """
-        main, patience = self._main, self._patience
-        is_asked = main.asked_at > main.sent_at  # since then nothing can have stopped it
-        if is_asked or not main.tracker.waiting or monotonic() < max(main.sent_at, main.heard_at) + patience:
-            return
-        main.asked_at = monotonic()
-        try:
-            with suppress(TimeoutError), self._amqp.transport.having_timeout(patience):
-                main.channel.confirm_select()  # it has been, so this changes nothing
-                return
-            if not self._blocked:
-                with self._amqp.transport.having_timeout(_ALIVE_SECONDS):
-                    opened = self._opened()
-                self._lose(main)
-                self._channels[0] = opened
-        except BROKER_FAILURES as error:
-            logger.info("The broker connection was lost (%s); the next pass opens a new one.", describe(error))
-            self._discard()
 
     @property
     def _main(self) -> _Channel:
@@ -247,13 +222,21 @@ class AmqpTransport(Transport):
         return Sent(verdicts=verdicts, broken=broken, suspected=suspected, suspicious=suspicious)
 
     def idle(self) -> None:
-        """Read pending frames and send a heartbeat; this finds a dead connection before the next batch."""
+        """Read pending frames and send a heartbeat; this finds a dead connection or channel before the next batch."""
+        self._read_pending()
+        if self._connection is not None and self._is_overdue and not self._blocked:
+            try:
+                self._require_alive()
+            except BrokerUnavailable as error:
+                logger.info(_LOST_WHILE_IDLE, error)
+
+    def _read_pending(self) -> None:
         if self._connection is None:
             return
         try:
             self._read(0.001)
         except BROKER_FAILURES as error:
-            logger.info("The idle broker connection was lost (%s); the next pass opens a new one.", describe(error))
+            logger.info(_LOST_WHILE_IDLE, describe(error))
             self._discard()
 
     def close(self) -> None:
@@ -299,14 +282,32 @@ class AmqpTransport(Transport):
                 logger.debug("Discarding a broker connection: %s", describe(error))
 
     def _require_alive(self) -> None:
-        """Make sure that the broker is late and not unreachable, which the socket alone does not show for a long time."""
+        """Make sure that the broker is late and not unreachable, which the socket alone does not show for a long time.
+
+        It opens a channel, and then answers on the main one, too, or that is replaced: RabbitMQ answers nothing on a channel
+        whose process waits for a queue, not even for messages to other queues.
+        """
+        main = self._main
         try:
             with self._amqp.transport.having_timeout(_ALIVE_SECONDS):
                 self._amqp.channel().close()
+            if main.tracker.waiting and not self._answers(main):
+                with self._amqp.transport.having_timeout(_ALIVE_SECONDS):
+                    opened = self._opened()
+                self._lose(main)
+                self._channels[0] = opened
         except BROKER_FAILURES as error:
+            if self._blocked:  # by an alarm that came meanwhile; this connection is kept, see `_send`
+                raise BrokerUnavailable(self._blocked) from error
             self._discard()
             raise BrokerUnavailable(f"{_OVERDUE}, and does not answer: {describe(error)}") from error
         self._is_overdue = False
+
+    def _answers(self, channel: _Channel) -> bool:
+        with suppress(TimeoutError), self._amqp.transport.having_timeout(self._patience):
+            channel.channel.confirm_select()  # it has been, so this changes nothing
+            return True
+        return False
 
     def _collect(self, positions: Collection[int] = ()) -> dict[int, Verdict]:
         """The new answers to these messages; all others are news. Channels of probes that are answered are forgotten."""
