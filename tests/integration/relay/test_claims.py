@@ -22,13 +22,14 @@ from exactly_once.sql.faults import is_outage
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.prepared_statements import KEEP_PLANS
 from outbox import Draft, pause, publish, publish_many, publish_now, resume
-from outbox.models import OutboxMessage, PausedTopic
+from outbox.models import SHARDS, OutboxMessage, PausedTopic
 from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
 from outbox.states import CANCEL, RESTORE, SETTLED, State
 from outbox.store import claiming, decision_rows, looking, paused_topics, reading, scheduling, settling, writing
 from outbox.store.claiming import Bounds
 from outbox.store.dialect import EVER, LOCK_SPACE
+from outbox.store.looking import BusyShard
 from outbox.store.messages import RelayedMessage
 from outbox.store.scheduling import Offset
 from outbox.store.settling import Failure, Settlement
@@ -297,13 +298,6 @@ class TestIndexes:
         for plan in plans:
             assert "Seq Scan on outbox_outboxmessage" not in plan, plan
 
-    @pytest.fixture
-    def statistics_stay(self):
-        executed("ALTER TABLE outbox_outboxmessage_live SET (autovacuum_enabled = off)")
-        yield
-        executed("ALTER TABLE outbox_outboxmessage_live RESET (autovacuum_enabled)")
-
-    @pytest.mark.usefixtures("statistics_stay")
     def test_indexes_are_used_when_the_statistics_are_of_an_empty_table(self):
         analyse()
         filled("published", 20_000)
@@ -312,6 +306,24 @@ class TestIndexes:
         filled("scheduled", 100_000, due="now() + interval '1 day'")  # where reading all of it is not what is cheapest
 
         pages_by_statement(by_index=True, may_sort=OF_WHAT_IS_DUE)
+
+    @pytest.mark.parametrize("statistics", ["of an empty table", "of its rows"])
+    def test_many_skipped_messages_are_looked_up_in_a_hash_table_and_nothing_is_sorted(self, statistics):
+        analyse()
+        filled("ready", 5_000)
+        if statistics == "of its rows":
+            analyse()
+        skipped = dict.fromkeys(OutboxMessage.objects.order_by("pk").values_list("pk", flat=True)[:4_000], "")
+        shards = [BusyShard(number, 0) for number in range(SHARDS)]
+        read = []
+
+        with transaction.atomic():
+            plans = measured(lambda: read.extend(reading.read_ready(connection, shards, 500, skipped)))
+
+        assert len(read) == 1_000
+        (plan,) = [plan for plan in plans if of_the_table(plan) or any(map(of_the_table, nodes(plan)))]
+        assert "hashed SubPlan" in str(plan)
+        assert not any(map(sorts_a_backlog, nodes(plan)))
 
     @pytest.mark.long
     def test_pages_read_per_statement_do_not_grow_with_a_table_of_over_a_million_rows(self):
