@@ -221,7 +221,7 @@ class DatabaseLeases:
         self, lease: Lease, consumed: list[bool], alias: str, arrival: Arrival, lasts: timedelta, tries: Iterator[int]
     ) -> lease_rows.Granted | None:
         row, is_retry = arrival.row, next(tries) > 0
-        is_ours, granted = lease_rows.consume_and_lease(alias, lease.pk or 0, lease.fence, row, lasts, self._duplicate_timeout)
+        is_ours, granted = lease_rows.consume_and_lease(alias, lease.pk or 0, lease.fence, row, lasts)
         consumed.append(is_ours)
         return granted or (lease_rows.lease_over(alias, row, lasts, is_retry=True) if is_retry else None)
 

@@ -7,7 +7,7 @@ database is unavailable, no tokens are granted.
 
 import random
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from exactly_once.process.clock import monotonic
@@ -117,6 +117,10 @@ class TokenCache:
             self._latest = None
 
 
+_leasing: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+"""By database: one thread of this process at a time leases tokens from it, and can be held up by it."""
+
+
 class Limiter:
     """How many messages of one handler may run now. Shared by all threads of this process; see `limiter_of`.
 
@@ -131,7 +135,7 @@ class Limiter:
         self._alias = handler.using
         self._cache = TokenCache(handler.rate_limit)
         self._lock = threading.Lock()
-        self._leasing = threading.Lock()
+        self._leasing = _leasing[handler.using]
         self.is_wanted = False
         self._outage = Outage(f"the bucket of {handler.name}'s rate limit in the database {handler.using!r}")
 

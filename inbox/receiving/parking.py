@@ -40,14 +40,13 @@ from inbox.receiving.reading import (
 )
 from inbox.states import Outcome, State
 from inbox.store import arrivals, claims, duplicates, message_rows
+from inbox.store.dialect import SHORTEST_LOCK_WAIT
 from inbox.store.message_rows import ConcurrentDuplicate, Earlier, Failure, NewRow
 from inbox.transactions.arrival import Arrival
 from inbox.transactions.running import committed
 
 logger = escaping_logger(__name__)
 
-_LOCK_WAIT = timedelta(milliseconds=10)
-"""How long the runner waits for a row lock before it assumes that another process is handling the message."""
 _SHORTEST_DEFERRAL, _LONGEST_DEFERRAL = timedelta(seconds=1), timedelta(seconds=30)
 
 
@@ -132,9 +131,9 @@ def _identify_unread(handler: Handler, stored: InboxMessage, arrival: Arrival) -
         return fail_stored(handler, stored, refusal(arrival))
     try:
         if not in_hand.holds(arrival.row):
-            if committed(handler.using, claims.identify, stored, arrival.row, _LOCK_WAIT):
+            if committed(handler.using, claims.identify, stored, arrival.row, SHORTEST_LOCK_WAIT):
                 return fail_stored(handler, stored, refusal(arrival)) if arrival.refused else None
-            earlier = committed(handler.using, claims.count_parked, stored, arrival.row, _LOCK_WAIT)
+            earlier = committed(handler.using, claims.count_parked, stored, arrival.row, SHORTEST_LOCK_WAIT)
     except ConcurrentDuplicate:
         pass
     except DatabaseError as error:

@@ -28,6 +28,8 @@ _FIELDS = InboxMessage._meta.concrete_fields
 _NAMES = [field.attname for field in _FIELDS]
 _JSON = [index for index, field in enumerate(_FIELDS) if isinstance(field, JSONField)]
 LONGEST_LOCK_WAIT = timedelta(seconds=2)
+SHORTEST_LOCK_WAIT = timedelta(milliseconds=10)
+"""After it, another process is assumed to be handling the message."""
 BOUND = "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, set_config('lock_timeout', %s, true))"
 """Before a PostgreSQL statement FROM bound: it limits the wait for a lock, and UNBOUND in its result undoes that."""
 UNBOUND = "set_config('lock_timeout', bound.before, true)"

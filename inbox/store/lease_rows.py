@@ -24,7 +24,7 @@ from inbox.states import FINISH, LEASE, State
 from inbox.store import receipts
 from inbox.store.arrivals import insert_one, insertion_of
 from inbox.store.claims import under_claim
-from inbox.store.dialect import IS_OPEN, LONGEST_LOCK_WAIT, TABLE, locked_means_busy
+from inbox.store.dialect import IS_OPEN, LONGEST_LOCK_WAIT, SHORTEST_LOCK_WAIT, TABLE, locked_means_busy
 from inbox.store.failure_columns import fail
 from inbox.store.message_rows import Failure, KeyBusy, NewRow, OrderedKey
 from inbox.store.ordering import deciding, hold_gates, promote_behind
@@ -132,15 +132,13 @@ def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) ->
     return bool(done) or _is_in_state(alias, pk, fence, State.DONE)
 
 
-def consume_and_lease(
-    alias: str, pk: int, fence: int, row: NewRow, lease: timedelta, duplicate_timeout: timedelta
-) -> tuple[bool, Granted | None]:
+def consume_and_lease(alias: str, pk: int, fence: int, row: NewRow, lease: timedelta) -> tuple[bool, Granted | None]:
     """`consume` and `lease_fresh`, for the next message, in one commit. If that cannot be made, only the first."""
     connection = connections[alias]
     if not (connection.in_atomic_block or FINISH.recorded or inbox_options().records_all) and is_usable(connection):
         done = _CONSUME, [pk, fence, inbox_options().keeps_successes]
         lasts = lease.total_seconds()
-        leased = insertion_of(row, State.RUNNING, duplicate_timeout, due_after=lasts, attempts=1, fence=1)
+        leased = insertion_of(row, State.RUNNING, SHORTEST_LOCK_WAIT, due_after=lasts, attempts=1, fence=1)
         # The next one has its own errors by itself.
         with suppress(DatabaseError, InterfaceError):
             consumed, inserted = run_together(connection, [done, leased])
