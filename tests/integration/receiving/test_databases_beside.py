@@ -35,7 +35,7 @@ from tests.support.deliveries import (
     the_row,
 )
 from tests.support.sql import executed, fetched
-from tests.support.waiting import wait_until
+from tests.support.waiting import A_WHILE, wait_until
 from tests.support.workers import broker_options, consuming, declare, send, send_all
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
@@ -95,7 +95,8 @@ def test_handler_continues_when_the_other_database_is_available_again(handles, r
         assert consumer.activity().waits == []
 
 
-def test_messages_of_a_handler_that_waits_keep_no_other_handler_from_running_its_own_one_after_another(handles):
+def test_messages_of_a_handler_that_waits_keep_no_other_handler_from_running_its_own_one_after_another(handles, monkeypatch):
+    monkeypatch.setattr("inbox.consumer.runner._SUCCESSORS_SECONDS", A_WHILE)
     waits, other = handles(asks_other, topic=ELSEWHERE), handles(the_effect)
     stored_due(waits, an_envelope(topic=ELSEWHERE, biz_id="waits"))
     for biz_id in ("a", "b", "c"):
