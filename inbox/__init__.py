@@ -18,19 +18,22 @@ from typing import TYPE_CHECKING, Any
 from inbox.errors import InboxError, Reject, RetryLater, UnknownHandler
 from inbox.handlers.decorator import batch_handler, idempotent_handler, leased_handler
 from inbox.handlers.kinds import Batch, Lease
-from inbox.handlers.message import Message
+from inbox.handlers.message import FailedAttempt, Message
 from inbox.handlers.options import Backoff, Ordered, Retry, Shed
 
 if TYPE_CHECKING:
     from inbox.operators.handler_pauses import HandlerState, pause, resume
+    from inbox.results import MessageResult, result
 
 __all__ = [
     "Backoff",
     "Batch",
+    "FailedAttempt",
     "HandlerState",
     "InboxError",
     "Lease",
     "Message",
+    "MessageResult",
     "Ordered",
     "Reject",
     "Retry",
@@ -41,13 +44,18 @@ __all__ = [
     "idempotent_handler",
     "leased_handler",
     "pause",
+    "result",
     "resume",
 ]
 
-_PAUSING = {"HandlerState", "pause", "resume"}
+_LATER = {
+    **dict.fromkeys(("HandlerState", "pause", "resume"), "inbox.operators.handler_pauses"),
+    **dict.fromkeys(("MessageResult", "result"), "inbox.results"),
+}
+"""Their modules need models."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PAUSING:
+    if name not in _LATER:
         raise AttributeError(f"module 'inbox' has no attribute {name!r}")
-    return getattr(import_module("inbox.operators.handler_pauses"), name)
+    return getattr(import_module(_LATER[name]), name)

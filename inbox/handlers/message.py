@@ -3,7 +3,32 @@
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedAttempt:
+    """An attempt that failed.
+
+    Attributes:
+        at: when, by the database's clock.
+        attempt: its number, counted from 1.
+        error_class: the dotted name of the exception's class, of a built-in one its name alone; words if there was none.
+        error: the reason, in words.
+        traceback: "" if there was no exception.
+    """
+
+    at: datetime
+    attempt: int
+    error_class: str
+    error: str
+    traceback: str
+
+    @classmethod
+    def from_row(cls, stored: Mapping[str, Any]) -> Self:
+        """As its row has it."""
+        given = {name: stored[name] for name in ("attempt", "error", "traceback")}
+        return cls(**given, error_class=stored["class"], at=datetime.fromisoformat(stored["at"]))
 
 
 @dataclass(frozen=True, kw_only=True)

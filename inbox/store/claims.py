@@ -20,7 +20,7 @@ from django.db.models import F
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import LONGEST_IDLE, execute, fetch, is_outermost, is_postgresql, set_local
 from exactly_once.sql.days import LIVE
-from exactly_once.sql.now import NOW, NOW_AFTER, DatabaseTime, now_after
+from exactly_once.sql.now import NOW, NOW_AFTER, DatabaseTime, now, now_after
 from exactly_once.sql.prepared_statements import KEEP_PLANS, Prepared, PreparedStatement, Rows, is_usable
 from inbox.models import InboxMessage
 from inbox.states import DUE, State
@@ -63,6 +63,12 @@ _IS_DUE = f"{IS_OPEN} AND CASE WHEN {due.STORED} THEN true ELSE false END"
 _OURS = f"id = %s AND fence = %s AND {_IS_DUE}"
 _COLUMNS = columns_of("m")
 _NEXT_FENCE = F("fence") + 1
+_IS_LOCKED = {
+    # Without a lock of its own, which could hold up a claim.
+    "postgresql": "EXISTS (SELECT FROM pg_locks WHERE locktype = 'transactionid' AND transactionid = m.xmax)",
+    "sqlite": "false",
+}
+"""Has an open transaction locked the row, by `connection.vendor`?"""
 
 
 def _claim(name: str, also: str = "") -> PreparedStatement:
@@ -357,6 +363,19 @@ def give_back_of(alias: str, transaction_id: str, handler: str, claimed_for: tim
 def refunded(claimed: InboxMessage) -> dict[str, Any]:
     """What undoes the claim of an attempt that was not made."""
     return {"attempts": claimed.attempts - 1, **({"stopping": True} if claimed.stopping else {})}
+
+
+def is_held(alias: str, message: InboxMessage) -> bool:
+    """Does a process hold a claim or a lease of this message, or has it locked the row to run it?
+
+    A claim shows in the attempt that it has counted, whose outcome is not stored. A run may be longer than its claim.
+    """
+    if message.state not in DUE or not message.attempts:
+        return False
+    has_claim = message.state != State.RETRYING or message.attempts != (message.failures or [{"attempt": 0}])[-1]["attempt"]
+    connection = connections[alias]
+    held = f"%s AND next_attempt_at > {now(connection)} OR {_IS_LOCKED[connection.vendor]}"
+    return bool(fetch(connection, f"SELECT 1 FROM {TABLE} m WHERE id = %s AND {IS_OPEN} AND ({held})", [message.pk, has_claim]))
 
 
 def age(alias: str, row: int) -> timedelta:
