@@ -72,7 +72,7 @@ def errors_without_tables(
 @check_with(inbox_options, deploy=True)
 def check_dedup_keys(chosen: InboxOptions) -> Iterator[CheckMessage]:
     """inbox.I001, with --deploy: handlers that detect a foreign producer's duplicate only if it has the same message id."""
-    keyless = sorted(handler.name for handler in registry.all() if handler.biz_id is None)
+    keyless = sorted(handler.name for handler in registry.all() if handler.biz_id is None and handler.kind.has_queue)
     if keyless and not is_local(chosen.broker_url):
         yield Info(
             f"These handlers do not set biz_id=: {', '.join(keyless)}.",

@@ -12,6 +12,7 @@ from django.db import DEFAULT_DB_ALIAS
 
 from exactly_once.sql.fields import value_of
 from exactly_once.sql.partitions import lately, newest
+from inbox.deaths import SUFFIX
 from inbox.handlers.message import FailedAttempt
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, Receipt
@@ -67,7 +68,7 @@ def result(message_id: str | UUID, *, handler: str = "", using: str = DEFAULT_DB
     message whose payload an operator has corrected, it is what became of the correction.
 
     Args:
-        handler: the name of the handler; default: the only one that has it.
+        handler: the name of the handler; default: the only one that has it, besides `on_dead`.
         using: the database of the handler.
 
     Raises:
@@ -95,7 +96,7 @@ def result(message_id: str | UUID, *, handler: str = "", using: str = DEFAULT_DB
 def _rows(alias: str, message_id: str, handler: str) -> Sequence[InboxMessage]:
     rows = InboxMessage.objects.using(alias).filter(message_id=message_id).defer(*_UNREAD)
     if not handler:
-        return newest(rows, _MOST)
+        return newest(rows.exclude(handler__endswith=SUFFIX), _MOST)
     of_it = rows.filter(handler=handler)
     return list(of_it.filter(day__in=lately())) or newest(of_it, _MOST)
 
@@ -115,6 +116,7 @@ def _known(alias: str, row: InboxMessage) -> MessageResult:
         biz_id=business_id(row.biz_id),
         state=State(row.state),
         is_running=claims.is_held(alias, row),
+        settled_at=row.settled_at or (row.failed_at if row.state == State.DEAD else None),
         last_attempt_at=row.settled_at if row.state == State.DONE else row.failed_at,
         errors=tuple(FailedAttempt.from_row(attempt) for attempt in row.failures or ()),
     )

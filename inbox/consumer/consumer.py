@@ -73,7 +73,7 @@ class Consumer:
         self._answers = Answers()
         self._runner = Runner(options, stop, handlers=lambda: handlers) if runner is None else runner
         self._reception = Reception(options, self._runner, self._answers.put)
-        with_queues = (handler for handler in handlers if not handler.kind.all_of)
+        with_queues = (handler for handler in handlers if handler.kind.has_queue)
         lanes = [Lane(handler, queue) for handler in with_queues for queue in queues_of(handler, options)]
         self._pool = Pool(
             self._runner, size=options.CONCURRENCY, lanes=lanes, reception=self._reception, on_idle=self._answers.push
@@ -116,7 +116,7 @@ class Consumer:
         """For the heartbeat, from any thread."""
         receiving = {lane.handler.name for lane in self._subscriptions.usable}
         return Activity(
-            handlers=[handler for handler in self._handlers if handler.name in receiving or handler.kind.all_of],
+            handlers=[handler for handler in self._handlers if handler.name in receiving or not handler.kind.has_queue],
             received=self.outcomes.total(),
             ran=self._runner.ran,
             waits_for=self._waits_for,

@@ -23,9 +23,10 @@ from exactly_once.conf.settings import per_second
 from exactly_once.packages import label_of, name_of
 from exactly_once.wire.identity import origin
 from exactly_once.wire.text import did_you_mean, why_no_topic, why_unfit
+from inbox.deaths import SUFFIX
 from inbox.errors import NotCallable
 from inbox.handlers.handler import Handler, PayloadField, why_contradictory
-from inbox.handlers.kinds import PLAIN, Batch, Group, Kind, Lease
+from inbox.handlers.kinds import PLAIN, Batch, Group, Kind, Lease, OnDead
 from inbox.handlers.message import BizId, Message
 from inbox.handlers.options import (
     AS_THE_SETTINGS,
@@ -58,6 +59,7 @@ class CommonOptions(TypedDict, total=False):
     concurrency: int | None
     shed: Shed | None
     start_from: StartFrom
+    on_dead: Callable[[Message], Any] | None
 
 
 def registering(
@@ -73,6 +75,7 @@ def registering(
     concurrency: int | None = None,
     shed: Shed | None = None,
     start_from: StartFrom = "now",
+    on_dead: Callable[[Message], Any] | None = None,
     ordered: bool | Ordered = False,
     kind: Kind = PLAIN,
     publishes: tuple[str, ...] = (),
@@ -81,7 +84,7 @@ def registering(
     _require_handleable(topics)
     kept = kept_name(name, renamed_from)
     limit = None if timeout is None else require_duration("timeout", timeout)
-    _require_valid(retry=retry, concurrency=concurrency, shed=shed)
+    _require_valid(retry=retry, concurrency=concurrency, shed=shed, on_dead=on_dead)
     require_start(start_from)
     make = partial(
         Handler,
@@ -113,6 +116,9 @@ def registering(
         handler = make(name=handler_name, function=runnable, biz_id=PayloadField(biz_id) if isinstance(biz_id, str) else biz_id)
         if reason := why_contradictory(handler):
             raise ValueError(f"The handler {handler_name} cannot be registered: {reason}.")
+        if on_dead is not None:
+            about = OnDead(dead_letters_of=handler_name)
+            registering(topics, name=f"{handler_name}{SUFFIX}", using=handler.using, timeout=limit, kind=about)(on_dead)
         registry.add(handler)
         return function
 
@@ -180,6 +186,9 @@ def idempotent_handler(
         start_from: since when a handler with a new name gets messages: "now", only those that are published once its queue
             exists; "beginning", before these all that the outbox's history has; a datetime, those of the history published
             since. The last two need the outbox in the database `using`.
+        on_dead: a function of one message, called with each that has become a dead letter, whatever the reason, as a handler
+            of its own with the name `<name>.on_dead`: in a transaction, once for each time that it dies, and again if it
+            fails. `message.error` says how it died. A body that cannot be read is bytes.
 
     Raises:
         NotCallable: the function is a generator function, or `biz_id` is async, so a call would not run its body; or the
@@ -288,13 +297,16 @@ def refuse_not_callable(function: Callable[..., Any], *arguments: str) -> None:
             raise NotCallable(f"{origin(function)} has the parameters {signature}, but {called}.") from error
 
 
-def _require_valid(*, retry: object, concurrency: object, shed: object) -> None:
+def _require_valid(*, retry: object, concurrency: object, shed: object, on_dead: object) -> None:
     if retry is not None:
         require_value("retry", retry, Retry, "Retry(max_attempts=5)")
     if concurrency is not None:
         require_count("concurrency", concurrency)
     if shed is not None:
         require_value("shed", shed, Shed, "Shed(above=10_000)")
+    if on_dead is not None and not callable(on_dead):
+        also = _inside("on_dead", on_dead, ["ordered"]) if isinstance(on_dead, str) else ""
+        raise TypeError(f"on_dead is {on_dead!r}: it must be a function of the message. {also}".rstrip())
 
 
 def _as_ordered(ordered: bool | Ordered) -> Ordered | None:

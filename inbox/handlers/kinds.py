@@ -23,10 +23,12 @@ class Kind:
         wait: the longest wait for that many, counted from the first.
         given: returns the argument of the function for a call with these messages.
         gets_list: one call takes all messages of a transaction.
+        has_queue: deliveries come to it. Other rows are stored by the inbox itself.
         is_called: processes call the function. Otherwise clients of `inbox.contrib.http` claim its stored messages.
-        all_of: the topics that it joins. Their messages are stored by its collectors, so it has no queue.
+        all_of: the topics that it joins. Their messages are stored by its collectors.
         collects_for: the join whose messages it stores, in READ COMMITTED transactions whatever the database's default;
             "": none.
+        dead_letters_of: the handler whose dead letters it gets; "": none.
         never_ended: the usual reasons why an attempt never ends.
         why_not_dry: why a message cannot be run and rolled back; "" if it can.
     """
@@ -35,9 +37,11 @@ class Kind:
     wait: timedelta = timedelta()
     given: Callable[[Sequence[Message]], Any] = itemgetter(0)
     gets_list: bool = False
+    has_queue: bool = True
     is_called: bool = True
     all_of: tuple[str, ...] = ()
     collects_for: str = ""
+    dead_letters_of: str = ""
     never_ended: str = "its process died, or its database became unavailable"
     why_not_dry: str = ""
 
@@ -111,6 +115,7 @@ class Joined(Kind):
 
     all_of: tuple[str, ...]
     given: Callable[[Sequence[Message]], Any]
+    has_queue = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +123,12 @@ class Collector(Kind):
     """The messages of one topic are stored for a join."""
 
     collects_for: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDead(Kind):
+    """The function is called with each dead letter of another handler."""
+
+    dead_letters_of: str
+    has_queue = False
+    why_not_dry = "it reports a dead letter: run that one"

@@ -48,6 +48,7 @@ class Message:
         correlation_id: the id of the first message of its chain, or "".
         causation_id: the id of the message whose handler published this one, or "".
         fence: the fencing token of a leased handler, greater than that of any earlier run of this message; else 0.
+        error: in an `on_dead` function, how the message died: its last attempt, or why it was refused; else None.
     """
 
     id: str
@@ -62,6 +63,7 @@ class Message:
     correlation_id: str
     causation_id: str
     fence: int = 0
+    error: FailedAttempt | None = None
     _steps: Any = field(default=None, repr=False, compare=False)
 
     def step(self, name: str, function: Callable[[], Any], *, repeatable: bool = True) -> Any:

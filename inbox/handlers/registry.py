@@ -3,6 +3,7 @@
 import difflib
 
 from exactly_once.wire.formats import RUN_ELSEWHERE
+from inbox import deaths
 from inbox.conf import has_outbox
 from inbox.errors import UnknownHandler
 from inbox.handlers.handler import Handler
@@ -25,9 +26,14 @@ class Registry:
                 f"{' on '.join(handler.identity)}. They would share inbox rows; {remedy}."
             )
         self._handlers[handler.name] = handler
+        if handler.kind.dead_letters_of:
+            deaths.reported.add(handler.kind.dead_letters_of)
 
     def remove(self, name: str) -> None:
-        self._handlers.pop(name, None)
+        """Also that of its dead letters."""
+        for each in (name, f"{name}{deaths.SUFFIX}"):
+            self._handlers.pop(each, None)
+        deaths.reported.discard(name)
 
     def get(self, name: str) -> Handler | None:
         return self._handlers.get(name)
@@ -36,7 +42,8 @@ class Registry:
         return list(self._handlers.values())
 
     def selected(self, names: str) -> list[Handler]:
-        """The handlers with these names, separated by commas; a join with the handlers that collect its messages.
+        """The handlers with these names, separated by commas, each with those that belong to it: of a join, those that collect
+        its messages; the one of its dead letters.
 
         Raises:
             UnknownHandler: there is no such handler; the error suggests similar names.
@@ -47,7 +54,10 @@ class Registry:
                 close = " or ".join(map(repr, difflib.get_close_matches(name, self._handlers)))
                 known = f"did you mean {close}?" if close else f"known: {', '.join(self._handlers) or 'none'}."
                 raise UnknownHandler(f"No handler is called {name!r}; {known}")
-        return [handler for handler in self.all() if {handler.name, handler.kind.collects_for} & {*chosen}]
+        belonging = (
+            (handler, {handler.name, handler.kind.collects_for, handler.kind.dead_letters_of}) for handler in self.all()
+        )
+        return [handler for handler, names in belonging if names & {*chosen}]
 
     def topics_of(self, name: str) -> tuple[str, ...]:
         """The topics of a handler; none, if it is not one of this process."""
@@ -60,7 +70,7 @@ class Registry:
 
     def for_topic(self, topic: str) -> list[Handler]:
         """The handlers that a message of this topic is delivered to."""
-        return [handler for handler in self._handlers.values() if topic in handler.topics and not handler.kind.all_of]
+        return [handler for handler in self._handlers.values() if topic in handler.topics and handler.kind.has_queue]
 
 
 registry = Registry()

@@ -8,9 +8,12 @@ counted, because reading it may have ended the process before: it is stored unre
 """
 
 import hashlib
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 from django.db import connections
 
@@ -22,6 +25,7 @@ from exactly_once.wire.body import OverLimit, Undecodable, decode_payload
 from exactly_once.wire.durations import in_words
 from exactly_once.wire.envelope import (
     COMPRESSION,
+    JSON,
     Envelope,
     from_delivery,
     headers_as_json,
@@ -33,11 +37,11 @@ from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
 from inbox.errors import HandlerTimeout
 from inbox.handlers.handler import Handler
-from inbox.handlers.message import Message
+from inbox.handlers.message import FailedAttempt, Message
 from inbox.handlers.timeouts import bounded
 from inbox.models import InboxMessage
 from inbox.store.dialect import is_reachable
-from inbox.store.message_rows import CARRIED, EDITED, PARKED, NewRow, business_id, carried_of, stored_row
+from inbox.store.message_rows import CARRIED, DEATH, EDITED, PARKED, NewRow, business_id, carried_of, stored_row
 from inbox.transactions.arrival import Arrival
 from inbox.transactions.running import DatabaseUnavailable
 
@@ -261,8 +265,26 @@ def message_for(arrival: Arrival, options: InboxOptions) -> Message:
         Undecodable: its body cannot be read.
     """
     attempt = 1 if arrival.stored is None else arrival.stored.attempts
+    if arrival.handler.kind.dead_letters_of:
+        return _dead_letter(arrival.envelope, attempt, options)
     biz_id = business_id(arrival.row.biz_id)
     return message_of(arrival.envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
+
+
+def _dead_letter(stored: Envelope, attempt: int, options: InboxOptions) -> Message:
+    """The message of a dead letter for its handler's `on_dead`, with how it died. A body that cannot be read is bytes."""
+    headers: dict[str, Any] = dict(stored.headers)
+    death = headers.pop(DEATH)
+    envelope, biz_id = stored._replace(headers=headers), death["biz_id"]
+    if is_parked(biz_id):
+        envelope, biz_id = _as_it_came(stored, headers), ""
+    read = partial(message_of, options=options, needs_id=False, attempt=attempt, biz_id=biz_id)
+    try:
+        message = read(opened(envelope, options.BODY_LIMIT_BYTES))
+    except Undecodable:
+        empty = envelope._replace(body=b"null", content_type=JSON, headers={**headers, COMPRESSION: ""})
+        message = replace(read(empty), payload=envelope.body, headers=dict(envelope.headers))
+    return replace(message, error=FailedAttempt.from_row(death))
 
 
 def _identified_by_headers(envelope: Envelope, *, needs_id: bool = True) -> str:
@@ -303,15 +325,18 @@ def stored_arrival(handler: Handler, stored: InboxMessage) -> Arrival:
 
 def stored_envelope(stored: InboxMessage) -> Envelope:
     """The envelope of a stored message. A parked delivery is as it came; it may be in structured mode."""
-    body = bytes(stored.body)
-    if stored.biz_id.startswith(PARKED):
-        properties = {"message_id": stored.message_id, "content_type": stored.content_type, "timestamp": stored.created_at}
-        return from_delivery(properties=properties, headers=stored.headers, body=body, routing_key=stored.topic)
-    return Envelope(
+    envelope = Envelope(
         id=stored.message_id,
         topic=stored.topic,
         biz_id=business_id(stored.biz_id),
-        body=body,
+        body=bytes(stored.body),
         headers=dict(stored.headers),
         **dict(zip(CARRIED, carried_of(stored), strict=True)),
     )
+    return _as_it_came(envelope, stored.headers) if stored.biz_id.startswith(PARKED) else envelope
+
+
+def _as_it_came(stored: Envelope, headers: Mapping[str, Any]) -> Envelope:
+    """The envelope of a parked delivery, of the columns of its row."""
+    properties = {"message_id": stored.id, "content_type": stored.content_type, "timestamp": stored.created_at}
+    return from_delivery(properties=properties, headers=headers, body=stored.body, routing_key=stored.topic)

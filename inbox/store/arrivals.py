@@ -25,8 +25,10 @@ from exactly_once.sql.connections import execute, fetch, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.now import NOW, NOW_AFTER
 from exactly_once.sql.prepared_statements import PLANNED_SINGLY, Prepared, PreparedStatement, Rows, is_usable
+from inbox import deaths
 from inbox.conf import inbox_options
 from inbox.states import INSERTED, State
+from inbox.store.dead_letters import report
 from inbox.store.dialect import RECEIPTS, TABLE, adapted, as_bound, locked_means_busy, raise_if_busy, run
 from inbox.store.duplicates import count_duplicate
 from inbox.store.failure_columns import FIRST_ATTEMPT, as_inserted
@@ -313,7 +315,12 @@ def store_failed(alias: str, row: NewRow, failure: Failure, duplicate_timeout: t
         ConcurrentDuplicate: see `begin_fresh`.
     """
     state = State.DEAD if failure.retry_after is None else State.RETRYING
-    return insert_one(alias, row, state, duplicate_timeout, **as_inserted(failure)) is not None
+    if not (deaths.reported and state is State.DEAD):
+        return insert_one(alias, row, state, duplicate_timeout, **as_inserted(failure)) is not None
+    with transaction.atomic(using=alias):
+        pk = insert_one(alias, row, state, duplicate_timeout, **as_inserted(failure))
+        report(alias, [pk] if pk else [])
+    return pk is not None
 
 
 def insert_one(
@@ -430,6 +437,8 @@ def admit(alias: str, insertions: Sequence[Insertion]) -> list[Admitted]:
     with locked_means_busy:
         hold_gates(alias, handler, [insertion.row.key for insertion in insertions if insertion.values.get("ordered")])
     inserted, _ = insert_many(alias, insertions)
+    if deaths.reported:
+        report(alias, [pk for pk, state in inserted.values() if state == State.DEAD])
     admitted: list[Admitted] = []
     for index, insertion in enumerate(insertions):
         # Of two copies in one load, the first was inserted, and the second is its duplicate.

@@ -22,6 +22,7 @@ from exactly_once.sql.connections import LONGEST_IDLE, execute, fetch, is_outerm
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import NOW, NOW_AFTER, DatabaseTime, now, now_after
 from exactly_once.sql.prepared_statements import KEEP_PLANS, Prepared, PreparedStatement, Rows, is_usable
+from inbox import deaths
 from inbox.models import InboxMessage
 from inbox.states import DUE, State
 from inbox.store import due, receipts
@@ -326,7 +327,8 @@ def fail_run(guard: Guard, failure: Failure, *, leaves: OrderedKey | None = None
     rows, matters = under_claim(alias, claimed), not failure.deferred
     write = partial(update, alias, rows, columns, was=claimed.state, reason=failure.error, matters=matters)
     try:
-        if leaves is None and is_usable(connection):
+        is_reported = deaths.reported and failure.retry_after is None
+        if leaves is None and not is_reported and is_usable(connection):
             write(script=f"{ROLL_BACK_RUN}; ", commit=True)
             return True
         roll_back_run(guard)

@@ -17,6 +17,7 @@ from exactly_once.failures import COMMITTED_BY_ITSELF
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.prepared_statements import is_usable
 from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, TRACEBACK_LENGTH, printable
+from inbox import deaths
 from inbox.states import ABANDON, DIE, RETRY_LATER
 from inbox.store.message_rows import ABANDONED, Failure, OrderedKey
 from inbox.store.ordering import LOCK_TIMEOUT, deciding, limits, promote_behind
@@ -87,7 +88,8 @@ def fail(
     connection = connections[alias]
     columns = {**as_failed(failure, leaves_order=leaves is not None), **further}
     write = partial(update, alias, rows, columns, was=was, reason=failure.error, matters=not failure.deferred)
-    if leaves is None and not connection.in_atomic_block and is_usable(connection):
+    is_reported = deaths.reported and failure.retry_after is None
+    if leaves is None and not (connection.in_atomic_block or is_reported) and is_usable(connection):
         return bool(write(script=limits(longest_wait)))
     with deciding(alias, longest_wait):
         failed = bool(write())

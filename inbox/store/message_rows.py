@@ -20,6 +20,8 @@ PARKED = "parked:"
 """Prefix of the biz-id of a delivery that is stored as it came; a handler's own biz-ids never have it."""
 EDITED = "edited:"
 """Prefix of the biz-id of a row that an operator has made of another with its biz-id; a handler's own biz-ids never have it."""
+DEATH = "inbox:death"
+"""The header with how a dead letter died, of the message that reports it."""
 _DIGITS = 32
 PARTLY = "Its effect may be there in part. Check by hand, then retry or skip."
 ABANDONED = f"The handler committed by itself. {PARTLY}"

@@ -30,6 +30,7 @@ from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.models import InboxMessage
 from inbox.states import FINISH, State
 from inbox.store import receipts
+from inbox.store.dead_letters import report
 from inbox.store.dialect import IS_OPEN, RECEIPTS, TABLE, assignments, message_of, run
 from inbox.store.failure_columns import ABANDON_AS
 from inbox.store.message_rows import ABANDONED, PARTLY, Guard, Next
@@ -281,6 +282,7 @@ def dead_letter_if_committed(guard: Guard) -> bool:
         for row, content in zip(guard.rows, guard.emptied, strict=False):
             execute(connection, refill, [content.body, content.headers, row])  # a retry needs its content
         record(connection.alias, dead_lettered, was=was, reason=ABANDONED)
+        report(connection.alias, dead_lettered)
     return bool(dead_lettered)
 
 

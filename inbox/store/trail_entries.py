@@ -17,8 +17,11 @@ from exactly_once.sql.partitions import days_by, lately
 from exactly_once.sql.prepared_statements import execute_script
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, printable
+from inbox import deaths
 from inbox.conf import inbox_options
 from inbox.models import InboxMessage, TrailEntry
+from inbox.states import State
+from inbox.store.dead_letters import report
 from inbox.store.dialect import TABLE
 
 ENTRY = f"INSERT INTO {TrailEntry._meta.db_table} (message_id, handler, was, became, at, process, reason)"
@@ -41,7 +44,7 @@ def update(
 ) -> int:
     """Make a transition of these rows, a query, from the state `was`, and record it; returns their number.
 
-    On PostgreSQL it is one statement.
+    On PostgreSQL it is one statement, unless it is a death that is reported, which has no `script`.
 
     Args:
         reason, matters: see `record`.
@@ -53,11 +56,14 @@ def update(
     query.add_update_values(columns)
     sql, given = query.get_compiler(alias).as_sql()
     sql = f"{sql} RETURNING id, message_id, handler, state"
-    if not is_postgresql(connection):
+    is_reported = deaths.reported and columns.get("state") == State.DEAD
+    if is_reported or not is_postgresql(connection):
         with transaction.atomic(using=alias), connection.cursor() as cursor:
             cursor.execute(sql, given)
             changed = [row for row, *_ in cursor.fetchall()]
             record(alias, changed, was=was, reason=reason, matters=matters)
+            if is_reported:
+                report(alias, changed)
             return len(changed)
     if matters or inbox_options().records_all:
         entries = f"SELECT message_id, handler, %s, state, {now(connection)}, %s, %s FROM changed RETURNING id"

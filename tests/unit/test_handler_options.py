@@ -42,6 +42,11 @@ DEAD_ON, RETRY_ON = (
     r"^retry_on is .*such as \{TimeoutError: Retry\(max_attempts=20\)\}",
 )
 WRONG_TYPES = [
+    (
+        partial(idempotent_handler, "t"),
+        {"on_dead": "skip"},
+        r"^on_dead is 'skip': .* Write ordered=Ordered\(on_dead='skip'\)\.",
+    ),
     *((decorator, {"ordered": value}, ORDERED) for decorator in (plain, leased) for value in ("skip", 1, None)),
     (leased, {"lease": AN_HOUR}, r"^lease is .*such as Lease\(duration=timedelta\(minutes=10\)\)"),
     (Retry, {"backoff": A_MINUTE}, r"^backoff is .*such as Backoff\(base="),
@@ -143,7 +148,6 @@ class TestValues:
         [
             (idempotent_handler, {"max_attempts": 3}, "Write retry=Retry(max_attempts=3)."),
             (batch_handler, {"max_attempts": 3}, "Write retry=Retry(max_attempts=3)."),
-            (idempotent_handler, {"on_dead": "skip"}, "Write ordered=Ordered(on_dead='skip')."),
             (leased_handler, {"duration": AN_HOUR}, "Write lease=Lease(duration=datetime.timedelta(seconds=3600))."),
             (idempotent_handler, {"duration": AN_HOUR}, ""),
         ],
