@@ -145,7 +145,7 @@ class TaskPolicy(Policy):
         for announce in (partial(super().settle_success, messages), self._time):
             transaction.on_commit(announce, using=self.handler.using)
 
-    def failure(self, stored: InboxMessage, error: BaseException) -> None:
+    def failure(self, arrival: Arrival, stored: InboxMessage, error: BaseException) -> None:
         """Celery decides what comes next."""
 
     def settle_failure(self, arrival: Arrival, error: BaseException) -> NoReturn:
@@ -199,7 +199,7 @@ class TaskPolicy(Policy):
             committed(self.handler.using, claims.delete_task, stored)
         elif ended or not _celery_retries(self.call.task, error):
             # It ended its transaction, or an operator had sent it again, who must see that it failed.
-            failure = failure_of(self.handler, error, stored.attempts, self.options)
+            failure = failure_of(self.call.arrival, error, stored.attempts, self.options)
             fail_stored(self.handler, stored, replace(failure, retry_after=None, deferred=False))
         else:
             self._count_failure(error)

@@ -326,7 +326,7 @@ class Reception:
         """Store the failure of a delivery outside its handler, so that operators see it and its attempts are limited."""
         handler = one.handler
         try:
-            failure = failure_of(handler, error, 1, self._options)
+            failure = failure_of(one.arrival, error, 1, self._options)
             return store_failure(handler, one.arrival.row, failure, self._options)
         except DatabaseUnavailable:
             raise

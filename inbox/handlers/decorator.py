@@ -54,7 +54,7 @@ class CommonOptions(TypedDict, total=False):
     renamed_from: str | None
     using: str | None
     timeout: timedelta | str | None
-    retry: Retry | None
+    retry: Retry | Callable[[Message], Retry] | None
     rate_limit: str | None
     concurrency: int | None
     shed: Shed | None
@@ -70,7 +70,7 @@ def registering(
     renamed_from: str | None = None,
     using: str | None = None,
     timeout: timedelta | str | None = None,
-    retry: Retry | None = None,
+    retry: Retry | Callable[[Message], Retry] | None = None,
     rate_limit: str | None = None,
     concurrency: int | None = None,
     shed: Shed | None = None,
@@ -91,7 +91,8 @@ def registering(
         topics=tuple(topics),
         using=database_of(using),
         timeout=limit,
-        retry=retry or AS_THE_SETTINGS,
+        retry=retry if isinstance(retry, Retry) else AS_THE_SETTINGS,
+        retry_for=retry if callable(retry) else None,
         ordered=_as_ordered(ordered),
         rate_limit=None if rate_limit is None else per_second("rate_limit", rate_limit),
         concurrency=concurrency,
@@ -176,7 +177,9 @@ def idempotent_handler(
         using: the database alias that the effect is written to. Default: the one that the database routers choose for writes
             of `InboxMessage`; without routers "default".
         timeout: a run that takes longer is a failed attempt; default: unbounded.
-        retry: the maximum attempts and the delays between them; default: the settings in `INBOX`.
+        retry: the maximum attempts and the delays between them; or a function that returns them for a message, which is called
+            when the message has failed, or may have used up its attempts; it must not query. Default, also of a function that
+            fails: the settings in `INBOX`.
         ordered: handle the messages of one key one at a time, in order; different keys in parallel. True is `Ordered()`.
         group_commit: the number of calls that share one transaction; if one raises, each is run again in its own.
         rate_limit: the maximum number of messages per period in all processes together: "2000/s", "100/m" or "5/h".
@@ -298,7 +301,11 @@ def refuse_not_callable(function: Callable[..., Any], *arguments: str) -> None:
 
 
 def _require_valid(*, retry: object, concurrency: object, shed: object, on_dead: object) -> None:
-    if retry is not None:
+    if callable(retry):
+        refuse_not_callable(retry, "message")
+        if inspect.iscoroutinefunction(retry):
+            raise NotCallable(f"The retry {origin(retry)} is async: it must be a synchronous function of the message.")
+    elif retry is not None:
         require_value("retry", retry, Retry, "Retry(max_attempts=5)")
     if concurrency is not None:
         require_count("concurrency", concurrency)

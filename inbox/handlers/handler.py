@@ -35,6 +35,7 @@ class Handler:
         using: the database alias of its inbox row and its effect.
         timeout: the longest run of the function; None: unbounded.
         retry: the maximum attempts and the delays between them.
+        retry_for: returns those of a message; None: `retry` is that of all.
         kind: how its messages are run.
         ordered: messages of one key are handled one at a time, in the order of publishing; None: in any order.
         rate_limit: the maximum number of messages per second in all processes together; None: unlimited.
@@ -51,6 +52,7 @@ class Handler:
     using: str
     timeout: timedelta | None = None
     retry: Retry = AS_THE_SETTINGS
+    retry_for: Callable[[Message], Retry] | None = None
     kind: Kind = PLAIN
     ordered: Ordered | None = None
     rate_limit: float | None = None

@@ -20,7 +20,7 @@ from inbox.leases.steps import Steps
 from inbox.leases.stores import Lease, store_as_owner
 from inbox.receiving.in_hand import lost_sessions
 from inbox.receiving.outages import make_refunds, record_loss, refund_later
-from inbox.receiving.outcomes import announce, failure_of
+from inbox.receiving.outcomes import announce, failure_of, most_attempts_of
 from inbox.receiving.reading import message_for, why_undecodable
 from inbox.states import Outcome
 from inbox.store import claims
@@ -82,12 +82,13 @@ def run_leased(
 def _attempt(lease: Lease, options: InboxOptions, steps: Steps) -> Message | Failure:
     """Run the handler; returns its argument, or its failure. The argument is read now, because the lease counts the attempt."""
     handler, arrival = lease.arrival.handler, lease.arrival
-    if lease.attempt > handler.retry.most_attempts(options.retry):
+    made = lease.attempt - 1
+    if made and made >= most_attempts_of(arrival, made, options):
         return Failure(
             error=f"Its attempts never ended: {handler.kind.never_ended}.",
             error_class=NEVER_ENDED,
             retry_after=None,
-            attempts=lease.attempt - 1,
+            attempts=made,
         )
     if is_inside_a_transaction(handler.using):
         raise RuntimeError(f"{handler.name} runs under a lease and must be called outside a transaction; one is open.")
@@ -109,8 +110,8 @@ def _attempt(lease: Lease, options: InboxOptions, steps: Steps) -> Message | Fai
         # The step may learn of the lost lease only once the database answers again.
         is_outage = isinstance(error, DatabaseUnavailable) or (lease.without_store and isinstance(error, LeaseLost))
         lease.interrupted = is_outage and not steps.interrupted
-        return failure_of(handler, steps.interrupted or error, lease.attempt, options, row=lease.pk)
+        return failure_of(arrival, steps.interrupted or error, lease.attempt, options, row=lease.pk)
     finally:
         changes.end_sessions()
     # The handler may have caught the interruption; the message must stop anyway.
-    return failure_of(handler, steps.interrupted, lease.attempt, options) if steps.interrupted else message
+    return failure_of(arrival, steps.interrupted, lease.attempt, options) if steps.interrupted else message

@@ -20,7 +20,9 @@ from inbox import metrics, signals
 from inbox.conf import InboxOptions
 from inbox.errors import Reject, RetryLater, TransactionEnded
 from inbox.handlers.handler import Handler
+from inbox.handlers.options import Retry, require_value
 from inbox.models import InboxMessage
+from inbox.receiving.reading import message_for, stored_arrival
 from inbox.states import Outcome, State
 from inbox.store import arrivals, claims, counting, dialect, duplicates, message_rows
 from inbox.store.arrivals import Admitted
@@ -66,8 +68,10 @@ def fail_exhausted(handler: Handler, stored: InboxMessage, options: InboxOptions
     Args:
         grace: further attempts. The last one never ended, and may not have begun: the answer to its claim may have been lost.
     """
-    made = stored.attempts - 1
-    if made < handler.retry.most_attempts(options.retry) + grace:
+    made, most = stored.attempts - 1, handler.retry.most_attempts(options.retry)
+    if made and handler.retry_for:
+        most = most_attempts_of(stored_arrival(handler, stored), made, options)
+    if made < most + grace:
         return None
     error = stored.last_error or f"Its attempts never ended: {handler.kind.never_ended}."
     failure = Failure(
@@ -131,14 +135,44 @@ def refusal(arrival: Arrival) -> Failure:
 
 
 def failure_of(
-    handler: Handler, error: BaseException, attempt: int, options: InboxOptions, *, row: int | None = None
+    arrival: Arrival, error: BaseException, attempt: int, options: InboxOptions, *, row: int | None = None
 ) -> Failure:
     """The failure of an attempt that raised `error`.
 
     Args:
         row: the message's row, if it was stored before this attempt.
     """
-    return redacted(_decided(handler, error, attempt, options, row), options)
+    return redacted(_decided(arrival, error, attempt, options, row), options)
+
+
+def most_attempts_of(arrival: Arrival, made: int, options: InboxOptions) -> int:
+    """The maximum attempts of this message, of which so many were made."""
+    handler, stored = arrival.handler, arrival.stored
+    most = handler.retry.most_attempts(options.retry)
+    # If none of them has ended, its body may be what ends the process, so that it cannot be read again and again.
+    if handler.retry_for and (made < most or (stored is not None and stored.state == State.RETRYING)):
+        most = retry_of(arrival, options).most_attempts(options.retry)
+    return most
+
+
+def retry_of(arrival: Arrival, options: InboxOptions) -> Retry:
+    """The retry policy of this message; that of the settings, if its handler's function fails."""
+    handler = arrival.handler
+    if handler.retry_for is None:
+        return handler.retry
+    try:
+        retry = handler.retry_for(message_for(arrival, options))
+        require_value("retry", retry, Retry, "Retry(max_attempts=5)")
+    except BaseException as error:  # noqa: BLE001 - the user's code, see `receive.run`
+        logger.warning(
+            "%s: the function retry= failed for message %s, and the settings of INBOX apply to it: %s: %s",
+            handler.name,
+            arrival.row.message_id,
+            type(error).__name__,
+            describe(error),
+        )
+        return handler.retry
+    return retry
 
 
 def redacted(failure: Failure, options: InboxOptions) -> Failure:
@@ -154,8 +188,9 @@ def redacted(failure: Failure, options: InboxOptions) -> Failure:
     )
 
 
-def _decided(handler: Handler, error: BaseException, attempt: int, options: InboxOptions, row: int | None) -> Failure:
-    policy = handler.retry.after(error, options.retry)
+def _decided(arrival: Arrival, error: BaseException, attempt: int, options: InboxOptions, row: int | None) -> Failure:
+    handler = arrival.handler
+    policy = (handler.retry if handler.retry_for is None else retry_of(arrival, options)).after(error, options.retry)
     if isinstance(error, RetryLater):
         return _deferral(error, attempt, policy, _age(handler, row))
     if is_collision(error) or isinstance(error, DatabaseUnavailable):

@@ -49,7 +49,7 @@ from inbox.receiving.leased import run_leased
 from inbox.receiving.outages import make_refunds, record_loss, refund_later
 from inbox.receiving.outcomes import defer_locked, duplicate, fail_stored, failure_of, send, store_failure
 from inbox.receiving.parking import open_claimed, open_first
-from inbox.receiving.reading import Unidentifiable, is_parked, message_for
+from inbox.receiving.reading import Unidentifiable, is_parked, message_for, stored_arrival
 from inbox.states import Outcome
 from inbox.store import arrivals as fresh
 from inbox.store import claims, counting
@@ -224,7 +224,8 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
         if handler.lease and isinstance(arrival, Arrival):
             lease = lease_store(options).acquire(arrival)
     except Unidentifiable as error:
-        return fail_stored(handler, stored, failure_of(handler, error.__cause__ or error, stored.attempts, options))
+        failed = failure_of(stored_arrival(handler, stored), error.__cause__ or error, stored.attempts, options)
+        return fail_stored(handler, stored, failed)
     except DatabaseUnavailable as outage:
         if outage.refused or not is_reachable(handler.using):
             refund_later(handler.using, claims.give_back, stored, _UNAVAILABLE_BACKOFF)
@@ -281,15 +282,15 @@ class Policy:
     def settle_success(self, messages: Sequence[Message]) -> None:
         handled(self.handler, messages)
 
-    def failure(self, stored: InboxMessage, error: BaseException) -> Failure | None:
+    def failure(self, arrival: Arrival, stored: InboxMessage, error: BaseException) -> Failure | None:
         """The failure of a stored message, to be stored in its transaction. None: `settle_failure` decides after that."""
-        return failure_of(self.handler, error, stored.attempts, self.options, row=stored.pk)
+        return failure_of(arrival, error, stored.attempts, self.options, row=stored.pk)
 
     def settle_failure(self, arrival: Arrival, error: BaseException) -> Outcome:
         handler, options, stored = self.handler, self.options, arrival.stored
         if stored is None:
-            return store_failure(handler, arrival.row, failure_of(handler, error, self.attempt, options), options)
-        return fail_stored(handler, stored, failure_of(handler, error, stored.attempts, options, row=stored.pk))
+            return store_failure(handler, arrival.row, failure_of(arrival, error, self.attempt, options), options)
+        return fail_stored(handler, stored, failure_of(arrival, error, stored.attempts, options, row=stored.pk))
 
     def settle_duplicate(self, arrival: Arrival) -> Outcome:
         """It was not run: a row of this name exists, or the claim of a stored message has ended."""
@@ -464,7 +465,7 @@ def _fail(policy: Policy, arrivals: Sequence[Arrival], guard: Guard, error: Base
     if isinstance(error, RetryLater):
         with suppress(DatabaseError, InterfaceError):
             roll_back_run(guard)  # the age of the message is read
-    failure = policy.failure(guard.claimed, error)
+    failure = policy.failure(arrivals[0], guard.claimed, error)
     is_stored = failure is not None and claims.fail_run(guard, failure, leaves=arrivals[0].leaves(failure))
     return replace(failure, is_stored=True) if failure and is_stored else None
 

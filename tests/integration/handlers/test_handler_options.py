@@ -8,6 +8,7 @@ from django.db.models import F
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.days import LIVE
 from inbox import Backoff, Lease, Retry, RetryLater
+from inbox.errors import NotCallable
 from inbox.models import InboxMessage, TrailEntry
 from inbox.states import Outcome, State
 from tests.support import decisions
@@ -19,6 +20,7 @@ from tests.support.deliveries import (
     effects,
     make_due,
     options,
+    stored_due,
     the_effect,
     the_row,
     time_until_retry,
@@ -83,6 +85,47 @@ class TestRetry:
 
         assert (the_row(pk=row.pk).state, effects()) == (State.DEAD, before)
         assert "never ended" in the_row().last_error
+
+
+class TestRetryOfAMessage:
+    @every_kind
+    def test_a_message_has_the_attempts_that_the_function_returns_for_it(self, handles, kind):
+        handler = handles(fail, retry=lambda message: Retry(max_attempts=message.payload["attempts"]), **kind)
+        few, many = an_envelope({"attempts": 1}, key="a"), an_envelope({"attempts": 5}, key="b")
+        receive_together(handler, [few])
+        receive_together(handler, [many])
+        while InboxMessage.objects.exclude(state=State.DEAD).exists():
+            run_again()
+
+        assert [the_row(message_id=one.id).attempts for one in (few, many)] == [1, 5]
+
+    @pytest.mark.parametrize("kind", [{}, {"lease": Lease()}], ids=["transaction", "lease"])
+    def test_attempts_that_never_ended_are_bounded_by_it(self, handles, kind):
+        handler = handles(the_effect, retry=lambda message: Retry(max_attempts=1), **kind)
+        stored_due(handler)
+        InboxMessage.objects.update(attempts=2)
+        drain()
+
+        assert (the_row().state, effects()) == (State.DEAD, 0)
+
+    @pytest.mark.parametrize("returned", [None, KeyError("attempts"), SystemExit()], ids=repr)
+    def test_the_settings_apply_and_a_line_says_so_if_the_function_fails(self, handles, caplog, returned):
+        def retry(message):
+            if returned is not None:
+                raise returned
+
+        deliver(handles(fail, retry=retry))
+        while the_row().state != State.DEAD:
+            run_again()
+
+        assert the_row().attempts == OPTIONS.MAX_ATTEMPTS
+        assert f"retry= failed for message {the_row().message_id}, and the settings of INBOX apply" in caplog.text
+
+    def test_an_async_function_is_refused(self, handles):
+        async def retry(message): ...
+
+        with pytest.raises(NotCallable, match=r"The retry .*retry.* is async"):
+            handles(fail, retry=retry)
 
 
 class TestExceptions:

@@ -31,28 +31,28 @@ pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_databas
 SHOWN = ("id", "topic", "biz_id", "key", "payload", "headers", "correlation_id")
 
 
-class Told:
+class Reported:
     """An `on_dead` function that keeps its arguments."""
 
     def __init__(self):
         self.messages = []
 
     def __call__(self, message):
-        Effect.objects.create(name="told", detail=message.error.error[:200])
+        Effect.objects.create(name="reported", detail=message.error.error[:200])
         self.messages.append(message)
 
 
 @pytest.fixture
-def told():
-    return Told()
+def reported():
+    return Reported()
 
 
 @pytest.fixture
-def dying(handles, told):
-    """Register a function as a handler whose dead letters are told."""
+def dying(handles, reported):
+    """Register a function as a handler whose dead letters are reported."""
 
     def register(function, **arguments):
-        return handles(function, name="tests.dying", on_dead=told, **arguments)
+        return handles(function, name="tests.dying", on_dead=reported, **arguments)
 
     return register
 
@@ -128,7 +128,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_function_gets_each_dead_letter_once_whatever_it_has_died_of(dying, told, way):
+def test_function_gets_each_dead_letter_once_whatever_it_has_died_of(dying, reported, way):
     function, arguments, die, error, attempts = WAYS[way]
     handler = dying(function, **arguments)
     message = die(handler)
@@ -136,21 +136,21 @@ def test_function_gets_each_dead_letter_once_whatever_it_has_died_of(dying, told
     drain()
     (dead,) = InboxMessage.objects.filter(handler=handler.name, state=State.DEAD)
 
-    (about,) = told.messages
+    (about,) = reported.messages
     assert (about.id, about.topic, about.key, about.headers) == (message.id, message.topic, message.key, dict(message.headers))
     assert about.biz_id == ("" if way == "without an id" else message.biz_id)
     assert about.payload == (b"not JSON" if way == "not JSON" else {"order_id": 1})
     assert error in about.error.error
     assert (about.error.attempt, about.error.at) == (attempts, dead.failed_at)
-    assert Effect.objects.filter(name="told").count() == 1
+    assert Effect.objects.filter(name="reported").count() == 1
 
 
-def test_death_is_told_under_a_lease_in_redis(dying, told, redis_url):
+def test_death_is_reported_under_a_lease_in_redis(dying, reported, redis_url):
     given = options(LEASE_STORE=redis_url)
     deliver(dying(rejects, lease=None), message := an_envelope(), given=given)
     drain(given)
 
-    assert [about.id for about in told.messages] == [message.id]
+    assert [about.id for about in reported.messages] == [message.id]
 
 
 def test_function_that_fails_is_retried_and_then_a_dead_letter_of_its_own(handles):
@@ -172,7 +172,7 @@ def test_function_that_fails_is_retried_and_then_a_dead_letter_of_its_own(handle
     assert result(message.id).handler == handler.name
 
 
-def test_message_that_an_operator_retries_is_told_again_when_it_dies_again(dying, told):
+def test_message_that_an_operator_retries_is_reported_again_when_it_dies_again(dying, reported):
     handler = dying(rejects)
     rejected(handler)
     drain()
@@ -180,10 +180,10 @@ def test_message_that_an_operator_retries_is_told_again_when_it_dies_again(dying
     drain()
     drain()
 
-    assert len(told.messages) == 2
+    assert len(reported.messages) == 2
 
 
-def test_dead_letter_of_a_message_is_stored_in_the_transaction_in_which_it_dies(dying, told):
+def test_dead_letter_of_a_message_is_stored_in_the_transaction_in_which_it_dies(dying, reported):
     handler = dying(rejects)
     rejected(handler)
 
