@@ -24,7 +24,8 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 
 from exactly_once.conf.app_options import Client, HttpOptions
 from exactly_once.console.http import problems
-from exactly_once.console.http.problems import Problem, ProblemDetails
+from exactly_once.console.http.problems import ProblemDetails
+from exactly_once.problems import Problem
 from exactly_once.sql.connections import without_atomic_requests
 from exactly_once.wire.durations import parse_duration
 from exactly_once.wire.text import NAME_LENGTH

@@ -1,6 +1,5 @@
 """Errors as problem details (RFC 9457): every answer of 400 and above is `application/problem+json`."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -12,16 +11,14 @@ from django.http.response import HttpResponseBase
 from ninja.errors import AuthenticationError, HttpError, ValidationError
 from pydantic import BaseModel, ConfigDict, Field
 
+from exactly_once.problems import CONTENT_TYPE, RETRY_AFTER, Problem
 from exactly_once.process.logs import escaping_logger
 from exactly_once.wire.text import NAME_LENGTH, describe, printable
 
 logger = escaping_logger(__name__)
 
-CONTENT_TYPE = "application/problem+json"
 _MOST_ERRORS = 20
 """How many wrong fields an answer names. Without a limit it could be a hundred times as large as the request."""
-RETRY_AFTER = {"Retry-After": "1"}
-"""A header: repeat the request after a second."""
 
 
 class ProblemDetails(BaseModel):
@@ -32,28 +29,6 @@ class ProblemDetails(BaseModel):
     title: str = Field(description="The meaning of the status.")
     status: int
     detail: str = Field(description="What is wrong with this request, and what to do.")
-
-
-class Problem(Exception):
-    """An answer of 400 or above.
-
-    Args:
-        detail: what is wrong with this request, and what to do.
-        headers: of the answer.
-        members: further members of the problem.
-    """
-
-    def __init__(self, status: HTTPStatus, detail: str, *, headers: Mapping[str, str] | None = None, **members: object) -> None:
-        super().__init__(detail)
-        self.status = status
-        self.detail = detail
-        self.headers = headers
-        self.members = members
-
-    @property
-    def response(self) -> HttpResponse:
-        body = {"title": self.status.phrase, "status": self.status.value, "detail": self.detail, **self.members}
-        return HttpResponse(json.dumps(body), status=self.status, content_type=CONTENT_TYPE, headers=self.headers)
 
 
 def unauthorized() -> Problem:

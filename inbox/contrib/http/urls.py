@@ -18,7 +18,8 @@ from django.http import HttpRequest
 from pydantic import BaseModel, FailFast, Field
 
 from exactly_once.console.http.frame import MAX_MESSAGES, Api, Body, Count, Duration, answers, client_of, require
-from exactly_once.console.http.problems import Problem, unavailable
+from exactly_once.console.http.problems import unavailable
+from exactly_once.problems import Problem
 from exactly_once.wire.text import ERROR_LENGTH
 from inbox.conf import inbox_options
 from inbox.contrib.http import queries

@@ -22,7 +22,7 @@ from django.db import connections
 from django.http import HttpRequest
 
 from exactly_once.conf.app_options import HttpOptions
-from exactly_once.console.http.problems import RETRY_AFTER, Problem
+from exactly_once.problems import RETRY_AFTER, Problem
 from exactly_once.process.clock import monotonic
 
 _Found = TypeVar("_Found")
