@@ -58,6 +58,7 @@ INSTALLED_APPS = [
     "django.contrib.admin",
     "django.contrib.staticfiles",
     "exactly_once",
+    "exactly_once.contrib.views",
     "outbox",
     "inbox",
     "inbox.contrib.joins",

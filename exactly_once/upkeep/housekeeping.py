@@ -7,7 +7,7 @@ message depends on it.
 No step ends or delays its process. A failed step is reported with its remedy, and tried again in the next round.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -53,12 +53,18 @@ class OldRows(NamedTuple):
     by: str = "at"
 
 
+more_old_rows: dict[str, Callable[[str], Iterable[OldRows]]] = {}
+"""By the label of an optional app that belongs to neither half: takes a database; returns what to delete there."""
+
+
 def old_rows(app: str, alias: str, entries: type[Model], options: Any) -> Iterator[OldRows]:
     """What is deleted besides messages."""
     audited = older_entries(AuditEntry, alias, options.AUDIT_RETENTION).filter(app=app)
     yield OldRows(_("entries of the trail"), older_entries(entries, alias, options.TRAIL_RETENTION))
     yield OldRows(_("entries of the audit log"), audited)
     yield OldRows(_("bulk operations"), OperationTable(app).ended(alias, options.TRAIL_RETENTION), by="ended_at")
+    for more in more_old_rows.values():
+        yield from more(alias)
 
 
 class Housekeeping:

@@ -108,7 +108,8 @@ def main() -> int:
         DATABASES={alias: dict(MEMORY) for alias in ALIASES},
         INSTALLED_APPS=[
             *(f"django.contrib.{app}" for app in ("admin", "auth", "contenttypes", "messages", "sessions")),
-            *("exactly_once", "outbox", "inbox", "inbox.contrib.joins", "inbox.contrib.outgoing_webhooks"),
+            *("exactly_once", "exactly_once.contrib.views", "outbox"),
+            *("inbox", "inbox.contrib.joins", "inbox.contrib.outgoing_webhooks"),
         ],
         OUTBOX={"BROKER_URL": "amqp://broker//"},
         STRIPE_WEBHOOK_SECRET="whsec_eA==",
@@ -177,7 +178,8 @@ def _defaults(block: Block, tree: ast.Module, names: dict) -> dict:
 
 def well_known() -> dict:
     """What pages use without importing it."""
-    import inbox.celery  # noqa: PLC0415 - needs configured settings, as do the others
+    import exactly_once.contrib.views  # noqa: PLC0415 - needs configured settings, as do the others
+    import inbox.celery  # noqa: PLC0415
     import inbox.contrib.http  # noqa: PLC0415
     import inbox.contrib.joins  # noqa: PLC0415
     import inbox.contrib.outgoing_webhooks  # noqa: PLC0415
@@ -188,7 +190,7 @@ def well_known() -> dict:
 
     modules: Iterable = (
         *(outbox.testing, inbox.testing, outbox.contrib.incoming_webhooks, inbox.contrib.http, inbox.contrib.joins),
-        *(inbox.contrib.outgoing_webhooks, outbox, inbox),
+        *(exactly_once.contrib.views, inbox.contrib.outgoing_webhooks, outbox, inbox),
     )
     public = {name: getattr(module, name) for module in modules for name in module.__all__}
     celery = {"OutboxTask": outbox.celery.OutboxTask, "idempotent_task": inbox.celery.idempotent_task}

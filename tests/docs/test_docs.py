@@ -26,6 +26,8 @@ from django.db.models import CheckConstraint
 from django.dispatch import Signal
 
 import exactly_once.checks
+import exactly_once.contrib.views
+import exactly_once.contrib.views.checks
 import inbox
 import inbox.checks
 import inbox.contrib.http
@@ -155,15 +157,18 @@ def test_every_argument_of_a_command_is_documented_and_no_other(name):
 
 
 def test_every_check_is_documented_and_no_other():
-    optional = (inbox.contrib.joins.decorators, inbox.contrib.outgoing_webhooks.fanning_out)
+    optional = (exactly_once.contrib.views.checks, inbox.contrib.joins.decorators, inbox.contrib.outgoing_webhooks.fanning_out)
     modules = (exactly_once.checks, outbox.checks, inbox.checks, *optional)
     text = "".join(Path(module.__file__).read_text() for module in modules)
-    ids = re.findall(r'id="((?:exactly_once|outbox|inbox|inbox_joins|inbox_outgoing_webhooks)\.[EWI]\d{3})"', text)
+    ids = re.findall(
+        r'id="((?:exactly_once|exactly_once_views|outbox|inbox|inbox_joins|inbox_outgoing_webhooks)\.[EWI]\d{3})"', text
+    )
 
     assert sorted(headings(page("reference/checks.md"), 3)) == sorted({*ids})
 
 
 PACKAGES = [
+    exactly_once.contrib.views,
     *(outbox, outbox.testing, outbox.contrib.incoming_webhooks),
     *(inbox, inbox.testing, inbox.contrib.http, inbox.contrib.joins, inbox.contrib.outgoing_webhooks),
 ]
@@ -236,7 +241,7 @@ def test_every_table_is_documented_and_no_other():
 
     tables = {
         model._meta.db_table
-        for app in ("exactly_once", *SIDES, "inbox_joins", "inbox_outgoing_webhooks")
+        for app in ("exactly_once", "exactly_once_views", *SIDES, "inbox_joins", "inbox_outgoing_webhooks")
         for model in apps.get_app_config(app).get_models()
         if not model._meta.proxy
     }

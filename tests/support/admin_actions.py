@@ -19,7 +19,7 @@ from tests.support.heartbeats import a_relay
 from tests.support.joins import TOPICS, comes
 from tests.support.shop_day import CHARGE, failing
 
-APPS = {"exactly_once", "outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks"}
+APPS = {"exactly_once", "exactly_once_views", "outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks"}
 PAGES = {model._meta.label: page for model, page in admin.site._registry.items() if model._meta.app_label in APPS}
 """The pages of the admin, by the labels of their models."""
 ACTIONS = {(label, action.name): action for label, page in PAGES.items() for action in page.actions or ()}

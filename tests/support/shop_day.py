@@ -19,6 +19,7 @@ from django.db.models import CharField, TextField
 
 import inbox.models
 import outbox.models
+from exactly_once.contrib.views.models import IdempotentRequest
 from exactly_once.failures import DEFERRED
 from exactly_once.models import Alert, AuditEntry, FailureNote, Lease, Minute, Operation, Process
 from exactly_once.process.clock import utcnow
@@ -450,6 +451,7 @@ def hostile_rows(text: str) -> None:
     _filled(inbox.models.PausedHandler, text, paused_at=now)
     _filled(inbox.models.Step, text, message=received, result=text, taken_at=now)
     _filled(Endpoint, text, topics=[text], state="disabled", state_since=now)
+    _filled(IdempotentRequest, text, at=now, expires_at=now, status=201)
     run = _filled(Run, text, row=received, opened_at=now, deadline_at=now)
     _filled(Part, text, run=run, body=body, stored_at=now, headers={text: text})
     for app in ("outbox", "inbox"):

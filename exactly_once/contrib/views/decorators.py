@@ -1,0 +1,113 @@
+"""The decorator of an idempotent view."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+from datetime import timedelta
+from functools import partial, wraps
+from inspect import isawaitable, unwrap
+from typing import Any, TypeVar, overload
+
+from asgiref.sync import async_to_sync, iscoroutinefunction, markcoroutinefunction, sync_to_async
+from django.db import DEFAULT_DB_ALIAS
+from django.http.response import HttpResponseBase
+
+from exactly_once.contrib.views.answering import DAY, RESPONSE_LIMIT, Idempotency
+from exactly_once.contrib.views.requests import by_user
+
+_View = TypeVar("_View", bound=Callable[..., Any])
+_SAFE = {"GET", "HEAD", "OPTIONS", "TRACE"}
+
+declared: dict[str, str] = {}
+"""The database aliases of all decorated views, each with the name of one of them."""
+
+
+@overload
+def idempotent_view(view: _View, /) -> _View: ...
+
+
+@overload
+def idempotent_view(
+    *,
+    scope: Callable[[Any], str] | None = ...,
+    required: bool = ...,
+    expires_in: timedelta = ...,
+    store_errors: Collection[int] = ...,
+    using: str = ...,
+    response_limit: int = ...,
+) -> Callable[[_View], _View]: ...
+
+
+def idempotent_view(
+    view: Callable[..., Any] | None = None,
+    /,
+    *,
+    scope: Callable[[Any], str] | None = None,
+    required: bool = True,
+    expires_in: timedelta = DAY,
+    store_errors: Collection[int] = (),
+    using: str = DEFAULT_DB_ALIAS,
+    response_limit: int = RESPONSE_LIMIT,
+) -> Any:
+    """Give repeated requests with the same `Idempotency-Key` one effect and one answer. GET, HEAD, OPTIONS and TRACE pass.
+
+    Args:
+        view: a function that takes the request, also an asynchronous one; or a method, by `method_decorator`.
+        scope: takes the request; returns whose key it is, so that no client gets the answer of another. Default: `by_user`.
+        required: a request without a key is answered with 400. False: it runs as without the decorator.
+        expires_in: how long a response is stored. After that the same request runs the view again.
+        store_errors: statuses from 400 to 499 that are results, such as 402: committed and stored like a success. Every other
+            status of 400 and above rolls the view back, and is not stored.
+        using: the database of the effect.
+        response_limit: maximum size of a stored response in bytes.
+
+    Raises:
+        ValueError: an argument is unfit.
+        NotStorable: when the view is called: its response is a stream, or too large. It was rolled back.
+        TransactionBroken: when the view is called: its transaction cannot commit. It was rolled back.
+    """
+    options = Idempotency(
+        scope=scope or by_user,
+        required=required,
+        expires_in=expires_in,
+        store_errors=frozenset(store_errors),
+        using=using,
+        response_limit=response_limit,
+    )
+
+    def decorated(view: _View) -> _View:
+        declared.setdefault(using, f"{view.__module__}.{view.__qualname__}")
+
+        @wraps(view)
+        def idempotent(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if request.method in _SAFE:
+                return view(request, *args, **kwargs)
+
+            def respond() -> HttpResponseBase:
+                response = view(request, *args, **kwargs)
+                return _awaited(response) if isawaitable(response) else response
+
+            # Django has no asynchronous transactions: this one is in a thread, which also runs the ORM calls of the view.
+            answer = sync_to_async(options.answer) if _is_async(view) else options.answer
+            return answer(request, respond)
+
+        idempotent.idempotency = options  # type: ignore[attr-defined] # for the checks
+        if iscoroutinefunction(view):
+            markcoroutinefunction(idempotent)
+        return idempotent  # type: ignore[return-value] # it takes what the view takes
+
+    return decorated if view is None else decorated(view)
+
+
+def _is_async(view: Any) -> bool:
+    """Does it return an awaitable? `dispatch` of a class, which `method_decorator` makes partial, does if its handlers do."""
+    bound: Any = getattr(unwrap(view, stop=lambda inner: isinstance(inner, partial)), "func", None)
+    is_dispatch = getattr(bound, "__name__", "") == "dispatch"
+    return iscoroutinefunction(view) or (is_dispatch and getattr(bound.__self__, "view_is_async", False))
+
+
+def _awaited(response: Awaitable[HttpResponseBase]) -> HttpResponseBase:
+    async def answered() -> HttpResponseBase:
+        return await response
+
+    return async_to_sync(answered)()

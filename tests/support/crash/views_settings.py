@@ -1,0 +1,5 @@
+"""The settings of a web server that is killed, with idempotent views."""
+
+from tests.support.crash.settings import *
+
+ROOT_URLCONF = "tests.support.idempotent_views"
