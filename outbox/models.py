@@ -43,8 +43,6 @@ class OutboxMessage(models.Model):
     topic = NameField(max_length=NAME_LENGTH)
     biz_id = NameField(_("biz-id"), max_length=NAME_LENGTH)
     is_unique = models.BooleanField(_("unique by topic and biz-id"), default=False, editable=False)
-    # SHA-256 of the HTTP request with an Idempotency-Key that published it.
-    request_digest = models.CharField(max_length=64, default="", db_default="", editable=False)
     key = NameField(_("ordering key"), max_length=NAME_LENGTH, default="", blank=True)
     shard = models.PositiveSmallIntegerField(_("shard"), editable=False)
     priority = models.PositiveSmallIntegerField(_("priority"), default=0, validators=[MaxValueValidator(MAX_PRIORITY)])

@@ -52,7 +52,6 @@ class Migration(migrations.Migration):
                 ('topic', exactly_once.sql.fields.NameField(max_length=255)),
                 ('biz_id', exactly_once.sql.fields.NameField(max_length=255, verbose_name='biz-id')),
                 ('is_unique', models.BooleanField(default=False, editable=False, verbose_name='unique by topic and biz-id')),
-                ('request_digest', models.CharField(db_default='', default='', editable=False, max_length=64)),
                 ('key', exactly_once.sql.fields.NameField(blank=True, default='', max_length=255, verbose_name='ordering key')),
                 ('shard', models.PositiveSmallIntegerField(editable=False, verbose_name='shard')),
                 ('priority', models.PositiveSmallIntegerField(default=0, validators=[django.core.validators.MaxValueValidator(9)], verbose_name='priority')),

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.every_database
 PUBLISHING = {
     "before outbox.contrib.http.publishing.publish_many": 0,
     "after outbox.contrib.http.publishing.publish_many": 0,
-    "after outbox.contrib.http.urls.publish_with_key": 1,
+    "after exactly_once.contrib.views.answering.Idempotency.answer": 1,
 }
 """Where the server is killed while it publishes, and how many messages are committed then."""
 READING = {
@@ -88,7 +88,7 @@ def test_message_is_published_once_although_the_server_is_killed_before_and_afte
         assert OutboxMessage.objects.count() == stored, point
 
     _, ask = serving()
-    assert ask("outbox/messages", message, **key)[0] == 200
+    assert ask("outbox/messages", message, **key)[0] == 201
     assert OutboxMessage.objects.count() == 1
 
 

@@ -1,65 +1,43 @@
 """Publishing for a client that may repeat a request whose answer it has not received.
 
-An `Idempotency-Key` is in the biz-id of a unique message, so no table of keys is needed: of any number of requests with one
-key, one is stored, and the others wait for its commit and find it. Another request with the key is an error, whichever of its
-fields differs, as in draft-ietf-httpapi-idempotency-key-header.
+With an `Idempotency-Key` the answer is stored with the messages, as that of an idempotent view. The key also names the message,
+so consumers suppress a second one that is published after the answer has expired.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from http import HTTPStatus
 
 from django.db import transaction
 
-from exactly_once.console.http.problems import Problem
-from exactly_once.sql.days import LIVE
+from exactly_once.contrib.views.answering import Idempotency
+from exactly_once.problems import Problem
 from outbox.api import PublishedMessage, publish_many
 from outbox.contrib.http.schemas import NewMessage
-from outbox.store import selecting
 from outbox.store.unique import has_payload
 
-
-def publish_with_key(message: NewMessage, biz_id: str, alias: str) -> PublishedMessage:
-    """Publish the message of a request with an `Idempotency-Key`, and return after its commit.
-
-    Raises:
-        Problem: the message has a biz-id already, or another request had the key. Nothing was published.
-        outbox.InvalidMessage, outbox.PayloadTooLarge: nothing was published.
-    """
-    if message.biz_id is not None:
-        raise Problem(
-            HTTPStatus.UNPROCESSABLE_ENTITY,
-            "The Idempotency-Key becomes the biz-id of the message, which has one already: send one of the two. A message with "
-            "a biz_id is published once with unique: true.",
-        )
-    with transaction.atomic(using=alias, durable=True):
-        (published,) = publish_many([replace(message.draft, biz_id=biz_id, unique=True)], using=alias)
-        digest = hashlib.sha256(json.dumps(dict(message), sort_keys=True, default=str).encode()).hexdigest()
-        # By its id, not its position: see `has_payload`.
-        rows = selecting.identified(alias, [published.id])
-        if published.created:
-            rows.filter(day=LIVE).update(request_digest=digest)
-        elif rows.exclude(request_digest=digest).exists():
-            raise Problem(
-                HTTPStatus.UNPROCESSABLE_ENTITY,
-                f"Another request with this Idempotency-Key has published the message {published.id} of the topic "
-                f"{published.topic}. Nothing was published. Send another key with another message.",
-                id=str(published.id),
-            )
-    return published
+_EXPIRES_IN = timedelta(days=7)
 
 
-def publish_all(messages: Sequence[NewMessage], alias: str) -> list[PublishedMessage]:
-    """Publish messages in one transaction, and return after its commit.
+def idempotency(client: str, alias: str) -> Idempotency:
+    """How requests of this client with an `Idempotency-Key` are answered."""
+    return Idempotency(scope=lambda request: f"http:{client}", required=False, expires_in=_EXPIRES_IN, using=alias)
+
+
+def publish_all(messages: Sequence[NewMessage], alias: str, *, name: str | None = None) -> list[PublishedMessage]:
+    """Publish messages in one transaction.
+
+    Args:
+        name: the biz-id of messages that have none.
 
     Raises:
         Problem: an earlier message has the topic and biz-id of a unique one, and another payload. Nothing was published.
         outbox.InvalidMessage, outbox.PayloadTooLarge: nothing was published.
     """
-    with transaction.atomic(using=alias, durable=True):
-        published = publish_many([message.draft for message in messages], using=alias)
+    drafts = [replace(message.draft, biz_id=message.biz_id or name) for message in messages]
+    with transaction.atomic(using=alias):
+        published = publish_many(drafts, using=alias)
         for index, (found, message) in enumerate(zip(published, messages, strict=True)):
             if not found.created and not has_payload(alias, found.id, message.payload):
                 raise Problem(

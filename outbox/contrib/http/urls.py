@@ -10,22 +10,26 @@ from typing import Annotated, Any, cast
 from uuid import UUID
 
 from django.http import HttpRequest, HttpResponse
+from django.http.response import HttpResponseBase
 from django.urls import ResolverMatch, reverse
 from ninja import Header, Path, Query
 from ninja.responses import Status
+from pydantic import BaseModel
 
 from exactly_once.conf.app_options import Client
 from exactly_once.console.http.frame import MAX_MESSAGES, Api, Name, answers, client_of, require
-from exactly_once.console.http.problems import Problem, with_status
+from exactly_once.console.http.problems import with_status
 from exactly_once.console.operators.audit import Actor, Subject, record
+from exactly_once.contrib.views.requests import key_of
 from exactly_once.models import OPEN, Operation
+from exactly_once.problems import Problem
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import decision_transaction
 from exactly_once.sql.partitions import lately, newest
 from outbox import decisions
 from outbox.conf import outbox_options
 from outbox.contrib.http import schemas
-from outbox.contrib.http.publishing import publish_all, publish_with_key
+from outbox.contrib.http.publishing import idempotency, publish_all
 from outbox.decisions import Decision, Outcome
 from outbox.errors import InvalidMessage, PayloadTooLarge, UnknownMessage
 from outbox.models import OutboxMessage
@@ -39,6 +43,7 @@ from outbox.store.selecting import Selection, identified, placed
 logger = escaping_logger(__name__)
 
 app_name = "outbox_http"
+_Key = Annotated[str | None, Header(alias="Idempotency-Key")]
 _MOST_ROWS = 1_000_000
 """Of an operation, as on the pages of the admin."""
 _SHOWN = (
@@ -66,41 +71,40 @@ api = Api(
 
 
 @api.post("/messages", operation_id="publish", response=answers({200: schemas.Published, 201: schemas.Published}, 409))
-def publish(
-    request: HttpRequest,
-    message: schemas.NewMessage,
-    idempotency_key: Annotated[Name | None, Header(alias="Idempotency-Key")] = None,
-) -> Status[schemas.Published]:
+def publish(request: HttpRequest, message: schemas.NewMessage, idempotency_key: _Key = None) -> HttpResponseBase:
     """Publish a message. 201: it is committed. 200: an earlier request with the same biz-id has published it.
 
-    A request with an Idempotency-Key may be repeated: the message is published once per client, topic and key. Its biz-id is
-    the client's name, a slash and the key. Another request with the same key is answered with 422.
+    A request with an Idempotency-Key may be repeated: for seven days, the client gets the first answer, with the header
+    Idempotency-Replayed. Without a biz_id, that of the message is the client's name, a slash and the key. Another request with
+    the same key is answered with 422, and with 409 while the first one is running.
     """
-    client = require(request, "publish", message.topic)
-    if idempotency_key is None:
-        (published,) = publish_all([message], _alias())
-    else:
-        published = publish_with_key(message, f"{client.name}/{_bare(idempotency_key)}", _alias())
-    return Status(HTTPStatus.CREATED if published.created else HTTPStatus.OK, schemas.Published.model_validate(published))
+    client, alias = require(request, "publish", message.topic), _alias()
+
+    def respond() -> HttpResponse:
+        key = key_of(request, required=False)
+        (published,) = publish_all([message], alias, name=key and f"{client.name}/{key}")
+        return _answer(request, schemas.Published.model_validate(published), created=published.created)
+
+    return idempotency(client.name, alias).answer(request, respond)
 
 
 @api.post("/messages/batch", operation_id="publish_many", response=answers({200: schemas.PublishedMessages}, 409))
-def publish_many(request: HttpRequest, batch: schemas.NewMessages) -> schemas.PublishedMessages:
+def publish_many(request: HttpRequest, batch: schemas.NewMessages, idempotency_key: _Key = None) -> HttpResponseBase:
     """Publish messages in one transaction: all of them are committed, or none.
 
-    A request may be repeated if every message has a biz_id and unique: true. An Idempotency-Key is for a single message.
+    A request may be repeated with an Idempotency-Key, or if every message has a biz_id and unique: true.
     """
     for topic in {message.topic for message in batch.messages}:
         require(request, "publish", topic)
     if (count := len(batch.messages)) > MAX_MESSAGES:
         raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, f"messages has {count} items, and the limit is {MAX_MESSAGES}.")
-    if "Idempotency-Key" in request.headers:
-        raise Problem(
-            HTTPStatus.UNPROCESSABLE_ENTITY,
-            "An Idempotency-Key is for a single message: give each message of a batch a biz_id and unique: true.",
-        )
-    published = publish_all(batch.messages, _alias())
-    return schemas.PublishedMessages(messages=[schemas.Published.model_validate(one) for one in published])
+    alias = _alias()
+
+    def respond() -> HttpResponse:
+        published = [schemas.Published.model_validate(one) for one in publish_all(batch.messages, alias)]
+        return _answer(request, schemas.PublishedMessages(messages=published))
+
+    return idempotency(client_of(request).name, alias).answer(request, respond)
 
 
 @api.get("/messages/{uuid:message_id}", operation_id="message", response=answers({200: schemas.MessageStatus}, 404))
@@ -199,13 +203,8 @@ def _planned(request: HttpRequest, topic: str, which: schemas.Restoring) -> sche
     return schemas.OperationStatus.model_validate(planned)
 
 
-def _bare(key: str) -> str:
-    """The `Idempotency-Key`, in quotes, as the draft of the standard has it, or without."""
-    if len(key) > 1 and key[0] == key[-1] == '"':
-        key = key[1:-1]
-    if not key.strip():
-        raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "The Idempotency-Key is empty: send a new UUID for each message.")
-    return key
+def _answer(request: HttpRequest, content: BaseModel, *, created: bool = False) -> HttpResponse:
+    return api.create_response(request, content, status=HTTPStatus.CREATED if created else HTTPStatus.OK)
 
 
 def _manager(request: HttpRequest, which: schemas.Chosen) -> Client:

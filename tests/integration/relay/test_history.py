@@ -302,8 +302,8 @@ class TestUnique:
         """It was published long before it was settled, so the positions around it in history are much higher."""
 
         def request():
-            message = {"topic": TOPIC, "payload": {"order": "17"}, "delay": 60}
-            return Api().post("outbox/messages", message, **{"Idempotency-Key": "k-1"})
+            message = {"topic": TOPIC, "payload": {"order": "17"}, "biz_id": "order-17", "unique": True, "delay": 60}
+            return Api().post("outbox/messages", message)
 
         first = request().json()
         a_history(3000)
