@@ -19,15 +19,8 @@ from typing import TYPE_CHECKING
 from exactly_once.packages import looked_up
 
 if TYPE_CHECKING:
-    from exactly_once.contrib.views.answering import NotStorable, TransactionBroken
-    from exactly_once.contrib.views.decorators import idempotent_view
-    from exactly_once.contrib.views.requests import by_token, by_user
+    from exactly_once.contrib.views.decorators import NotStorable, TransactionBroken, by_token, by_user, idempotent_view
 
 __all__ = ["NotStorable", "TransactionBroken", "by_token", "by_user", "idempotent_view"]
 
-_MODULES = {
-    **dict.fromkeys(("NotStorable", "TransactionBroken"), "answering"),
-    **dict.fromkeys(("by_token", "by_user"), "requests"),
-    "idempotent_view": "decorators",
-}
-__getattr__ = partial(looked_up, __name__, _MODULES)
+__getattr__ = partial(looked_up, __name__, dict.fromkeys(__all__, "decorators"))

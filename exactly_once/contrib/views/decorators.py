@@ -12,8 +12,10 @@ from asgiref.sync import async_to_sync, iscoroutinefunction, markcoroutinefuncti
 from django.db import DEFAULT_DB_ALIAS
 from django.http.response import HttpResponseBase
 
-from exactly_once.contrib.views.answering import DAY, RESPONSE_LIMIT, Idempotency
-from exactly_once.contrib.views.requests import by_user
+from exactly_once.contrib.views.answering import DAY, RESPONSE_LIMIT, Idempotency, NotStorable, TransactionBroken
+from exactly_once.contrib.views.requests import by_token, by_user
+
+__all__ = ["NotStorable", "TransactionBroken", "by_token", "by_user", "idempotent_view"]
 
 _View = TypeVar("_View", bound=Callable[..., Any])
 _SAFE = {"GET", "HEAD", "OPTIONS", "TRACE"}
@@ -66,17 +68,10 @@ def idempotent_view(
         NotStorable: when the view is called: its response is a stream, or too large. It was rolled back.
         TransactionBroken: when the view is called: its transaction cannot commit. It was rolled back.
     """
-    options = Idempotency(
-        scope=scope or by_user,
-        required=required,
-        expires_in=expires_in,
-        store_errors=frozenset(store_errors),
-        using=using,
-        response_limit=response_limit,
-    )
+    options = Idempotency(scope or by_user, required, expires_in, frozenset(store_errors), using, response_limit)
 
     def decorated(view: _View) -> _View:
-        declared.setdefault(using, f"{view.__module__}.{view.__qualname__}")
+        declared.setdefault(using, f"{view.__module__}.{getattr(view, '__qualname__', view)}")
 
         @wraps(view)
         def idempotent(request: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from exactly_once.wire.text import NAME_LENGTH, fits
 
 HEADER = "Idempotency-Key"
 _MULTIPART = "multipart/form-data"
+_ADVICE = "Send a new UUID for each operation, and the same one when it is repeated."
 
 
 def django_request(request: Any) -> HttpRequest:
@@ -61,19 +62,14 @@ def key_of(request: Any, *, required: bool) -> str | None:
     given: str | None = django_request(request).headers.get(HEADER)
     if given is None:
         if required:
-            raise Problem(
-                HTTPStatus.BAD_REQUEST,
-                f"The header {HEADER} is required: send a new UUID for each operation, and the same one when it is repeated.",
-            )
+            raise Problem(HTTPStatus.BAD_REQUEST, f"The header {HEADER} is required. {_ADVICE}")
         return None
     key = given.strip()
     if len(key) > 1 and key[0] == key[-1] == '"':
         key = key[1:-1]
     if not key.strip() or not fits(key):
-        raise Problem(
-            HTTPStatus.BAD_REQUEST,
-            f"The {HEADER} must have 1 to {NAME_LENGTH} printable characters of ASCII: send a new UUID for each operation.",
-        )
+        detail = f"The {HEADER} must have 1 to {NAME_LENGTH} printable characters of ASCII. {_ADVICE}"
+        raise Problem(HTTPStatus.BAD_REQUEST, detail)
     return key
 
 

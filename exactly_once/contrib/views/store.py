@@ -30,7 +30,7 @@ _CLAIM = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Claim:
     """A key of a scope, and the request that has it.
 

@@ -47,6 +47,12 @@ def test_module_of_a_product_without_its_app_names_the_app_and_puts_no_table_int
     assert f"{package} is an app of its own: add {package!r} to INSTALLED_APPS and run migrate." in printed
 
 
+def test_http_api_of_the_outbox_without_the_app_that_stores_answers_names_it(started):
+    printed = started(settings_of("outbox"), f"{SETUP}\nimport outbox.contrib.http.urls")
+
+    assert "add 'exactly_once.contrib.views' to INSTALLED_APPS and run migrate." in printed
+
+
 @pytest.mark.parametrize("half", ["outbox", "inbox"])
 def test_half_without_the_third_app_names_it(started, half):
     alone = settings_of(half).replace("'exactly_once', ", "")

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exactly_once.contrib.views import NotStorable, idempotent_view
-from exactly_once.contrib.views.checks import check_databases, check_order
+from exactly_once.contrib.views.checks import check_views
 from exactly_once.contrib.views.decorators import declared
 from exactly_once.contrib.views.models import IdempotentRequest
 from exactly_once.process.clock import utcnow
@@ -380,14 +380,10 @@ def test_arguments_that_make_no_sense_are_refused():
             idempotent_view(**arguments)
 
 
-def test_check_names_a_database_that_does_not_exist(monkeypatch):
-    assert check_databases(None) == []
-    monkeypatch.setitem(declared, "nowhere", "shop.views.pay")
-
-    [error] = check_databases(None)
-    assert (error.id, "shop.views.pay" in error.msg) == ("exactly_once_views.E001", True)
-
-
-def test_check_names_a_view_that_is_decorated_outside_of_rest_framework():
-    [warning] = check_order(None)
+def test_check_names_a_view_outside_of_rest_framework_and_a_database_that_does_not_exist(monkeypatch):
+    [warning] = check_views(None)
     assert (warning.id, "RestOutside" in warning.msg) == ("exactly_once_views.W001", True)
+
+    monkeypatch.setitem(declared, "nowhere", "shop.views.pay")
+    error, _ = check_views(None)
+    assert (error.id, "shop.views.pay" in error.msg) == ("exactly_once_views.E001", True)
