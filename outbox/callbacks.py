@@ -152,7 +152,7 @@ def _registering(topic: str, event: Event, name: str | None) -> Callable[[Functi
         raise ValueError(f"The topic {topic!r} cannot have callbacks: {reason}.")
 
     def decorate(function: Function) -> Function:
-        called = _synchronous(function)
+        called = synchronous(function)
         known_as = name or name_of(function, "callback")
         if reason := why_unfit(known_as):
             raise ValueError(f"The name {known_as!r} is not valid for a callback: {reason}.")
@@ -162,7 +162,7 @@ def _registering(topic: str, event: Event, name: str | None) -> Callable[[Functi
     return decorate
 
 
-def _synchronous(function: Callable[..., Any]) -> Callable[..., Any]:
+def synchronous(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function for a thread of a relay: an `async def` is run to its end."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(f"{origin(function)} is a generator function: calling it would run nothing. Use return.")
@@ -262,7 +262,7 @@ def checker(topic: str) -> Callable[[Function], Function]:
         raise ValueError(f"The topic {topic!r} cannot be checked: {reason}.")
 
     def register(function: Function) -> Function:
-        checkers.add(topic, _synchronous(function))
+        checkers.add(topic, synchronous(function))
         return function
 
     return register

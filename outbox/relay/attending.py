@@ -21,7 +21,7 @@ from math import inf
 from queue import SimpleQueue
 from typing import Protocol
 
-from django.db import connections
+from django.db import connections, transaction
 
 from exactly_once.process import work
 from exactly_once.process.clock import awake, monotonic
@@ -34,6 +34,7 @@ from exactly_once.sql.faults import is_outage
 from exactly_once.sql.turns import Turns
 from exactly_once.wire.text import describe
 from outbox.conf import OutboxOptions
+from outbox.store.dialect import begin_bounded
 
 logger = escaping_logger(__name__)
 
@@ -76,6 +77,30 @@ class _Running:
     @property
     def is_overdue(self) -> bool:
         return self.reported_at is not None
+
+
+def call_bounded(
+    alias: str, limit: timedelta, call: Callable[[], None], failed: Callable[[BaseException, timedelta], None]
+) -> None:
+    """Call it in a transaction, which the server ends after `limit`. With an error, roll back, and call `failed`.
+
+    Args:
+        failed: takes the error, also a SystemExit, and how long the call took.
+
+    Raises:
+        django.db.Error: the database became unavailable before the limit. The call has not failed.
+    """
+    began_at = monotonic()
+    try:
+        with transaction.atomic(using=alias, durable=True):
+            begin_bounded(alias, limit)
+            call()
+    except BaseException as error:
+        took = timedelta(seconds=monotonic() - began_at)
+        if is_outage(error) and took < limit:
+            raise
+        drop_unusable_connections()
+        failed(error, took)
 
 
 class Attendant:

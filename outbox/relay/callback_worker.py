@@ -18,24 +18,21 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from django.db import transaction
-
 from exactly_once.conf.settings import redacted_error
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.outage import OutageLog
 from exactly_once.sql.connections import drop_unusable_connections
-from exactly_once.sql.faults import is_collision, is_outage
+from exactly_once.sql.faults import is_collision
 from exactly_once.sql.fields import value_of
 from exactly_once.wire.text import describe
 from outbox import signals
 from outbox.callbacks import Answer, UndecidedMessage, checkers, registry
 from outbox.conf import OutboxOptions
 from outbox.models import OutboxMessage
-from outbox.relay.attending import Attendant
+from outbox.relay.attending import Attendant, call_bounded
 from outbox.states import COMMIT, ROLL_BACK, UNDECIDED, State
 from outbox.store import decision_rows, pending_callbacks, prepared_rows
-from outbox.store.dialect import begin_bounded
 from outbox.store.pending_callbacks import pending_calls
 
 logger = escaping_logger(__name__)
@@ -102,18 +99,11 @@ class _Callback:
         return self.call.callback
 
     def run(self) -> None:
-        began_at, limit = monotonic(), self.options.CALLBACK_TIMEOUT
-        try:
-            with transaction.atomic(using=self.call.alias, durable=True):
-                begin_bounded(self.call.alias, limit)
-                registry.call(self.call.callback, pending_callbacks.begin_call(self.call))
-                pending_callbacks.finish_call(self.call)
-        except BaseException as error:
-            # Including SystemExit: the callback did not return, so it is called again.
-            took = timedelta(seconds=monotonic() - began_at)
-            if is_outage(error) and took < limit:
-                raise
-            self._defer(error, took)
+        call_bounded(self.call.alias, self.options.CALLBACK_TIMEOUT, self._call, self._defer)
+
+    def _call(self) -> None:
+        registry.call(self.call.callback, pending_callbacks.begin_call(self.call))
+        pending_callbacks.finish_call(self.call)
 
     def _defer(self, error: BaseException, took: timedelta) -> None:
         options = self.options
@@ -122,7 +112,6 @@ class _Callback:
             limit = options.CALLBACK_TIMEOUT.total_seconds()
             reason += f" (it took {took.total_seconds():.1f} s, and CALLBACK_TIMEOUT is {limit:g} s)"
         delay = _AFTER_A_COLLISION if is_collision(error) else options.retry.delay(self.call.number)
-        drop_unusable_connections()
         level = logging.ERROR if options.retry.exhausted(self.call.number) else logging.WARNING
         became = "The callback %s failed and is called again: %s."
         if not pending_callbacks.defer_call(self.call, reason, delay):

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from django.db import connections
+from django.utils.module_loading import import_string
 
 from exactly_once.conf.masking import masked
 from exactly_once.process.logs import Reminder, escaping_logger
@@ -19,6 +20,7 @@ from exactly_once.upkeep.executing import Operations
 from outbox.conf import outbox_options
 from outbox.models import SHARDS
 from outbox.relay.callback_worker import askers, callers
+from outbox.relay.elsewhere import companions_elsewhere
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.housekeeping import housekeepers
 from outbox.relay.listening import Listener
@@ -86,6 +88,8 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
         if not connections[alias].in_atomic_block:  # as in a test
             companions.append(Operations("outbox", [alias]))
         companions += starters(alias, options, is_local=transport.capabilities.transactional)
+        for made in companions_elsewhere:
+            companions += import_string(made)(alias, options, database_log=database_log)
         if not drain:
             # An operator's request to drain ends this phase only.
             phase = stop.follower()
