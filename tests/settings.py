@@ -61,6 +61,7 @@ INSTALLED_APPS = [
     "exactly_once.contrib.views",
     "outbox",
     "inbox",
+    "outbox.contrib.recurring",
     "inbox.contrib.joins",
     "inbox.contrib.outgoing_webhooks",
     "tests.support.apps.effects",

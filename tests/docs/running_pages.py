@@ -108,7 +108,7 @@ def main() -> int:
         DATABASES={alias: dict(MEMORY) for alias in ALIASES},
         INSTALLED_APPS=[
             *(f"django.contrib.{app}" for app in ("admin", "auth", "contenttypes", "messages", "sessions")),
-            *("exactly_once", "exactly_once.contrib.views", "outbox"),
+            *("exactly_once", "exactly_once.contrib.views", "outbox", "outbox.contrib.recurring"),
             *("inbox", "inbox.contrib.joins", "inbox.contrib.outgoing_webhooks"),
         ],
         OUTBOX={"BROKER_URL": "amqp://broker//"},
@@ -186,11 +186,12 @@ def well_known() -> dict:
     import inbox.testing  # noqa: PLC0415
     import outbox.celery  # noqa: PLC0415
     import outbox.contrib.incoming_webhooks  # noqa: PLC0415
+    import outbox.contrib.recurring  # noqa: PLC0415
     import outbox.testing  # noqa: PLC0415
 
     modules: Iterable = (
         *(outbox.testing, inbox.testing, outbox.contrib.incoming_webhooks, inbox.contrib.http, inbox.contrib.joins),
-        *(exactly_once.contrib.views, inbox.contrib.outgoing_webhooks, outbox, inbox),
+        *(exactly_once.contrib.views, outbox.contrib.recurring, inbox.contrib.outgoing_webhooks, outbox, inbox),
     )
     public = {name: getattr(module, name) for module in modules for name in module.__all__}
     celery = {"OutboxTask": outbox.celery.OutboxTask, "idempotent_task": inbox.celery.idempotent_task}

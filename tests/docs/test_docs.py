@@ -41,6 +41,8 @@ import inbox.testing
 import outbox
 import outbox.checks
 import outbox.contrib.incoming_webhooks
+import outbox.contrib.recurring
+import outbox.contrib.recurring.declarations
 import outbox.metrics
 import outbox.signals
 import outbox.testing
@@ -157,19 +159,23 @@ def test_every_argument_of_a_command_is_documented_and_no_other(name):
 
 
 def test_every_check_is_documented_and_no_other():
-    optional = (exactly_once.contrib.views.checks, inbox.contrib.joins.decorators, inbox.contrib.outgoing_webhooks.fanning_out)
+    optional = (
+        exactly_once.contrib.views.checks,
+        outbox.contrib.recurring.declarations,
+        inbox.contrib.joins.decorators,
+        inbox.contrib.outgoing_webhooks.fanning_out,
+    )
     modules = (exactly_once.checks, outbox.checks, inbox.checks, *optional)
     text = "".join(Path(module.__file__).read_text() for module in modules)
-    ids = re.findall(
-        r'id="((?:exactly_once|exactly_once_views|outbox|inbox|inbox_joins|inbox_outgoing_webhooks)\.[EWI]\d{3})"', text
-    )
+    apps_with_checks = "exactly_once|exactly_once_views|outbox|outbox_recurring|inbox|inbox_joins|inbox_outgoing_webhooks"
+    ids = re.findall(rf'id="((?:{apps_with_checks})\.[EWI]\d{{3}})"', text)
 
     assert sorted(headings(page("reference/checks.md"), 3)) == sorted({*ids})
 
 
 PACKAGES = [
     exactly_once.contrib.views,
-    *(outbox, outbox.testing, outbox.contrib.incoming_webhooks),
+    *(outbox, outbox.testing, outbox.contrib.incoming_webhooks, outbox.contrib.recurring),
     *(inbox, inbox.testing, inbox.contrib.http, inbox.contrib.joins, inbox.contrib.outgoing_webhooks),
 ]
 
@@ -241,7 +247,7 @@ def test_every_table_is_documented_and_no_other():
 
     tables = {
         model._meta.db_table
-        for app in ("exactly_once", "exactly_once_views", *SIDES, "inbox_joins", "inbox_outgoing_webhooks")
+        for app in ("exactly_once", "exactly_once_views", *SIDES, "outbox_recurring", "inbox_joins", "inbox_outgoing_webhooks")
         for model in apps.get_app_config(app).get_models()
         if not model._meta.proxy
     }

@@ -12,6 +12,8 @@ from exactly_once.sql.now import DatabaseTime
 from inbox.contrib.joins.models import Run
 from inbox.contrib.outgoing_webhooks import Endpoint
 from inbox.models import PausedHandler
+from outbox.contrib.recurring import recurring
+from outbox.contrib.recurring.models import Schedule
 from outbox.models import PausedTopic, PendingCallback
 from outbox.states import State
 from tests.support.admin_pages import NASTY, a_message
@@ -19,7 +21,10 @@ from tests.support.heartbeats import a_relay
 from tests.support.joins import TOPICS, comes
 from tests.support.shop_day import CHARGE, failing
 
-APPS = {"exactly_once", "exactly_once_views", "outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks"}
+APPS = {
+    *("exactly_once", "exactly_once_views", "outbox", "outbox_recurring"),
+    *("inbox", "inbox_joins", "inbox_outgoing_webhooks"),
+}
 PAGES = {model._meta.label: page for model, page in admin.site._registry.items() if model._meta.app_label in APPS}
 """The pages of the admin, by the labels of their models."""
 ACTIONS = {(label, action.name): action for label, page in PAGES.items() for action in page.actions or ()}
@@ -78,6 +83,13 @@ def _endpoint(**given):
     return Endpoint.objects.create(name=NASTY[:64], url=f"https://example.com/{NASTY}", reason=NASTY, **given)
 
 
+def _schedule(name, *, is_declared=True, **given):
+    if is_declared:
+        # On the other database, so that no relay of a later test has it.
+        recurring(every=timedelta(days=1), name=name, using="other")(lambda tick: None)
+    return Schedule.objects.create(name=name, recurrence=NASTY, error=NASTY, position=DatabaseTime(), **given)
+
+
 def rows_to_act_on():
     """What makes a row for each action. Those of joins need the join of `tests.support.joins`."""
     found = {("outbox.OutboxMessage", action): partial(_message, State.DEAD) for action in ("restore", "export")}
@@ -106,4 +118,7 @@ def rows_to_act_on():
     for action in ("test", "edit", "rotate", "enable", "disable"):
         state = "disabled" if action == "enable" else "active"
         found["inbox_outgoing_webhooks.Endpoint", action] = partial(_endpoint, state=state)
+    for action in ("pause", "resume", "run", "forget"):
+        given = {"paused_at": DatabaseTime()} if action == "resume" else {"is_declared": action != "forget"}
+        found["outbox_recurring.Schedule", action] = partial(_schedule, f"{NASTY} {action}", **given)
     return found

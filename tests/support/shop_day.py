@@ -29,6 +29,8 @@ from inbox.contrib.joins.models import Part, Run
 from inbox.contrib.outgoing_webhooks import Endpoint
 from inbox.models import InboxMessage
 from inbox.states import State as InboxState
+from outbox.contrib.recurring import recurring
+from outbox.contrib.recurring.models import Schedule
 from outbox.models import OutboxMessage, PendingCallback
 from outbox.states import State
 from tests.support.admin_pages import a_message
@@ -232,6 +234,7 @@ def _inbox() -> None:
         handler=TEXT, paused_by="ada in the admin", reason="The SMS provider is down.", paused_at=utcnow() - 9 * MINUTE
     )
     _endpoints()
+    _schedules()
     _a_life()
     _a_chain()
 
@@ -250,6 +253,18 @@ def _a_chain() -> None:
                 failing(handler, _order(99), TIMEOUT, attempts=2, **received)
             else:
                 a_handled(handler, _order(99), **received)
+
+
+def _schedules() -> None:
+    now = utcnow()
+    for name, columns in {
+        "reports.nightly": {"recurrence": "0 3 * * * Europe/Berlin", "last_at": now - 9 * HOUR, "due_at": now + 15 * HOUR},
+        "stock.recount": {"recurrence": "every 0:10:00", "last_at": now - 40 * MINUTE, "due_at": now + MINUTE,
+                          "failures": 3, "error": "OperationalError: the warehouse is unavailable"},
+        "newsletter.weekly": {"recurrence": "0 9 * * MON Europe/Berlin", "due_at": now, "paused_at": now - 2 * HOUR},
+    }.items():  # fmt: skip
+        recurring(every=timedelta(days=1), name=name, using="other")(lambda tick: None)
+        Schedule.objects.create(name=name, position=now, **columns)
 
 
 def _endpoints() -> None:
@@ -450,6 +465,7 @@ def hostile_rows(text: str) -> None:
     _filled(outbox.models.PausedTopic, text, paused_at=now)
     _filled(inbox.models.PausedHandler, text, paused_at=now)
     _filled(inbox.models.Step, text, message=received, result=text, taken_at=now)
+    _filled(Schedule, text, position=now)
     _filled(Endpoint, text, topics=[text], state="disabled", state_since=now)
     _filled(IdempotentRequest, text, at=now, expires_at=now, status=201)
     run = _filled(Run, text, row=received, opened_at=now, deadline_at=now)

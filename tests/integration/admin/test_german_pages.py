@@ -31,7 +31,10 @@ from tools.messages import APPS, catalog, update
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 ENTRY = re.compile(r'^msgid "(.+)"\n(?:msgid_plural ".*"\nmsgstr\[0\] "(.*)"|msgstr "(.*)")', re.MULTILINE)
-LABELS = {"exactly_once", "exactly_once_views", "outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks"}
+LABELS = {
+    *("exactly_once", "exactly_once_views", "outbox", "outbox_recurring"),
+    *("inbox", "inbox_joins", "inbox_outgoing_webhooks"),
+}
 LISTS = sorted(
     f"{model._meta.app_label}_{model._meta.model_name}" for model in site._registry if model._meta.app_label in LABELS
 )

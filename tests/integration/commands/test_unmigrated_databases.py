@@ -25,7 +25,8 @@ pytestmark = pytest.mark.django_db(transaction=True)
 every_database = pytest.mark.every_database
 
 NEWEST = {
-    app: MigrationLoader(None).graph.leaf_nodes(app)[0] for app in ("outbox", "inbox", "inbox_joins", "inbox_outgoing_webhooks")
+    app: MigrationLoader(None).graph.leaf_nodes(app)[0]
+    for app in ("outbox", "outbox_recurring", "inbox", "inbox_joins", "inbox_outgoing_webhooks")
 }
 
 
@@ -227,14 +228,14 @@ def test_models_have_no_changes_that_are_not_in_a_migration():
 def created_without_migrations(settings):
     """As with pytest's `--nomigrations`: Django creates the tables from the models."""
     MigrationExecutor(connection).migrate([("outbox", None)])
-    settings.MIGRATION_MODULES = {"outbox": None}
+    settings.MIGRATION_MODULES = {"outbox": None, "outbox_recurring": None}
     call_command("migrate", run_syncdb=True, verbosity=0)
     yield
     with connection.cursor() as cursor:
         for table in sorted(tables_of("outbox"), key=len):
             cursor.execute(f"DROP TABLE IF EXISTS {table}{' CASCADE' if connection.vendor == 'postgresql' else ''}")
     settings.MIGRATION_MODULES = {}
-    MigrationExecutor(connection).migrate([NEWEST["outbox"]])
+    MigrationExecutor(connection).migrate([NEWEST["outbox"], NEWEST["outbox_recurring"]])
 
 
 @every_database

@@ -27,10 +27,13 @@ def started(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "apps", [["outbox", "inbox.contrib.joins"], ["inbox.contrib.outgoing_webhooks"]], ids=lambda apps: apps[-1]
+    "apps",
+    [["outbox", "inbox.contrib.joins"], ["inbox.contrib.outgoing_webhooks"], ["inbox", "outbox.contrib.recurring"]],
+    ids=lambda apps: apps[-1],
 )
 def test_product_without_the_app_that_it_needs_names_that_app(started, apps):
-    assert f"{apps[-1]!r} needs 'inbox': write INSTALLED_APPS += ['inbox']." in started(settings_of(*apps))
+    needed = apps[-1].partition(".")[0]
+    assert f"{apps[-1]!r} needs {needed!r}: write INSTALLED_APPS += [{needed!r}]." in started(settings_of(*apps))
 
 
 def test_product_without_any_other_app_names_both(started):
@@ -39,11 +42,23 @@ def test_product_without_any_other_app_names_both(started):
     assert "needs 'exactly_once' and 'inbox': write INSTALLED_APPS += ['exactly_once', 'inbox']." in started(alone)
 
 
-@pytest.mark.parametrize("module", ["joins.decorators", "outgoing_webhooks.fanning_out"])
-def test_module_of_a_product_without_its_app_names_the_app_and_puts_no_table_into_another(started, module):
-    printed = started(settings_of("inbox"), f"{SETUP}\nimport inbox.contrib.{module}")
+@pytest.mark.parametrize("half", ["outbox", "inbox"])
+def test_name_of_a_product_without_its_app_names_the_app(started, half):
+    product = {"outbox": "outbox.contrib.recurring import recurring", "inbox": "inbox.contrib.joins import joined_handler"}[
+        half
+    ]
+    printed = started(settings_of(half), f"{SETUP}\nfrom {product}")
+    assert f"add {product.partition(' ')[0]!r} to INSTALLED_APPS and run migrate." in printed
 
-    package = f"inbox.contrib.{module.partition('.')[0]}"
+
+@pytest.mark.parametrize(
+    "module",
+    ["inbox.contrib.joins.decorators", "inbox.contrib.outgoing_webhooks.fanning_out", "outbox.contrib.recurring.models"],
+)
+def test_module_of_a_product_without_its_app_names_the_app_and_puts_no_table_into_another(started, module):
+    printed = started(settings_of(module.partition(".")[0]), f"{SETUP}\nimport {module}")
+
+    package = module.rpartition(".")[0]
     assert f"{package} is an app of its own: add {package!r} to INSTALLED_APPS and run migrate." in printed
 
 

@@ -1,0 +1,136 @@
+"""Publish the ticks that are due, beside the relay.
+
+A tick is one transaction: it locks the row of the schedule, calls the function, writes its message, and moves the position past
+the tick. If it does not commit, another relay repeats it; once it has committed, no relay does. A relay skips schedules whose
+row another one has locked. The database's clock decides what is due: if it is set back, the ticks up to the position remain
+published.
+
+A function that raises delays its own schedule only, and is called again with the delays of a failed message. One that hangs
+occupies a thread, and is reported with its stack, see `relay.attending`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from django.db import transaction
+from django.db.models import QuerySet
+
+from exactly_once.conf.settings import redacted_error
+from exactly_once.process.logs import escaping_logger
+from exactly_once.process.outage import OutageLog
+from exactly_once.sql.faults import is_collision
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.text import ERROR_LENGTH, describe, printable
+from outbox.conf import OutboxOptions
+from outbox.contrib.recurring.declarations import GRACE, Declaration, declarations
+from outbox.contrib.recurring.models import Schedule
+from outbox.relay.attending import Attendant, call_bounded
+from outbox.store.dialect import database_of
+
+logger = escaping_logger(__name__)
+
+
+def attendants(alias: str, options: OutboxOptions, *, database_log: OutageLog | None = None) -> Sequence[Attendant]:
+    """The attendant of the schedules of this database; none without schedules."""
+    here = {name: schedule for name, schedule in declarations.items() if database_of(schedule.when.using) == alias}
+    claim, threads, limit = partial(_claim, alias, options, here, set()), options.CONCURRENCY, options.CALLBACK_TIMEOUT
+    return [Attendant("recurring", alias, claim, options, database_log, threads=threads, limit=limit)] if here else []
+
+
+def _claim(
+    alias: str,
+    options: OutboxOptions,
+    here: Mapping[str, Declaration],
+    running: set[str],
+    most: int,
+    without: Collection[str],
+) -> list[_Run]:
+    """Find due schedules that neither this process nor another one works on; add the rows of new ones."""
+    rows = {row.name: row for row in _rows(alias).filter(name__in=here)}
+    if new := here.keys() - rows.keys():
+        made = (Schedule(name=name, position=DatabaseTime(), due_at=DatabaseTime()) for name in new)
+        Schedule.objects.using(alias).bulk_create(made, ignore_conflicts=True)
+        return _claim(alias, options, here, running, most, without)
+    if not (due := [row.pk for name, row in rows.items() if name not in running and _is_due(row, here[name])]):
+        return []
+    with transaction.atomic(using=alias):
+        free = list(_rows(alias).filter(pk__in=due).select_for_update(skip_locked=True)[:most])
+    running.update(row.name for row in free)
+    return [_Run(row.name, alias, options, here[row.name], row.failures + 1, running) for row in free]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The due ticks of one schedule, for the attendant. It has the lock of its row, and no claim."""
+
+    group: str
+    alias: str
+    options: OutboxOptions
+    schedule: Declaration
+    number: int
+    running: set[str]
+
+    def __str__(self) -> str:
+        return f"the schedule {self.group}"
+
+    def run(self) -> None:
+        try:
+            call_bounded(self.alias, self.options.CALLBACK_TIMEOUT, self._tick, self._defer)
+        finally:
+            self.running.discard(self.group)
+
+    def _tick(self) -> None:
+        """Publish what is due, and move the position past it."""
+        when = self.schedule.when
+        row: Any = _rows(self.alias).filter(name=self.group).select_for_update(skip_locked=True).first()
+        if row is None or not _is_due(row, self.schedule):
+            return
+        now, after = row.database_now, row.position
+        if row.recurrence != when.expression:
+            # What a new expression would have published before is not due. But a relay with the old code may have changed it
+            # back a moment ago, so the last minute is.
+            after = max(after, now - GRACE)
+        ticks = [] if row.paused_at else when.due(after, now)
+        for at in ticks:
+            self.schedule.publish(at, self.alias)
+        position = max(row.position, now)
+        _rows(self.alias).filter(pk=row.pk).update(
+            recurrence=when.expression,
+            position=position,
+            last_at=ticks[-1] if ticks else row.last_at,
+            due_at=next(when.upcoming(position), None),
+            failures=0,
+            error="",
+        )
+
+    def _defer(self, error: BaseException, took: timedelta) -> None:
+        if is_collision(error):
+            return  # with another writer of SQLite; it is still due
+        delay = self.options.retry.delay(self.number)
+        reason = redacted_error(self.options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")
+        failed = {"error": printable(reason, ERROR_LENGTH), "failures": self.number, "due_at": DatabaseTime(delay)}
+        _rows(self.alias).filter(name=self.group).update(**failed)
+        became = "recurring: the schedule %s failed after %.1f s, for the %d. time, and is tried again in %.0f s: %s"
+        seconds = took.total_seconds(), self.number, delay.total_seconds()
+        logger.error(became, self.group, *seconds, reason, exc_info=error)
+
+    def extend_claim(self) -> None:
+        """The lock lasts as long as the transaction."""
+
+    def give_back(self) -> None:
+        """The lock has ended with the transaction."""
+
+
+def _rows(alias: str) -> QuerySet[Any]:
+    return Schedule.objects.using(alias).annotate(database_now=DatabaseTime())
+
+
+def _is_due(row: Any, schedule: Declaration) -> bool:
+    """Is its time here, or was its expression changed? One that fails waits in both cases."""
+    is_time = row.due_at is not None and row.due_at <= row.database_now
+    return (is_time and row.paused_at is None) or (row.recurrence != schedule.when.expression and not row.failures)
