@@ -60,6 +60,7 @@ INSTALLED_APPS = [
     "exactly_once",
     "exactly_once.contrib.views",
     "outbox",
+    "outbox.contrib.sql",
     "inbox",
     "outbox.contrib.recurring",
     "inbox.contrib.joins",

@@ -43,6 +43,7 @@ import outbox.checks
 import outbox.contrib.incoming_webhooks
 import outbox.contrib.recurring
 import outbox.contrib.recurring.declarations
+import outbox.contrib.sql.checks
 import outbox.metrics
 import outbox.signals
 import outbox.testing
@@ -58,6 +59,7 @@ from tests import plugin
 from tests.support import ROOT
 from tests.support.commands import ran
 from tests.support.lower_bounds import at_least
+from tests.support.own_apps import OWN_APPS
 from tools import docs_site
 
 DOCS = ROOT / "docs"
@@ -162,13 +164,13 @@ def test_every_check_is_documented_and_no_other():
     optional = (
         exactly_once.contrib.views.checks,
         outbox.contrib.recurring.declarations,
+        outbox.contrib.sql.checks,
         inbox.contrib.joins.decorators,
         inbox.contrib.outgoing_webhooks.fanning_out,
     )
     modules = (exactly_once.checks, outbox.checks, inbox.checks, *optional)
     text = "".join(Path(module.__file__).read_text() for module in modules)
-    apps_with_checks = "exactly_once|exactly_once_views|outbox|outbox_recurring|inbox|inbox_joins|inbox_outgoing_webhooks"
-    ids = re.findall(rf'id="((?:{apps_with_checks})\.[EWI]\d{{3}})"', text)
+    ids = re.findall(rf'id="((?:{"|".join(OWN_APPS)})\.[EWI]\d{{3}})"', text)
 
     assert sorted(headings(page("reference/checks.md"), 3)) == sorted({*ids})
 
@@ -246,10 +248,7 @@ def test_every_table_is_documented_and_no_other():
     }
 
     tables = {
-        model._meta.db_table
-        for app in ("exactly_once", "exactly_once_views", *SIDES, "outbox_recurring", "inbox_joins", "inbox_outgoing_webhooks")
-        for model in apps.get_app_config(app).get_models()
-        if not model._meta.proxy
+        model._meta.db_table for app in OWN_APPS for model in apps.get_app_config(app).get_models() if not model._meta.proxy
     }
     assert documented == tables - {"outbox_outboxmessage", "inbox_inboxmessage"}
 

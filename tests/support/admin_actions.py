@@ -19,13 +19,10 @@ from outbox.states import State
 from tests.support.admin_pages import NASTY, a_message
 from tests.support.heartbeats import a_relay
 from tests.support.joins import TOPICS, comes
+from tests.support.own_apps import OWN_APPS
 from tests.support.shop_day import CHARGE, failing
 
-APPS = {
-    *("exactly_once", "exactly_once_views", "outbox", "outbox_recurring"),
-    *("inbox", "inbox_joins", "inbox_outgoing_webhooks"),
-}
-PAGES = {model._meta.label: page for model, page in admin.site._registry.items() if model._meta.app_label in APPS}
+PAGES = {model._meta.label: page for model, page in admin.site._registry.items() if model._meta.app_label in OWN_APPS}
 """The pages of the admin, by the labels of their models."""
 ACTIONS = {(label, action.name): action for label, page in PAGES.items() for action in page.actions or ()}
 A_CONFLICT = {

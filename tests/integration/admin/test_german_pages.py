@@ -24,6 +24,7 @@ from tests.support.commands import output_of
 from tests.support.deliveries import deliver, fails
 from tests.support.heartbeats import a_relay
 from tests.support.lower_bounds import at_least
+from tests.support.own_apps import OWN_APPS
 from tests.support.relaying import published, set_columns
 from tests.support.shop_day import hostile_rows
 from tools.messages import APPS, catalog, update
@@ -31,12 +32,8 @@ from tools.messages import APPS, catalog, update
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
 
 ENTRY = re.compile(r'^msgid "(.+)"\n(?:msgid_plural ".*"\nmsgstr\[0\] "(.*)"|msgstr "(.*)")', re.MULTILINE)
-LABELS = {
-    *("exactly_once", "exactly_once_views", "outbox", "outbox_recurring"),
-    *("inbox", "inbox_joins", "inbox_outgoing_webhooks"),
-}
 LISTS = sorted(
-    f"{model._meta.app_label}_{model._meta.model_name}" for model in site._registry if model._meta.app_label in LABELS
+    f"{model._meta.app_label}_{model._meta.model_name}" for model in site._registry if model._meta.app_label in OWN_APPS
 )
 SENTENCE = re.compile(r"[A-Za-z]{2,}[ ,]+[A-Za-z]{2,}")
 SAME = {"Name, URL", "Exactly once", "- Select an option -"}

@@ -18,16 +18,14 @@ from outbox.store import settling
 from outbox.store.dialect import live
 from outbox.store.settling import Settlement
 from tests.support.commands import output_of
+from tests.support.own_apps import OWN_APPS
 from tests.support.relaying import published, row_of, state_of
 from tests.support.sql import executed
 
 pytestmark = pytest.mark.django_db(transaction=True)
 every_database = pytest.mark.every_database
 
-NEWEST = {
-    app: MigrationLoader(None).graph.leaf_nodes(app)[0]
-    for app in ("outbox", "outbox_recurring", "inbox", "inbox_joins", "inbox_outgoing_webhooks")
-}
+NEWEST = {app: MigrationLoader(None).graph.leaf_nodes(app)[0] for app in OWN_APPS if app.startswith(("outbox", "inbox"))}
 
 
 @pytest.fixture(params=["outbox", "inbox"])
