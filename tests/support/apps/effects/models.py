@@ -41,3 +41,14 @@ class Booking(models.Model):
 
     def __str__(self) -> str:
         return f"{self.transfer}: {self.amount}"
+
+
+class Payment(models.Model):
+    """What the bank has charged for an order, by the bank's name of it."""
+
+    reference = models.CharField(max_length=100, unique=True)
+    order = models.CharField(max_length=100)
+    shelf = models.CharField(max_length=100)
+
+    def __str__(self) -> str:
+        return f"{self.reference} for order {self.order}"
