@@ -167,20 +167,22 @@ BEGIN
                 WHERE n.topic = topic COLLATE "C" AND n.biz_id = biz_id COLLATE "C";
             CONTINUE WHEN NOT FOUND;  -- given up meanwhile
             earlier_state := NULL;
-            -- The live ones again at the end: it may be restored meanwhile.
+            -- History by day, the newest first, through its parent, on which the caller has rights. The live ones again at the
+            -- end, because it may be restored meanwhile.
             FOR part IN
-                SELECT '@live@' AS name, 1 AS place, 0::oid AS relid
-                UNION ALL SELECT format('%I.%I', s.nspname, c.relname), 2, c.oid
+                SELECT '@live@' AS name, 1 AS place, 0 AS first, 1 AS until
+                UNION ALL SELECT '@history@', 2, first, lead(first, 1, 2147483647) OVER (ORDER BY first) FROM (
+                    SELECT 1 AS first UNION SELECT to_date(right(c.relname, 10), 'YYYY_MM_DD') - date '1970-01-01'
                     FROM pg_catalog.pg_inherits AS i JOIN pg_catalog.pg_class AS c ON c.oid = i.inhrelid
-                    JOIN pg_catalog.pg_namespace AS s ON s.oid = c.relnamespace WHERE i.inhparent = '@history@'::regclass
-                UNION ALL SELECT '@live@', 3, 0::oid
-                ORDER BY place, relid DESC
+                    WHERE i.inhparent = '@history@'::regclass AND c.relname ~ '_[0-9]{4}_[0-9]{2}_[0-9]{2}$') AS days
+                UNION ALL SELECT '@live@', 3, 0, 1
+                ORDER BY place, first DESC
             LOOP
                 BEGIN
-                    EXECUTE format('SELECT m.state FROM %s AS m WHERE m.message_id = $1', part.name)
-                        INTO earlier_state USING earlier;
-                    RAISE EXCEPTION USING ERRCODE = 'OX001';  -- ends the subtransaction, and with it the locks of a partition
-                EXCEPTION WHEN SQLSTATE 'OX001' OR undefined_table THEN
+                    EXECUTE format('SELECT m.state FROM %s AS m WHERE m.message_id = $1 AND m.day >= %s AND m.day < %s',
+                        part.name, part.first, part.until) INTO earlier_state USING earlier;
+                    RAISE EXCEPTION USING ERRCODE = 'OX001';  -- ends the subtransaction, and with it the locks of partitions
+                EXCEPTION WHEN SQLSTATE 'OX001' THEN
                     EXIT WHEN earlier_state IS NOT NULL;
                 END;
             END LOOP;

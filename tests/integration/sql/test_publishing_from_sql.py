@@ -238,16 +238,20 @@ class TestUnique:
         assert (again.id, again.created) == (mine, False)
         assert OutboxMessage.objects.count() == 2
 
+    @pytest.mark.django_db(transaction=True)
     @pytest.mark.parametrize("days", [0, 3, 400], ids=["today", "three days ago", "in the default partition"])
-    def test_published_message_is_found_in_history_without_keeping_the_locks_of_its_partitions(self, first, days):
+    def test_published_message_is_found_in_history_without_keeping_locks_and_with_the_rights_of_a_publisher(self, first, days):
         day = fetched("SELECT extract(epoch FROM now())::bigint / 86400") - days
         if days < 100:
             history.HISTORY.days.make("default", day)
         set_columns(first, state=State.PUBLISHED, day=day)
-        before = locked_partitions()
 
-        assert called(TOPIC, "{}", biz_id="order-17", unique=True) == first.id
-        assert locked_partitions() == before
+        with transaction.atomic():
+            as_a_publisher()
+            assert called(TOPIC, "{}", biz_id="order-17", unique=True) == first.id
+            assert executed(LOCKED_PARTITIONS) == []
+            assert called(TOPIC, "{}", biz_id="order-18", unique=True) != first.id
+            transaction.set_rollback(True)
 
     def test_after_one_that_was_cancelled_or_deleted_a_new_one_is_written(self, first):
         with transaction.atomic():
@@ -260,11 +264,37 @@ class TestUnique:
         assert fetched("SELECT message_id FROM outbox_uniquemessage") == third
 
 
-def locked_partitions():
-    return executed(
-        "SELECT DISTINCT relation::regclass::text FROM pg_locks WHERE pid = pg_backend_pid() "
-        "AND relation::regclass::text ~ 'outboxmessage_(\\d|history_)' ORDER BY 1"
+@pytest.mark.django_db(transaction=True)
+def test_of_two_unique_messages_at_once_the_second_waits_and_is_the_first_if_that_was_committed():
+    unique = {"biz_id": "order-17", "unique": True}
+    ids = []
+    for end in (OpenTransaction.rolls_back, OpenTransaction.commits):
+        first, second = OpenTransaction(), OpenTransaction()
+        ids.append(first.does(called, TOPIC, "{}", **unique).result(SECONDS))
+        waiting = second.does(called, TOPIC, "{}", **unique)
+        wait_until(lambda: lock_waits() == 1)
+        end(first)
+        ids.append(waiting.result(SECONDS))
+        second.rolls_back()
+        for each in (first, second):
+            each.ends().shutdown()
+
+    assert [ids[0] == ids[1], ids[2] == ids[3]] == [False, True]
+
+
+def as_a_publisher():
+    """Until the end of the transaction, as a user with the rights that the page on PostgreSQL names."""
+    tables = "outbox_outboxmessage, outbox_outboxmessage_live, outbox_outboxmessage_history, outbox_uniquemessage"
+    executed(
+        f"CREATE ROLE a_publisher; GRANT SELECT, INSERT, UPDATE, DELETE ON {tables} TO a_publisher; "
+        "GRANT SELECT, USAGE ON SEQUENCE outbox_outboxmessage_id_seq TO a_publisher; SET LOCAL ROLE a_publisher"
     )
+
+
+LOCKED_PARTITIONS = (
+    "SELECT relation::regclass FROM pg_locks WHERE pid = pg_backend_pid() "
+    "AND relation::regclass::text ~ 'outboxmessage_([0-9]|history_)'"
+)
 
 
 @pytest.mark.django_db(transaction=True)
