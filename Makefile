@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-EXTRAS := postgres,redis,celery,prometheus,opentelemetry,http,recurring,terminal
+EXTRAS := postgres,redis,celery,prometheus,opentelemetry,http,recurring,tasks,terminal
 # More workers than processors, because tests wait.
 WORKERS ?= 5
 PYTEST := $(BIN)/python -m pytest --workers $(WORKERS) --db both

@@ -65,6 +65,7 @@ INSTALLED_APPS = [
     "outbox.contrib.recurring",
     "inbox.contrib.joins",
     "inbox.contrib.outgoing_webhooks",
+    "inbox.contrib.tasks",
     "tests.support.apps.effects",
 ]
 MIDDLEWARE = [

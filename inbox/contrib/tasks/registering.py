@@ -1,0 +1,48 @@
+"""Registers a handler for each queue of the backends of this project, and one more for its tasks under a lease."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial, update_wrapper
+from typing import Any
+
+from inbox.contrib.tasks.backend import ExactlyOnceBackend
+from inbox.contrib.tasks.compat import task_backends
+from inbox.contrib.tasks.queues import topic_of
+from inbox.contrib.tasks.running import run, run_leased
+from inbox.handlers.decorator import registering
+from inbox.handlers.kinds import PLAIN
+
+
+def backends() -> Iterator[ExactlyOnceBackend]:
+    """The backends of this project that are ours."""
+    for alias in task_backends:
+        backend = task_backends[alias]
+        if isinstance(backend, ExactlyOnceBackend):
+            yield backend
+
+
+def register_queues() -> None:
+    """Register the handlers of all queues.
+
+    Raises:
+        TypeError, ValueError: as `idempotent_handler`, for the name of a queue and for OPTIONS.
+    """
+    for backend in backends():
+        for queue in sorted(backend.queues):
+            _register(backend, queue)
+
+
+def _register(backend: ExactlyOnceBackend, queue: str) -> None:
+    options = backend.given.of(queue)
+    limits: dict[str, Any] = {
+        "using": options.using,
+        "timeout": options.timeout,
+        "retry": options.retry,
+        "rate_limit": options.rate_limit,
+        "concurrency": options.concurrency,
+    }
+    kinds = [(run, PLAIN), *([(run_leased, options.lease)] if options.lease else [])]
+    for function, kind in kinds:
+        topic = topic_of(queue, lease=kind is not PLAIN)
+        registering([topic], name=topic, kind=kind, **limits)(update_wrapper(partial(function, backend.alias), function))

@@ -1,0 +1,247 @@
+"""The result of a task: read where it is, and written once it has ended.
+
+A task that has ended well has a row of `Result`. Before that its status is that of its open message in the inbox, or in the
+outbox. A dead message is a task that has failed; if an operator retries it, it is READY again. The receipt, which outlives all
+of them, tells a result that was deleted from a task that waits at the broker.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import datetime
+from typing import Any
+
+from django.apps import apps
+from django.db.models import QuerySet
+from django.utils import timezone
+
+from exactly_once.packages import label_of
+from exactly_once.sql.days import LIVE
+from exactly_once.sql.now import DatabaseTime
+from exactly_once.wire.body import decode_payload
+from exactly_once.wire.identity import uuid_in
+from inbox.contrib.tasks.compat import TaskError, TaskResult, TaskResultDoesNotExist, TaskResultStatus
+from inbox.contrib.tasks.models import Result, Status
+from inbox.contrib.tasks.queues import PREFIX, queue_of
+from inbox.contrib.tasks.task import TaskCancelled, TaskNotRun, task_of
+from inbox.handlers.message import Message
+from inbox.models import InboxMessage, Receipt, TrailEntry
+from inbox.states import DUE, State
+
+_WITHDRAWN = ("cancelled", "expired", "dead", "rolled_back")
+"""The states of a message in the outbox that is not delivered, unless an operator restores it."""
+_SUCCESSFUL = TaskResultStatus.SUCCESSFUL
+_SENT = "published"
+_UNKNOWN = "unknown"
+"""The worker of an attempt whose process died."""
+_FAILED_ATTEMPT = {"was__in": ["", *DUE], "became__in": [State.RETRYING, State.DEAD]}
+
+
+def get_result(backend: Any, result_id: str) -> Any:
+    """The present result of a task.
+
+    Raises:
+        TaskResultDoesNotExist: there is no such task, or its result is deleted.
+    """
+    for alias in dict.fromkeys(backend.given.of(queue).alias for queue in sorted(backend.queues)):
+        found = _written(alias, result_id, status=Status.SUCCESSFUL) or _unfinished(alias, result_id)
+        if found is not None:
+            return found
+    raise TaskResultDoesNotExist(result_id)
+
+
+def _unfinished(alias: str, result_id: str) -> Any:
+    """In the order in which a message moves, so that it is found wherever it moves to in between."""
+    sent = _outbox(alias).filter(message_id=uuid_in(result_id), topic__startswith=PREFIX).first()
+    if sent is not None and sent.state != _SENT:
+        return _waiting(sent)
+    rows = InboxMessage.objects.using(alias).filter(message_id=result_id, handler__startswith=PREFIX)
+    row = rows.filter(day=LIVE).first()
+    if row is not None:
+        return received(alias, row)
+    if (written := _written(alias, result_id)) is not None:
+        return written
+    if (row := rows.exclude(state=State.DONE).first()) is not None:
+        return received(alias, row)
+    return None if sent is None else _at_the_broker(alias, sent)
+
+
+def _outbox(alias: str) -> QuerySet[Any]:
+    return QuerySet(apps.get_model(label_of("outbox"), "OutboxMessage"), using=alias)
+
+
+def _written(alias: str, result_id: str, **status: Status) -> Any:
+    row = Result.objects.using(alias).filter(message_id=result_id, **status).first()
+    return None if row is None else of_row(row)
+
+
+def of_row(row: Result) -> Any:
+    """The result that is written."""
+    result = _result(
+        row.message_id,
+        row.queue,
+        json.loads(bytes(row.body)),
+        status=TaskResultStatus(row.status),
+        enqueued_at=row.enqueued_at,
+        started_at=row.started_at,
+        last_attempted_at=row.last_attempted_at,
+        finished_at=row.finished_at,
+        errors=[TaskError(**error) for error in row.errors],
+        worker_ids=row.worker_ids,
+    )
+    return ended(result, row.return_value)
+
+
+def received(alias: str, row: InboxMessage) -> Any:
+    """The result of a message in the inbox that is not done: open, dead, skipped or shed."""
+    errors, workers = _failures(row), _workers(alias, row.message_id, row.handler, row.attempts)
+    status, finished_at = TaskResultStatus.READY, row.settled_at
+    if row.state == State.RUNNING:
+        status = TaskResultStatus.RUNNING
+    elif finished_at is not None:
+        status = TaskResultStatus.FAILED
+        if row.state != State.DEAD:
+            errors = [*errors, _error(TaskCancelled, row.last_error or str(State(row.state).label))]
+    return _result(
+        row.message_id,
+        queue_of(row.topic),
+        decode_payload(bytes(row.body), row.content_type),
+        status=status,
+        enqueued_at=row.created_at,
+        started_at=_started_at(row),
+        last_attempted_at=row.failed_at,
+        finished_at=finished_at if status == TaskResultStatus.FAILED else None,
+        errors=errors,
+        worker_ids=workers,
+    )
+
+
+def _waiting(sent: Any) -> Any:
+    """The result of a message that is not published yet, or never will be."""
+    withdrawn = sent.state in _WITHDRAWN
+    return _result(
+        str(sent.message_id),
+        queue_of(sent.topic),
+        json.loads(bytes(sent.body)),
+        status=TaskResultStatus.FAILED if withdrawn else TaskResultStatus.READY,
+        enqueued_at=sent.created_at,
+        finished_at=sent.settled_at if withdrawn else None,
+        errors=[_error(TaskCancelled, sent.last_error or sent.get_state_display())] if withdrawn else [],
+    )
+
+
+def _at_the_broker(alias: str, sent: Any) -> Any:
+    """The result of a published message that no consumer has received yet; or that of the task whose biz-id it has."""
+    receipt = Receipt.objects.using(alias).filter(handler=sent.topic, topic=sent.topic, biz_id=sent.biz_id).first()
+    if receipt is None:
+        return _waiting(sent)
+    if receipt.message_id == str(sent.message_id):
+        return None  # it was deleted
+    first = _written(alias, receipt.message_id) or _unfinished(alias, receipt.message_id)
+    if first is None:
+        return None
+    return ended(replace(first, id=str(sent.message_id)), first.return_value if first.status == _SUCCESSFUL else None)
+
+
+def ended(result: Any, value: Any) -> Any:
+    """The result, with what its task has returned."""
+    object.__setattr__(result, "_return_value", value)
+    return result
+
+
+def running(message: Message, queue: str, alias: str, worker: str) -> Any:
+    """The result of a task that runs now."""
+    errors: list[Any] = []
+    earlier: Sequence[str] = []
+    now = timezone.now()
+    started_at: datetime | None = now
+    if message.attempt > 1:
+        rows = InboxMessage.objects.using(alias).filter(message_id=message.id, handler=message.topic, day=LIVE)
+        if (row := rows.first()) is not None:
+            errors, started_at = _failures(row), _started_at(row) or now
+        earlier = _workers(alias, message.id, message.topic, message.attempt - 1)
+    return _result(
+        message.id,
+        queue,
+        message.payload,
+        status=TaskResultStatus.RUNNING,
+        enqueued_at=message.created_at,
+        started_at=started_at,
+        last_attempted_at=now,
+        errors=errors,
+        worker_ids=[*earlier, worker],
+    )
+
+
+def write(alias: str, result: Any, value: Any = None, *, key: str, leased: bool) -> None:
+    """Write the result of a task that has ended; one that failed and was retried has a row already."""
+
+    def by_the_database(instant: datetime | None) -> Any:
+        return None if instant is None else DatabaseTime(instant - result.finished_at)
+
+    payload = {"task": result.task.module_path, "args": result.args, "kwargs": result.kwargs, "backend": result.backend}
+    if result.task.run_after is not None:
+        payload["run_after"] = result.task.run_after.isoformat()
+    row = Result(
+        message_id=result.id,
+        queue=result.task.queue_name,
+        task=result.task.module_path,
+        body=json.dumps(payload).encode(),
+        key=key,
+        leased=leased,
+        status=result.status,
+        return_value=value,
+        errors=[asdict(error) for error in result.errors],
+        worker_ids=result.worker_ids,
+        enqueued_at=result.enqueued_at,
+        started_at=by_the_database(result.started_at),
+        last_attempted_at=by_the_database(result.last_attempted_at),
+        finished_at=by_the_database(result.finished_at),
+    )
+    changed = [field.name for field in Result._meta.fields if field.name not in {"id", "message_id"}]
+    Result.objects.using(alias).bulk_create([row], update_conflicts=True, unique_fields=["message_id"], update_fields=changed)
+
+
+def _result(result_id: str, queue: str, payload: Any, **given: Any) -> Any:
+    missing = dict.fromkeys(("started_at", "last_attempted_at", "finished_at"))
+    return TaskResult(
+        task=task_of(payload, queue),
+        id=result_id,
+        args=payload["args"],
+        kwargs=payload["kwargs"],
+        backend=payload["backend"],
+        **{**missing, "errors": [], "worker_ids": [], **given},
+    )
+
+
+def _failures(row: InboxMessage) -> list[Any]:
+    """The latest failed attempts; a dead message that was never run has its reason."""
+    kept = [(one["class"], one["traceback"] or one["error"]) for one in row.failures or ()]
+    if not kept and row.state == State.DEAD:
+        kept = [(row.error_class, row.traceback or row.last_error)]
+    return [_error(name, text) for name, text in kept]
+
+
+def _error(kind: str | type[Exception], traceback: str) -> Any:
+    """An error with the path of a class; what has none, as an attempt whose process died, is `TaskNotRun`."""
+    path = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+    if not all(part.isidentifier() for part in path.split(".")) or path in {"", "refused", "deferred"}:
+        path = f"{TaskNotRun.__module__}.{TaskNotRun.__qualname__}"
+    return TaskError(exception_class_path=path if "." in path else f"builtins.{path}", traceback=traceback)
+
+
+def _workers(alias: str, message_id: str, handler: str, attempts: int) -> Sequence[str]:
+    """Who ran the latest attempts, by the trail, which does not know those whose process died."""
+    if not attempts:
+        return []
+    entries = TrailEntry.objects.using(alias).filter(message_id=message_id, handler=handler, **_FAILED_ATTEMPT)
+    known = [*entries.order_by("pk").values_list("process", flat=True)][-attempts:]
+    return [*known, *[_UNKNOWN] * (attempts - len(known))]
+
+
+def _started_at(row: InboxMessage) -> datetime | None:
+    """When its first attempt is known to have run."""
+    first = next((one["at"] for one in row.failures or ()), None)
+    return None if first is None else datetime.fromisoformat(first)

@@ -1,0 +1,138 @@
+"""A task with what a message has besides: an ordering key, a biz-id, retries of its own, a lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
+from functools import cache
+from typing import Any
+
+from django.utils.module_loading import import_string
+
+from inbox.contrib.tasks.compat import Task, TaskContext
+from inbox.errors import InboxError, Reject
+from inbox.handlers.message import Message
+from inbox.handlers.options import Retry
+
+Named = str | Callable[..., str]
+"""Text, or a function of the task's arguments that returns it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactlyOnceTask(Task):  # type: ignore[misc] # it is Any, see `compat`
+    """A task of this backend. What it adds is given to `@task(...)`, in Django 6.0 to `.using(...)`.
+
+    Attributes:
+        key: the ordering key of its message, or a function of the arguments that returns it.
+        biz_id: names the business fact. A later task with the same biz-id has no effect of its own and the result of the first.
+        unique: `enqueue` returns the result of an earlier task with the same biz-id, and writes nothing.
+        retry: its attempts and the delays between them; default: those of the backend's OPTIONS, else of `INBOX`.
+        lease: run it outside any transaction, under the lease of OPTIONS: at least once, for effects outside the database.
+    """
+
+    key: Named = ""
+    biz_id: Named | None = None
+    unique: bool = False
+    retry: Retry | None = None
+    lease: bool = False
+
+    def using(
+        self,
+        *,
+        priority: int | None = None,
+        queue_name: str | None = None,
+        run_after: datetime | None = None,
+        backend: str | None = None,
+        key: Named | None = None,
+        biz_id: Named | None = None,
+        unique: bool | None = None,
+        retry: Retry | None = None,
+        lease: bool | None = None,
+    ) -> ExactlyOnceTask:
+        """A copy with these values; None leaves one as it is."""
+        given = {name: value for name, value in locals().items() if name != "self" and value is not None}
+        return replace(self, **given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactlyOnceContext(TaskContext):  # type: ignore[misc] # it is Any, see `compat`
+    """What a task with `takes_context=True` gets first.
+
+    Attributes:
+        message: the message of this run: its `step` for a task under a lease, its `fence`, its `correlation_id`.
+    """
+
+    message: Message
+
+
+class NotImportable(InboxError):
+    """The function of a task cannot be imported, or is not a task. A failed attempt: a later release may have it."""
+
+
+class ResultNotJson(Reject):
+    """A task returned a value that JSON cannot represent. Its effect is rolled back and it is not run again."""
+
+
+class TaskCancelled(InboxError):
+    """A task was cancelled, has expired or was dropped before it ended. Its status is FAILED: Django has no word of its own."""
+
+
+class TaskNotRun(InboxError):
+    """A task has failed without an exception: its process died during each attempt, or its message was refused."""
+
+
+def load(path: str) -> Any:
+    """The task at this path.
+
+    Raises:
+        NotImportable: there is none.
+    """
+    try:
+        found = import_string(path)
+    except Exception as error:
+        raise NotImportable(
+            f"The task {path} cannot be imported ({type(error).__name__}: {error}). Deploy the code that has it, or retry the "
+            "task where it is."
+        ) from error
+    if not isinstance(found, Task):
+        raise NotImportable(f"{path} is {type(found).__name__}, not a task: decorate the function with @task.")
+    return found
+
+
+def task_of(payload: Any, queue: str) -> Any:
+    """The task that was enqueued with this payload; one without its function if that cannot be imported any more."""
+    run_after = payload.get("run_after")
+    changes = {
+        "queue_name": queue,
+        "backend": payload["backend"],
+        "run_after": None if run_after is None else datetime.fromisoformat(run_after),
+    }
+    try:
+        found = load(payload["task"])
+    except NotImportable:
+        found = Task(func=_missing(payload["task"]), backend=payload["backend"], queue_name=queue)
+    return replace(found, **changes)
+
+
+@cache
+def _missing(path: str) -> Callable[..., None]:
+    """A function with this path, which is not there."""
+
+    def missing(*args: object, **kwargs: object) -> None:
+        load(path)
+
+    missing.__module__, _, missing.__qualname__ = path.rpartition(".")
+    missing.__name__ = missing.__qualname__
+    return missing
+
+
+def own_options(task: Any) -> dict[str, Any]:
+    """What a task adds to those of Django. One that was defined for another backend has the defaults."""
+    own = [field for field in fields(ExactlyOnceTask) if field.name in ExactlyOnceTask.__annotations__]
+    return {field.name: getattr(task, field.name, field.default) for field in own}
+
+
+def named(value: Named | None, args: Any, kwargs: Any) -> str | None:
+    """A `Named` for these arguments."""
+    return value(*args, **kwargs) if callable(value) else value

@@ -1,0 +1,137 @@
+"""Tasks of `django.tasks` on the outbox and the inbox: enqueued, run, and their results."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.db import transaction
+from django.utils import timezone
+
+from inbox.contrib.tasks.compat import TaskResultDoesNotExist, TaskResultStatus
+from inbox.models import InboxMessage
+from inbox.testing import travel
+from outbox.models import OutboxMessage
+from tests.support.apps.effects.models import Effect
+from tests.support.decisions import retry, skip
+from tests.support.tasks import run_all
+
+READY, RUNNING = TaskResultStatus.READY, TaskResultStatus.RUNNING
+FAILED, SUCCESSFUL = TaskResultStatus.FAILED, TaskResultStatus.SUCCESSFUL
+
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
+
+
+def refreshed(result):
+    result.refresh()
+    return result
+
+
+def errors_of(result):
+    return [error.exception_class for error in result.errors]
+
+
+class TestEnqueue:
+    def test_task_enqueued_outside_a_transaction_is_committed_and_ready(self, tasked):
+        result = tasked.note.enqueue("a", detail="b")
+
+        assert OutboxMessage.objects.get().topic == "tasks.default"
+        assert (result.status, refreshed(result).status, result.attempts) == (READY, READY, 0)
+        assert (result.args, result.kwargs) == (["a"], {"detail": "b"})
+
+    def test_task_enqueued_in_a_transaction_commits_or_rolls_back_with_it(self, tasked):
+        with transaction.atomic():
+            lost = tasked.note.enqueue("a")
+            transaction.set_rollback(True)
+
+        with pytest.raises(TaskResultDoesNotExist):
+            tasked.note.get_result(lost.id)
+        assert not run_all()
+
+    def test_arguments_that_are_not_json_are_refused(self, tasked):
+        with pytest.raises(TypeError, match="object"):
+            tasked.note.enqueue(object())
+
+        assert not OutboxMessage.objects.exists()
+
+
+class TestRun:
+    def test_effect_result_and_receipt_of_a_task_are_one_commit(self, tasked):
+        result = tasked.note.enqueue("a", detail="b")
+        run_all()
+
+        assert Effect.objects.get().detail == "b"
+        assert refreshed(result).status == SUCCESSFUL
+        assert (result.return_value, result.attempts, result.errors) == ({"noted": ["a", "b"]}, 1, [])
+        assert result.enqueued_at <= result.started_at <= result.finished_at
+        assert tasked.note.get_result(result.id) == result
+
+    @pytest.mark.parametrize("name", ["note_async", "publish_another", "note_unless_taken"])
+    def test_task_may_be_async_and_enqueue_others_and_use_savepoints(self, tasked, name):
+        result = getattr(tasked, name).enqueue("a")
+        run_all()
+
+        assert refreshed(result).status == SUCCESSFUL
+        assert Effect.objects.get().name == "a"
+
+    def test_failed_attempt_is_rolled_back_and_the_next_one_sees_its_error(self, tasked):
+        result = tasked.note_attempt.enqueue("a")
+        run_all()
+        between = refreshed(result).status, result.attempts, errors_of(result)
+        travel(timedelta(minutes=10))
+        run_all()
+
+        assert between == (READY, 1, [ValueError])
+        assert refreshed(result).status == SUCCESSFUL
+        assert (result.return_value, result.attempts, len(set(result.worker_ids))) == (["builtins.ValueError"], 2, 1)
+        assert "the first attempt of a" in result.errors[0].traceback
+        assert [*Effect.objects.values_list("detail", flat=True)] == ["2"]
+
+    def test_task_under_a_lease_takes_steps_and_has_a_result(self, tasked):
+        result = tasked.call_provider.enqueue("a")
+        run_all()
+
+        assert refreshed(result).return_value == "answer to a"
+        assert Effect.objects.get().detail == result.id
+
+    def test_delayed_task_is_ready_and_not_run_before_its_time(self, tasked):
+        result = tasked.note.using(run_after=timezone.now() + timedelta(hours=1)).enqueue("a")
+        run_all()
+        waiting = refreshed(result).status, Effect.objects.count()
+        travel(timedelta(hours=2))
+        run_all()
+
+        assert waiting == (READY, 0)
+        assert refreshed(result).status == SUCCESSFUL
+
+
+class TestFailed:
+    def test_task_out_of_attempts_has_failed_until_an_operator_retries_it(self, tasked):
+        result = tasked.fail.enqueue("a")
+        run_all()
+
+        assert (refreshed(result).status, result.attempts, errors_of(result)) == (FAILED, 1, [KeyError])
+        with pytest.raises(ValueError, match="failed"):
+            _ = result.return_value
+        assert not Effect.objects.exists()
+
+        retry("default", InboxMessage.objects.get().pk)
+        assert refreshed(result).status == READY
+
+    def test_result_that_is_not_json_fails_the_task_with_its_effect(self, tasked):
+        result = tasked.return_a_set.enqueue()
+        run_all()
+
+        assert refreshed(result).status == FAILED
+        assert "returned set, not JSON" in result.errors[0].traceback
+        assert not Effect.objects.exists()
+
+    def test_task_that_an_operator_skips_was_cancelled(self, tasked):
+        result = tasked.wait.enqueue("a")
+        run_all()
+        deferred = refreshed(result).status
+        skip("default", InboxMessage.objects.get().pk, "not needed")
+
+        assert deferred == READY
+        assert refreshed(result).status == FAILED
+        assert errors_of(result)[-1].__name__ == "TaskCancelled"

@@ -1,0 +1,12 @@
+"""An app with tasks of `django.tasks`, for tests in one process and in processes that tests start and kill."""
+
+from inbox.contrib.tasks.compat import PACKAGE
+
+TASKS = {
+    "default": {
+        "BACKEND": "inbox.tasks.ExactlyOnceBackend",
+        "QUEUES": ["default", "mail"],
+        "OPTIONS": {"lease": {"duration": "1m"}, "queues": {"mail": {"retry": {"max_attempts": 1}}}},
+    },
+    "immediate": {"BACKEND": f"{PACKAGE}.backends.immediate.ImmediateBackend"},
+}

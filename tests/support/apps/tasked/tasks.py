@@ -1,0 +1,78 @@
+"""Tasks whose effect is a row. Import them where `TASKS` is in force: `@task` asks the backend for its class."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from django.db import IntegrityError, transaction
+
+from inbox import Reject, RetryLater
+from inbox.contrib.tasks.compat import PACKAGE
+from tests.support.apps.effects.models import Effect
+
+task = import_module(PACKAGE).task
+not_a_task = len
+
+
+@task
+def note(name, detail=""):
+    Effect.objects.create(name=name, detail=detail)
+    return {"noted": [name, detail]}
+
+
+@task
+async def note_async(name):
+    await Effect.objects.acreate(name=name)
+    return name
+
+
+@task(takes_context=True)
+def note_attempt(context, name):
+    """Fails in its first attempt."""
+    Effect.objects.create(name=name, detail=str(context.attempt))
+    if context.attempt == 1:
+        raise ValueError(f"the first attempt of {name}")
+    return [error.exception_class_path for error in context.task_result.errors]
+
+
+@task(queue_name="mail")
+def fail(name):
+    Effect.objects.create(name=name)
+    raise KeyError(name)
+
+
+@task
+def reject(name):
+    raise Reject(f"{name} is wrong")
+
+
+@task
+def wait(name):
+    raise RetryLater("1h", reason=f"{name} is not ready")
+
+
+@task
+def return_a_set():
+    Effect.objects.create(name="set")
+    return {1, 2}
+
+
+@task(lease=True, takes_context=True)
+def call_provider(context, name):
+    """Its effect commits by itself, as one outside the database."""
+    Effect.objects.create(name=name, detail=context.message.id)
+    return context.message.step("answer", lambda: f"answer to {name}")
+
+
+@task
+def publish_another(name):
+    return note.enqueue(name).id
+
+
+@task
+def note_unless_taken(name):
+    try:
+        with transaction.atomic():
+            raise IntegrityError(name)  # noqa: TRY301
+    except IntegrityError:
+        return note.func(name)
