@@ -4,13 +4,16 @@ import pytest
 from django.db import connection
 from django.utils.module_loading import import_string
 
+from inbox.contrib.tasks.registering import register_queues
 from inbox.operators import decisions
 from inbox.receiving.in_hand import in_hand
 from outbox import callbacks, on_published
+from tests.support.apps.tasked import TASKS
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.joins import NAME, TOPICS
 from tests.support.relaying import connected
 from tests.support.servers import FaultProxy
+from tests.support.tasks import tasks
 from tests.support.workers import EXCHANGE, GROUP, Process, as_environment, broker_options, declare, length_of
 
 
@@ -114,6 +117,14 @@ def joins(own_handlers):
         return import_string("inbox.contrib.joins.joined_handler")(all_of=topics, name=name, **arguments)(function)
 
     return register
+
+
+@pytest.fixture
+def tasked(settings, own_handlers):
+    """The tasks of `tests.support.apps.tasked`, with the handlers of their queues."""
+    settings.TASKS = TASKS
+    register_queues()
+    return tasks()
 
 
 @pytest.fixture

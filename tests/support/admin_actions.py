@@ -11,6 +11,7 @@ from exactly_once.process.clock import utcnow
 from exactly_once.sql.now import DatabaseTime
 from inbox.contrib.joins.models import Run
 from inbox.contrib.outgoing_webhooks import Endpoint
+from inbox.contrib.tasks.models import Result
 from inbox.models import PausedHandler
 from outbox.contrib.recurring import recurring
 from outbox.contrib.recurring.models import Schedule
@@ -32,6 +33,9 @@ A_CONFLICT = {
     "created_at": None,
 }
 TEXTS = {"reason": "asked by the customer", "delay": "30m", "payload": json.dumps({"amount": NASTY})}
+TASK = json.dumps(
+    {"task": "tests.support.apps.tasked.tasks.note", "args": [NASTY], "kwargs": {}, "backend": "default"}
+).encode()
 TEXTS["payloads"] = json.dumps({topic: {} for topic in TOPICS[1:]})
 """What an operator writes into the fields of the confirmation pages."""
 
@@ -87,8 +91,17 @@ def _schedule(name, *, is_declared=True, **given):
     return Schedule.objects.create(name=name, recurrence=NASTY, error=NASTY, position=DatabaseTime(), **given)
 
 
+def _result(**given):
+    row = failing(
+        "tasks.default", f"{NASTY} {Result.objects.count()}", (NASTY, NASTY, NASTY), dead=True, topic="tasks.default", body=TASK
+    )
+    errors = [{"exception_class_path": NASTY, "traceback": NASTY}]
+    texts = {"message_id": row.message_id, "queue": "default", "task": NASTY, "body": TASK, "key": NASTY, "errors": errors}
+    return Result.objects.create(status="FAILED", finished_at=utcnow(), **texts)
+
+
 def rows_to_act_on():
-    """What makes a row for each action. Those of joins need the join of `tests.support.joins`."""
+    """What makes a row for each action. They need the join of `tests.support.joins`, and the fixture `tasked`."""
     found = {("outbox.OutboxMessage", action): partial(_message, State.DEAD) for action in ("restore", "export")}
     for action in ("publish_now", "reschedule", "cancel"):
         found["outbox.OutboxMessage", action] = partial(_message, State.SCHEDULED)
@@ -118,4 +131,6 @@ def rows_to_act_on():
     for action in ("pause", "resume", "run", "forget"):
         given = {"paused_at": DatabaseTime()} if action == "resume" else {"is_declared": action != "forget"}
         found["outbox_recurring.Schedule", action] = partial(_schedule, f"{NASTY} {action}", **given)
+    for action in ("retry", "enqueue"):
+        found["inbox_tasks.Result", action] = _result
     return found

@@ -27,6 +27,7 @@ from exactly_once.telemetry.statistics import ALL, bucket_of
 from exactly_once.wire.identity import new_message_id
 from inbox.contrib.joins.models import Part, Run
 from inbox.contrib.outgoing_webhooks import Endpoint
+from inbox.contrib.tasks.models import Result
 from inbox.models import InboxMessage
 from inbox.states import State as InboxState
 from outbox.contrib.recurring import recurring
@@ -470,6 +471,9 @@ def hostile_rows(text: str) -> None:
     _filled(IdempotentRequest, text, at=now, expires_at=now, status=201)
     run = _filled(Run, text, row=received, opened_at=now, deadline_at=now)
     _filled(Part, text, run=run, body=body, stored_at=now, headers={text: text})
+    task = json.dumps({"task": text, "args": [text], "kwargs": {text: text}, "backend": text}).encode()
+    error = {"exception_class_path": text, "traceback": text}
+    _filled(Result, text, body=task, status="FAILED", return_value=text, errors=[error], worker_ids=[text], finished_at=now)
     for app in ("outbox", "inbox"):
         _filled(Minute, text, app=app, minute=now, counts={"dead": 900})
         _filled(FailureNote, text, app=app, written_at=now)

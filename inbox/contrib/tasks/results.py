@@ -29,6 +29,7 @@ from inbox.contrib.tasks.task import TaskCancelled, TaskNotRun, task_of
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage, Receipt, TrailEntry
 from inbox.states import DUE, State
+from inbox.store import claims
 
 _WITHDRAWN = ("cancelled", "expired", "dead", "rolled_back")
 """The states of a message in the outbox that is not delivered, unless an operator restores it."""
@@ -98,7 +99,7 @@ def received(alias: str, row: InboxMessage) -> Any:
     """The result of a message in the inbox that is not done: open, dead, skipped or shed."""
     errors, workers = _failures(row), _workers(alias, row.message_id, row.handler, row.attempts)
     status, finished_at = TaskResultStatus.READY, row.settled_at
-    if row.state == State.RUNNING:
+    if claims.is_held(alias, row):
         status = TaskResultStatus.RUNNING
     elif finished_at is not None:
         status = TaskResultStatus.FAILED

@@ -59,7 +59,7 @@ def view_permission(label):
 
 
 @pytest.fixture
-def a_row_to_act_on(handles, joins):
+def a_row_to_act_on(handles, joins, tasked):
     """A row on which an action has an effect."""
     handles(print, name=CHARGE, topic=PLACED)
     joins(report)

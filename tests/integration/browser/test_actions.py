@@ -50,7 +50,7 @@ def choose(page, row, action):
 
 
 @pytest.mark.timeout(400)
-def test_every_action_is_confirmed_posted_with_csrf_and_logged(operator, handles, joins):
+def test_every_action_is_confirmed_posted_with_csrf_and_logged(operator, handles, joins, tasked):
     handles(lambda message: None, name=CHARGE, topic=PLACED)
     joins(report)
     makers = rows_to_act_on()

@@ -17,7 +17,10 @@ from tests.support.shop_day import TOPIC_OF, a_busy_day, hostile_rows
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(400)]
 
-APPS = {"exactly_once", "outbox", "inbox", "outbox_recurring", "inbox_outgoing_webhooks"}
+APPS = {
+    *("exactly_once", "exactly_once_views", "outbox", "outbox_recurring"),
+    *("inbox", "inbox_outgoing_webhooks", "inbox_tasks"),
+}
 OURS = [model for model in admin.site._registry if model._meta.app_label in APPS]
 MESSAGES = (OutboxMessage, InboxMessage)
 HOSTILE = f"{NASTY}{'W' * 120}"

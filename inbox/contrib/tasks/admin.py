@@ -1,0 +1,151 @@
+"""The results of tasks in the admin. Tasks that have not ended are messages, on the pages of inbox and outbox."""
+
+import json
+from typing import Any, ClassVar
+
+from django.contrib import admin
+from django.db.models import Q
+from django.http import HttpRequest
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
+
+from exactly_once.console.admin.acting import ActingAdmin
+from exactly_once.console.admin.actions import Action, NeededReasonForm, ReasonForm
+from exactly_once.console.admin.filters import ConditionFilter
+from exactly_once.console.admin.html import (
+    Tone,
+    age,
+    as_html,
+    badge,
+    flow_link,
+    folded,
+    headline,
+    identifier,
+    labelled,
+    stacked,
+    text,
+)
+from exactly_once.console.admin.pages import computed, instant, shown
+from exactly_once.console.display import number, visible
+from exactly_once.console.operators.changes import each
+from exactly_once.console.operators.redaction import Redaction
+from inbox.conf import inbox_options
+from inbox.contrib.tasks.compat import InvalidTask
+from inbox.contrib.tasks.deciding import enqueue_again, retry
+from inbox.contrib.tasks.models import Result, Status
+from inbox.contrib.tasks.queues import topic_of
+
+_TONES = {Status.SUCCESSFUL: Tone.DONE, Status.FAILED: Tone.STOPPED}
+
+
+class StatusFilter(ConditionFilter):
+    title = _("status")
+    parameter_name = "status"
+    fixed: ClassVar[Any] = {status.value: (status.label, Q(status=status)) for status in Status}
+
+
+RETRY = Action(
+    name="retry",
+    label=_("Retry"),
+    done=_("retried"),
+    perform=each(
+        Result,
+        lambda alias, pk, given: retry(alias, pk, by=given.text),
+        _("its message is not a dead letter any more"),
+    ),
+    offered=lambda row: row.status == Status.FAILED,
+    question=_("Retry these tasks?"),
+    button=_("Retry the tasks"),
+    form=ReasonForm,
+)
+ENQUEUE = Action(
+    name="enqueue",
+    label=_("Enqueue again"),
+    done=_("enqueued again"),
+    perform=each(Result, lambda alias, pk, given: enqueue_again(alias, pk)),
+    question=_("Enqueue these tasks again, with the same arguments? Their effects happen once more."),
+    button=_("Enqueue the tasks"),
+    form=NeededReasonForm,
+)
+
+
+@admin.register(Result)
+class ResultAdmin(ActingAdmin):
+    """The latest first."""
+
+    kind = "task"
+    noun = _("task")
+    nouns = _("tasks")
+    nothing = _("No task has ended yet.")
+    hint = _(
+        "Tasks that have ended. Those that wait, run or are retried are messages of the inbox or the outbox, where they can be "
+        "retried, skipped and cancelled."
+    )
+    large_columns = ("body", "return_value")
+    refusals = (InvalidTask,)
+    actions = (RETRY, ENQUEUE)
+    ordering = ("-finished_at",)
+    list_filter = (StatusFilter,)
+    search_fields = ("message_id",)
+    search_help_text = _("A message id, a function or a queue, exact.")
+    list_display = ("state_badge", "task_and_queue", "attempts", "ended", "last_error")
+    list_display_links = ("task_and_queue",)
+    fields = (
+        *("state_badge", "function", "queue_name", "message_name", "attempts", "enqueued", "started", "finished"),
+        *("last_error", "given", "returned", "tracebacks"),
+    )
+
+    def called(self, term: str) -> Q:
+        return Q(message_id=term) | Q(task=term) | Q(queue=term)
+
+    def audited_id(self, row: Any) -> str:
+        return str(row.message_id)
+
+    def subject(self, row: Any) -> str:
+        return visible(f"{row.task} ({row.message_id})")
+
+    def badge_of(self, row: Any) -> SafeString:
+        return badge(row.get_status_display(), _TONES[row.status])
+
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
+        row = super().get_object(request, object_id, from_field)
+        if row is not None:
+            row.shows_payloads = self.half.is_visible(request.user)
+        return row
+
+    task_and_queue = computed(_("function, queue"), lambda row: stacked(identifier(row.task), identifier(row.queue)))
+    function = shown(_("function"), "task", identifier)
+    queue_name = shown(_("queue"), "queue", identifier)
+    message_name = computed(_("message id"), lambda row: flow_link(row, row.message_id))
+    attempts = computed(_("attempts"), lambda row: labelled(_("attempts"), number(len(row.worker_ids))))
+    ended = computed(_("ended"), lambda row: labelled(_("ended"), age(row.finished_at, row.database_now)))
+    enqueued, started = instant(_("enqueued"), "enqueued_at"), instant(_("first attempt"), "started_at")
+    finished = instant(_("ended"), "finished_at")
+    last_error = computed(_("last error"), lambda row: headline(_last_line(row)))
+
+    @admin.display(description=_("arguments"))
+    def given(self, row: Any) -> SafeString:
+        return _hidden(row, gettext("Show the arguments"), bytes(row.body))
+
+    @admin.display(description=_("return value"))
+    def returned(self, row: Any) -> SafeString:
+        return _hidden(row, gettext("Show the return value"), json.dumps(row.return_value).encode())
+
+    @admin.display(description=_("failed attempts"))
+    def tracebacks(self, row: Any) -> SafeString:
+        return stacked(*(text(error["traceback"]) for error in row.errors))
+
+
+def _last_line(row: Any) -> str:
+    lines = row.errors[-1]["traceback"].strip().splitlines() if row.errors else []
+    return lines[-1] if lines else ""
+
+
+def _hidden(row: Any, summary: str, content: bytes) -> SafeString:
+    """Content of a message, redacted, for those who may see messages."""
+    if not row.shows_payloads:
+        return SafeString("")
+    redaction = Redaction(inbox_options().redact)
+    topic = topic_of(row.queue, lease=row.leased)
+    return folded(summary, as_html(redaction.shown(content, "application/json", topic=topic, headers={})))
