@@ -17,11 +17,12 @@ from inbox.contrib.outgoing_webhooks import Endpoint
 from inbox.models import PausedHandler
 from inbox.operators.editing import conflict_token
 from outbox.models import PausedTopic
-from tests.support.admin_actions import ACTIONS, APPS, PAGES, TEXTS, rows_to_act_on
+from tests.support.admin_actions import ACTIONS, PAGES, TEXTS, rows_to_act_on
 from tests.support.admin_pages import staff_client, superuser_client
 from tests.support.commands import output_of
 from tests.support.joins import report
 from tests.support.lower_bounds import at_least
+from tests.support.own_apps import OWN_APPS
 from tests.support.shop_day import CHARGE, PLACED
 
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
@@ -117,7 +118,7 @@ def test_action_does_nothing_without_permission_csrf_token_or_confirmation_and_i
     row = a_row_to_act_on(label, action)
     before = values_of(row)
     own = name_of(ACTIONS[label, action], PAGES[label])
-    every = set(Permission.objects.filter(content_type__app_label__in=APPS).values_list("codename", flat=True))
+    every = set(Permission.objects.filter(content_type__app_label__in=OWN_APPS).values_list("codename", flat=True))
     assert own in every, "the permission exists"
     chosen = {"action": action, "_selected_action": [str(row.pk)]}
     given = {**chosen, **GIVEN, **({"shown": conflict_token(row)} if action == "run_conflicting" else {})}
@@ -198,7 +199,7 @@ class TestRoles:
         output_of("exactly_once_roles")
         viewer, operator = (Group.objects.get(name=f"Exactly once {role}") for role in ("viewer", "operator"))
 
-        every = set(Permission.objects.filter(content_type__app_label__in=APPS).values_list("codename", flat=True))
+        every = set(Permission.objects.filter(content_type__app_label__in=OWN_APPS).values_list("codename", flat=True))
         by_hand = {"export_outboxmessage", "export_inboxmessage", "unredacted_inboxmessage", "secret_endpoint"}
         assert by_hand < every
         assert set(operator.permissions.values_list("codename", flat=True)) == every - by_hand
@@ -232,7 +233,7 @@ class TestRoles:
 
 def test_every_permission_is_documented():
     page = Path(__file__).parents[3].joinpath("docs/reference/permissions.md").read_text()
-    every = Permission.objects.filter(content_type__app_label__in=APPS)
+    every = Permission.objects.filter(content_type__app_label__in=OWN_APPS)
     assert [one.codename for one in at_least(30, every) if f"`{one.codename}`" not in page] == []
 
 

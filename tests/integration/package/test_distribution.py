@@ -72,7 +72,7 @@ def test_wheel_has_the_licence(wheel, metadata):
 
 
 def test_extras_are_those_that_a_project_needs(metadata):
-    extras = {"postgres", "redis", "celery", "prometheus", "opentelemetry", "http", "recurring", "terminal"}
+    extras = {"postgres", "redis", "celery", "prometheus", "opentelemetry", "http", "recurring", "tasks", "terminal"}
 
     assert set(metadata.get_all("Provides-Extra")) == extras
 
