@@ -31,7 +31,7 @@ from tests.support import ROOT
 from tests.support.servers.private import watch
 
 SETTINGS = "DJANGO_SETTINGS_MODULE"
-READ_AT_IMPORT = (SETTINGS, "LEASE_SECONDS", "TIMEOUT_SECONDS", "C_FORCE_ROOT")
+READ_AT_IMPORT = (SETTINGS, "LEASE_SECONDS", "TIMEOUT_SECONDS", "EVERY_SECONDS", "C_FORCE_ROOT")
 """Environment variables that modules read while they are imported: another value needs another template."""
 INHERITED = ("HOME", "LANG", "PATH", "PYTHONPATH", "TMPDIR")
 TEMPLATE = "IS_A_TEMPLATE"
