@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from asgiref.sync import sync_to_async
@@ -17,7 +18,7 @@ from django.core.serializers.json import DjangoJSONEncoder
 from exactly_once.sql.connections import is_inside_a_transaction
 from exactly_once.wire.text import describe, why_unfit
 from inbox.errors import LeaseLost, Reject, RetryLater, StepInterrupted
-from inbox.leases.stores import Lease, store_as_owner
+from inbox.leases.stores import Lease, renew, store_as_owner
 
 _RESULTS = DjangoJSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -87,7 +88,7 @@ class Steps:
             raise ValueError(f"{name!r} is not a valid name of a step: {reason}.")
         if self.interrupted is not None:
             raise self.interrupted
-        if self._lease.is_over:
+        if self._lease.is_over and not renew(self._lease):
             raise LeaseLost(
                 f"The step {name!r} was not taken: the lease of this run has ended, and another run may have begun."
             )
@@ -124,7 +125,8 @@ class Steps:
         return json.loads(result)
 
     def _remember(self, name: str, result: str | None) -> None:
-        if not store_as_owner(self._lease, f"the step {name!r}", self._lease.store.remember, name, result):
+        remember = partial(store_as_owner, self._lease, f"the step {name!r}", self._lease.store.remember, name, result)
+        if not remember() and not (renew(self._lease) and remember()):
             self._lease.lost = True
             was = "was not taken" if result is None else "was taken, but its result is not stored"
             raise LeaseLost(f"The step {name!r} {was}: the lease of this run has ended, and another run may have begun.")

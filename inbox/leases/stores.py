@@ -2,7 +2,8 @@
 
 A lease is the right to run one message until an instant, by the store's clock. Each has a *fencing token*, greater than that
 of any earlier lease of the same message (Kleppmann, "How to do distributed locking", 2016). Every write contains it, and is
-refused once the lease has ended or another was granted: an owner that was frozen for too long settles nothing.
+refused once the lease has ended or another was granted. An owner that was frozen for too long renews its lease, if no other was
+granted, and settles nothing otherwise.
 
 If the store is unavailable, it raises, and the message is not run. `lease_store` opens the store that the settings name.
 """
@@ -97,6 +98,24 @@ class Lease:
         return self.lost or monotonic() >= self.ends_at
 
 
+def renew(lease: Lease) -> bool:
+    """Extend a lease that has ended, up to its limit. False: another owner has taken it, or it is at its limit.
+
+    Its process, or all of its machine, was frozen for too long.
+
+    Raises:
+        DatabaseUnavailable: the store does not answer.
+    """
+    now = monotonic()
+    ends_at = min(now + lease.terms.duration.total_seconds(), lease.limit_at)
+    if lease.lost or ends_at <= now:
+        return False
+    if not lease.store.extend(lease, timedelta(seconds=ends_at - now), stopping=lease.stopping):
+        return False
+    lease.ends_at = ends_at
+    return True
+
+
 def store_as_owner(
     lease: Lease, what: str, write: Callable[Concatenate[Lease, _P], T], *given: _P.args, **named: _P.kwargs
 ) -> T:
@@ -135,7 +154,7 @@ class LeaseStore(Protocol):
         """
 
     def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
-        """Move its end to `by` from now. False: the lease is no longer ours.
+        """Move its end to `by` from now, also if it has ended and was not taken over. False: it is no longer ours.
 
         Args:
             stopping: record that its process has been asked to stop.
@@ -205,7 +224,9 @@ class DatabaseLeases:
         return fresh or lease_rows.lease_over(alias, arrival.row, lasts, is_retry=is_retry)
 
     def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
-        return _committed(lease, lease_rows.extend, by, stopping)
+        if _committed(lease, lease_rows.extend, by, stopping):
+            return True
+        return _committed(lease, lease_rows.renew, by, lease.arrival.exclusive_key)
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
         return _committed(lease, lease_rows.remember, step, result)

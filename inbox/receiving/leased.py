@@ -6,6 +6,7 @@ once, and an owner whose lease has ended cannot overwrite the outcome of the nex
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from exactly_once.failures import NEVER_ENDED
 from exactly_once.process.logs import escaping_logger
@@ -17,7 +18,7 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.leases import renewal
 from inbox.leases.steps import Steps
-from inbox.leases.stores import Lease, store_as_owner
+from inbox.leases.stores import Lease, renew, store_as_owner
 from inbox.receiving.in_hand import lost_sessions
 from inbox.receiving.outages import make_refunds, record_loss, refund_later
 from inbox.receiving.outcomes import announce, failure_of, most_attempts_of
@@ -58,6 +59,9 @@ def run_leased(
             else:
                 following = take() if take is not None and not lease.lost else None
                 settled = not lease.lost and store_as_owner(lease, "its outcome", store.consume, following)
+            if not settled and renew(lease):
+                again = partial(store.free, failure=ended) if isinstance(ended, Failure) else store.consume
+                settled = store_as_owner(lease, "its outcome", again)
         finally:
             if lease.interrupted and stored is not None and not settled and not lost_sessions.count_against(arrival.row):
                 refund_later(alias, claims.give_back, stored)

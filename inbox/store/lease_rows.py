@@ -1,7 +1,8 @@
 """The right to run one message outside any transaction, stored in the message's own row.
 
 A `running` row belongs to the owner of its latest *fence*, until `next_attempt_at`. Every statement here that acts for an owner
-names its fence, and is refused once the lease has ended by the database's clock or another owner has taken it.
+names its fence, and is refused once the lease has ended by the database's clock or another owner has taken it. `renew` is
+granted after the end, if the fence proves that the message was not taken over.
 
 The results of a message's named steps are stored beside it, so that a retry does not take them again. A result of SQL's NULL
 means that the step was begun and its outcome is unknown. JSON's null is an ordinary result.
@@ -117,6 +118,18 @@ def extend(alias: str, pk: int, fence: int, lease: timedelta, stopping: bool = F
         stopping: its process has been asked to stop.
     """
     return bool(_owned(alias, pk, fence).update(next_attempt_at=DatabaseTime(lease), stopping=stopping))
+
+
+def renew(alias: str, pk: int, fence: int, lease: timedelta, exclusive_key: OrderedKey | None = None) -> bool:
+    """running, past its lease → running, until `lease` from now. False: another claim or a decision has changed the fence.
+
+    Also False if another message of the `exclusive_key` has a lease.
+    """
+    with suppress(KeyBusy), deciding(alias, LONGEST_LOCK_WAIT):
+        _refuse_concurrent_run(alias, pk, exclusive_key)
+        ours = InboxMessage.objects.using(alias).filter(pk=pk, day=LIVE, fence=fence, state=State.RUNNING)
+        return bool(ours.update(next_attempt_at=DatabaseTime(lease)))
+    return False
 
 
 def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) -> bool:

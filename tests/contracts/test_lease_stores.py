@@ -5,6 +5,7 @@ from datetime import timedelta
 from itertools import pairwise
 
 import pytest
+from django.test import override_settings
 
 from exactly_once.process.clock import utcnow
 from inbox import Lease as Terms
@@ -15,7 +16,8 @@ from inbox.receiving.reading import read
 from inbox.states import Outcome, State
 from inbox.store import claims
 from inbox.store.message_rows import Failure
-from tests.support.deliveries import OPTIONS, an_envelope, make_due, options, the_row
+from tests.support import decisions
+from tests.support.deliveries import OPTIONS, an_envelope, handed_over, make_due, options, the_row
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -61,9 +63,13 @@ def acquired(leases, request):
 def claimed(request):
     """The stored row of that message, claimed the way a runner claims it."""
     make_due()
-    stored = claims.claim_due(request.handler.using, [request.handler.name], timedelta(hours=1))
+    return replace(request, stored=claim(request.handler))
+
+
+def claim(handler):
+    stored = claims.claim_due(handler.using, [handler.name], timedelta(hours=1))
     assert stored is not None
-    return replace(request, stored=stored)
+    return stored
 
 
 def is_held(answer):
@@ -82,8 +88,10 @@ def remaining():
 
 
 def let_expire(leases, lease):
-    """Wait until it has expired by the store's clock: extend it by a millisecond until that is refused."""
-    wait_until(lambda: not leases.extend(lease, timedelta(milliseconds=1)))
+    """Wait until it has expired by the store's clock, which is that of this machine."""
+    assert leases.extend(lease, timedelta(milliseconds=1))
+    extended_at = utcnow()
+    wait_until(lambda: utcnow() > extended_at + timedelta(milliseconds=2))
 
 
 def taken_over(leases, lease):
@@ -172,11 +180,41 @@ class TestExpiredLease:
 
         assert isinstance(acquire(leases, lease.arrival), Lease) is isinstance(leases, DatabaseLeases)
 
-    def test_owner_of_an_expired_lease_can_settle_nothing_before_it_is_taken_over(self, leases, lease_handler):
-        lease = acquired(leases, a_delivery(lease_handler()))
+    @pytest.mark.parametrize("is_stored", [False, True], ids=["delivered", "stored"])
+    def test_owner_of_an_expired_lease_can_settle_nothing_until_it_renews_it(self, leases, lease_handler, is_stored):
+        """Which it can before it is taken over: otherwise what its run has done would be done again."""
+        handler = lease_handler()
+        request = claimed(failed_once(leases, handler)) if is_stored else a_delivery(handler)
+        lease = acquired(leases, request)
         let_expire(leases, lease)
 
+        assert [leases.remember(lease, "a step", "1"), leases.consume(lease), leases.free(lease, failed())] == [False] * 3
+        assert leases.extend(lease, LONG)
+        assert is_held(acquire(leases, a_delivery(handler, request.envelope)))
+        assert leases.remember(lease, "a step", "1")
+        assert leases.consume(lease)
+
+    def test_expired_lease_of_a_message_that_an_operator_has_skipped_is_not_renewed(self, leases, store_options, lease_handler):
+        lease = acquired(leases, claimed(failed_once(leases, lease_handler())))
+        let_expire(leases, lease)
+        InboxMessage.objects.update(next_attempt_at=utcnow())
+        with override_settings(INBOX={"LEASE_STORE": store_options.LEASE_STORE}):
+            assert decisions.skip("default", the_row().pk, "no longer wanted")
+
         assert settlements(leases, lease) == NONE_GRANTED
+
+    def test_expired_lease_is_not_renewed_while_another_message_of_its_key_runs(self, leases, lease_handler):
+        handler, requests = lease_handler(ordered=True), []
+        for _ in range(2):
+            InboxMessage.objects.update(ordered=False)  # as if the first one had left the order
+            request = a_delivery(handler, handed_over(handler, an_envelope(key="customer-1")))
+            requests.append(replace(request, stored=claim(handler)))
+        lease = acquired(leases, requests[0])
+        let_expire(leases, lease)
+        InboxMessage.objects.filter(pk=lease.pk).update(next_attempt_at=utcnow())
+        acquired(leases, requests[1])
+
+        assert not leases.extend(lease, LONG)
 
     def test_previous_owner_can_settle_nothing_and_the_new_owner_everything(self, leases, lease_handler):
         request = a_delivery(lease_handler())

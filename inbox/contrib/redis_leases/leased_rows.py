@@ -60,6 +60,12 @@ def store_external(
     return pk is not None
 
 
+def may_renew(alias: str, row: NewRow, fence: int) -> bool:
+    """Has its row, if it has one, still this fence, so that no runner has claimed it and no operator has decided about it?"""
+    rows = receipts.named(alias, row.handler, row.topic, row.biz_id).values_list("state", "fence")
+    return all(found == (State.RUNNING, fence) for found in rows)
+
+
 def defer_to_lease_end(alias: str, claimed: InboxMessage, until: timedelta) -> None:
     """claimed → running, until the external lease of another owner ends; refunds the attempt."""
     written = {**refunded(claimed), "state": State.RUNNING, "next_attempt_at": DatabaseTime(until)}

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import redis
@@ -47,7 +48,7 @@ _MAX_TRIES = 3
 _MOST_UNANSWERED = 10_000
 _HASH_LENGTH = 16
 _STEP = "step:"
-_DONE = "done"
+_DONE, _ENDED = "done", "ended"
 _MILLISECONDS = timedelta(milliseconds=1)
 
 
@@ -144,7 +145,14 @@ class RedisLeases:
         raise LeaseStoreUnavailable(f"the lease store {self._where} lost data, or answered late, {_MAX_TRIES} times in a row")
 
     def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
-        extended = self._as_owner(scripts.EXTEND, lease, _milliseconds(by), int(stopping))[0] == _DONE
+        arrival, extend = lease.arrival, partial(self._as_owner, scripts.EXTEND, lease, _milliseconds(by), int(stopping))
+        (answer,) = extend(0)
+        # A row that a duplicate has stored meanwhile has no fence yet.
+        fence = 0 if lease.pk is None else lease.fence
+        may_renew = answer == _ENDED and not arrival.exclusive_key
+        if may_renew and committed(arrival.handler.using, leased_rows.may_renew, arrival.row, fence):
+            (answer,) = extend(1)
+        extended = answer == _DONE
         if extended and stopping and lease.pk is not None:
             committed(lease.arrival.handler.using, leased_rows.show_stopping, lease.pk)
         return bool(extended)

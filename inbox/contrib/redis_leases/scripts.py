@@ -68,7 +68,8 @@ local owner, fence, keep = ARGV[4], ARGV[5], ARGV[6]
 local found = redis.call('HMGET', KEYS[2], 'state', 'owner', 'fence', 'until', 'row', 'digest', 'message', 'attempts')
 local state, row = found[1], found[5] or '0'
 local same = found[3] == fence
-local ours = state == 'running' and same and found[2] == owner and tonumber(found[4]) > now
+local last = state == 'running' and same and found[2] == owner
+local ours = last and tonumber(found[4]) > now
 """
 )
 
@@ -117,7 +118,8 @@ return {'lease', written(), fence, attempts, state and redis.call('HGETALL', KEY
 EXTEND = (
     _OURS
     + """
-if not ours then return {'refused', report()} end
+if last and not ours and ARGV[9] == '0' then return {'ended', report()} end
+if not last then return {'refused', report()} end
 redis.call('HSET', KEYS[2], 'until', instant(now + tonumber(ARGV[7])), 'stopping', ARGV[8])
 redis.call('PEXPIRE', KEYS[2], keep)
 return {'done', written()}

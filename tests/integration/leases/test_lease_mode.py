@@ -448,6 +448,23 @@ class TestHeartbeat:
         run_to_the_end(given)
         assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 2, 2)
 
+    @pytest.mark.parametrize("raised", [None, ValueError("no")], ids=["handled", "failed"])
+    def test_run_that_was_frozen_past_its_lease_settles_if_its_message_was_not_taken_over(self, leased, given, raised):
+        def is_frozen(message):
+            let_leases_end(given)
+            assert message.step("charge", lambda: let_leases_end(given) or "paid") == "paid"
+            let_leases_end(given)
+            the_effect(message)
+            if raised:
+                raise raised
+
+        deliver(leased(is_frozen), given=given)
+        drain(given)
+
+        assert effects() == 1
+        if raised:
+            assert (the_row().state, the_row().last_error) == (State.RETRYING, "ValueError: no")
+
     def test_step_after_a_lost_lease_is_refused(self, leased, given, caplog):
         outcome = []
 
