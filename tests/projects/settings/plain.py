@@ -21,6 +21,7 @@ INSTALLED_APPS = [
     "django.contrib.staticfiles",
     "exactly_once",
     "outbox",
+    "outbox.contrib.sql",
     "inbox",
     "inbox.contrib.joins",
     "tests.projects.shop",
