@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, connections, router, transaction
 from django.db.migrations.recorder import MigrationRecorder
 
@@ -72,7 +73,11 @@ def why_outdated(alias: str) -> str:
         if not (_has_outbox(alias) and _is_applied(alias) and (statement := _statement(alias))):
             return ""
         texts = _installed(alias).values()
-    except (DatabaseError, InterfaceError):
+    except (
+        DatabaseError,
+        InterfaceError,
+        ImproperlyConfigured,
+    ):  # unavailable, or invalid options, which another check reports
         return ""
     if not texts:
         return "does not exist"

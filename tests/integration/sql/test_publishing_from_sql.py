@@ -392,6 +392,8 @@ class TestVersions:
         assert fetched("SELECT outbox_publish('', '{}', '')") is None
 
     def test_other_settings_and_a_dropped_function_are_reported_and_mended_by_migrate(self, settings):
+        settings.OUTBOX = {"BODY_LIMIT_BYTES": "ten"}
+        assert self.found() == ([], 1), "outbox.E001 says so"
         settings.OUTBOX = {"BODY_LIMIT_BYTES": 10}
         assert self.found() == (["was installed with another schema or other settings, or changed by hand."], 1)
         call_command("migrate", "outbox_sql", verbosity=0)
