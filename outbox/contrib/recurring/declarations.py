@@ -1,4 +1,4 @@
-"""Declare recurring messages. A declaration that is not valid is reported by `manage.py check`, and no relay runs it.
+"""Declare recurring messages. What is wrong with a declaration is an error of `manage.py check`, which commands run first.
 
 The instants of a schedule depend on its declaration only, so all processes compute the same ones. They are compared in UTC:
 Python compares those of one time zone by their local time, which is another order when clocks are set back.
@@ -33,7 +33,7 @@ _SHORTEST = timedelta(seconds=1)
 _MOST_MISSED = 100
 GRACE = timedelta(minutes=1)
 """A tick that is younger is not missed yet."""
-_HINT = "No relay runs it. A cron expression needs cronsim: pip install 'django-exactly-once[recurring]'."
+_HINT = "Correct it. A cron expression needs cronsim: pip install 'django-exactly-once[recurring]'."
 
 
 @dataclass(frozen=True, kw_only=True)
