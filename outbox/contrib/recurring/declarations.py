@@ -65,7 +65,7 @@ class recurring:  # noqa: N801 - a decorator
     Args:
         cron: a cron expression: minute, hour, day of month, month, day of week. Six fields begin with the second.
         every: in place of `cron`, an interval of at least one second, counted from 1970-01-01 00:00 UTC.
-        tz: the time zone of the expression; default: TIME_ZONE.
+        tz: the time zone of the expression, and of the ticks' instants; default: TIME_ZONE.
         missed: which ticks are published that became due while no relay was running: the "last", "all" (at most the last
             hundred), or "none" (but one that is at most a minute old).
         name: stable name of the schedule; default: `<app label>.<function name>`.

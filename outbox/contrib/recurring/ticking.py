@@ -26,7 +26,7 @@ from exactly_once.process.outage import OutageLog
 from exactly_once.sql.faults import is_collision
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import ERROR_LENGTH, describe, printable
-from outbox.conf import OutboxOptions
+from outbox.conf import OutboxOptions, outbox_options
 from outbox.contrib.recurring.declarations import GRACE, Declaration, declarations
 from outbox.contrib.recurring.models import Schedule
 from outbox.relay.attending import Attendant, call_bounded
@@ -38,30 +38,23 @@ logger = escaping_logger(__name__)
 def attendants(alias: str, options: OutboxOptions, *, database_log: OutageLog | None = None) -> Sequence[Attendant]:
     """The attendant of the schedules of this database; none without schedules."""
     here = {name: schedule for name, schedule in declarations.items() if database_of(schedule.when.using) == alias}
-    claim, threads, limit = partial(_claim, alias, options, here, set()), options.CONCURRENCY, options.CALLBACK_TIMEOUT
+    claim, threads, limit = partial(_claim, alias, here, set()), options.CONCURRENCY, options.CALLBACK_TIMEOUT
     return [Attendant("recurring", alias, claim, options, database_log, threads=threads, limit=limit)] if here else []
 
 
-def _claim(
-    alias: str,
-    options: OutboxOptions,
-    here: Mapping[str, Declaration],
-    running: set[str],
-    most: int,
-    without: Collection[str],
-) -> list[_Run]:
+def _claim(alias: str, here: Mapping[str, Declaration], running: set[str], most: int, without: Collection[str]) -> list[_Run]:
     """Find due schedules that neither this process nor another one works on; add the rows of new ones."""
     rows = {row.name: row for row in _rows(alias).filter(name__in=here)}
     if new := here.keys() - rows.keys():
         made = (Schedule(name=name, position=DatabaseTime(), due_at=DatabaseTime()) for name in new)
         Schedule.objects.using(alias).bulk_create(made, ignore_conflicts=True)
-        return _claim(alias, options, here, running, most, without)
+        return _claim(alias, here, running, most, without)
     if not (due := [row.pk for name, row in rows.items() if name not in running and _is_due(row, here[name])]):
         return []
     with transaction.atomic(using=alias):
         free = list(_rows(alias).filter(pk__in=due).select_for_update(skip_locked=True)[:most])
     running.update(row.name for row in free)
-    return [_Run(row.name, alias, options, here[row.name], row.failures + 1, running) for row in free]
+    return [_Run(row.name, alias, here[row.name], row.failures + 1, running) for row in free]
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,6 @@ class _Run:
 
     group: str
     alias: str
-    options: OutboxOptions
     schedule: Declaration
     number: int
     running: set[str]
@@ -80,7 +72,7 @@ class _Run:
 
     def run(self) -> None:
         try:
-            call_bounded(self.alias, self.options.CALLBACK_TIMEOUT, self._tick, self._defer)
+            call_bounded(self.alias, outbox_options().CALLBACK_TIMEOUT, self._tick, self._defer)
         finally:
             self.running.discard(self.group)
 
@@ -111,8 +103,9 @@ class _Run:
     def _defer(self, error: BaseException, took: timedelta) -> None:
         if is_collision(error):
             return  # with another writer of SQLite; it is still due
-        delay = self.options.retry.delay(self.number)
-        reason = redacted_error(self.options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")
+        options = outbox_options()
+        delay = options.retry.delay(self.number)
+        reason = redacted_error(options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")
         failed = {"error": printable(reason, ERROR_LENGTH), "failures": self.number, "due_at": DatabaseTime(delay)}
         _rows(self.alias).filter(name=self.group).update(**failed)
         became = "recurring: the schedule %s failed after %.1f s, for the %d. time, and is tried again in %.0f s: %s"

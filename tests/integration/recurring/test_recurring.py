@@ -16,6 +16,7 @@ from outbox.models import OutboxMessage
 from outbox.relay.service import serve
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import open_transaction
+from tests.support.sql import executed
 
 pytestmark = pytest.mark.django_db
 every_database = pytest.mark.every_database
@@ -202,6 +203,16 @@ def test_a_relay_skips_a_schedule_that_another_one_works_on(recurs):
     relay()
     relay()
     assert len(ticks) == 1
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_call_beyond_its_timeout_has_failed(recurs, settings):
+    recurs(lambda tick: executed("SELECT pg_sleep(60)"))
+    no_relay_for(LONG["every"])
+    settings.OUTBOX = {**settings.OUTBOX, "CALLBACK_TIMEOUT": timedelta(seconds=0.2)}
+    relay()
+    assert "QueryCanceled" in the_schedule().error or "timeout" in the_schedule().error
+    assert biz_ids() == []
 
 
 @every_database
