@@ -239,7 +239,7 @@ class ActingAdmin(ReadOnlyAdmin):
             "applies": sum(action.is_offered(row) for row in rows),
             "selected": len(picked),
             "action": action.name,
-            "button": (form and form.button) or action.button,
+            "button": (form and form.button) or action.button or action.label,
             "adds": action is self.adds,
             "form": form,
             "own_page": request.POST.get("own_page", ""),

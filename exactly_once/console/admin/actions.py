@@ -70,7 +70,7 @@ class Action(Change):
         permission: the verb of the permission, without the model; "" if it is the name.
         may: may this user do it to this row, or (None) to some row? It replaces the permission.
         question: on the page that asks; "" if the action does not ask.
-        button: of that page.
+        button: of that page; default: the label.
         form: what it asks for.
         is_single: acts on one row only.
         respond: makes the response in place of `perform`, from the page, the request, the selected rows (as a queryset, if the

@@ -41,7 +41,6 @@ PAUSE = _action(
     perform=each(Schedule, lambda alias, pk, given: _rows(alias, pk).update(paused_at=DatabaseTime())),
     offered=lambda row: row.paused_at is None,
     question=_("Pause these schedules? The ticks of the pause are not published later."),
-    button=_("Pause the schedules"),
 )
 RESUME = _action(
     name="resume",
@@ -50,7 +49,6 @@ RESUME = _action(
     done=_("resumed"),
     perform=each(Schedule, lambda alias, pk, given: _rows(alias, pk).update(**_BEGIN_NOW)),
     question=_("Resume these schedules with their next tick? What they have missed is not published."),
-    button=_("Resume the schedules"),
 )
 RUN = _action(
     name="run",
@@ -59,7 +57,6 @@ RUN = _action(
     perform=each(Schedule, _run, _("this process does not declare it")),
     offered=lambda row: row.name in declarations,
     question=_("Run these schedules now? Their ticks do not change, and a pause continues."),
-    button=_("Run the schedules"),
 )
 FORGET = _action(
     name="forget",
@@ -68,7 +65,6 @@ FORGET = _action(
     perform=each(Schedule, lambda alias, pk, given: _rows(alias, pk).delete()[0]),
     offered=lambda row: row.name not in declarations,
     question=_("Delete the rows of these schedules? A relay whose code declares one adds it again, from then on."),
-    button=_("Delete the rows"),
 )
 
 
