@@ -14,7 +14,7 @@ from tests.support.crash.points import COMMIT, TICK
 
 SETTINGS = "tests.support.apps.scheduled.settings"
 MISSED = 5
-KILLS = 8
+KILLS = 6
 POINTS = {
     "before the first call": f"before {TICK}",
     "between two calls": f"after {TICK} 3",
@@ -48,9 +48,19 @@ def test_ticks_are_published_once_by_the_relay_after_the_one_that_was_killed(loc
 
 
 def test_each_second_is_published_once_while_relays_are_killed(world):
+    world.listening()
+    kill_relays_of_a_schedule_of_each_second(world)
+
+
+@pytest.mark.every_database
+@pytest.mark.only_sqlite
+def test_each_second_is_published_once_on_sqlite_while_relays_are_killed(local_world):
+    kill_relays_of_a_schedule_of_each_second(local_world)
+
+
+def kill_relays_of_a_schedule_of_each_second(world):
     world.environment["EVERY_SECONDS"] = "1"
     nemesis = Nemesis(world, [world.relay() for _ in range(3)])
-    world.listening()
     with nemesis.at_work():
         world.wait_until(lambda: nemesis.kills.total() >= KILLS and Effect.objects.count() >= KILLS, "relays were killed")
     relays = [worker for worker in world.workers if worker.command == ["outbox_relay"] and worker.is_alive]
