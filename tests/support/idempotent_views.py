@@ -72,11 +72,15 @@ def swallow_raw():
         connection.cursor().execute("SELECT * FROM there_is_no_such_table")
 
 
+def close():
+    connection.close()
+
+
 BREAKS = {
     "swallows a database error": swallow_in_atomic,
     "swallows an error of a statement": swallow_raw,
     "asks for a rollback": lambda: transaction.set_rollback(True),
-    "closes the connection": connection.close,
+    "closes the connection": close,
     "commits": lambda: connection.cursor().execute("COMMIT"),
 }
 """What a view does that keeps its transaction from committing. The last two need a transaction of their own."""

@@ -382,6 +382,12 @@ def _a_life() -> None:
 
 def _decisions() -> None:
     now = utcnow()
+    for number, status in ((1, 201), (2, 402), (3, None)):
+        key, at = (
+            f"8e03978e-40d5-43e8-bc93-6894a57f9f{number:02}",
+            {"at": now - number * MINUTE, "expires_at": now + 24 * 60 * MINUTE},
+        )
+        IdempotentRequest.objects.create(scope=f"user:{number}", key=key, view="payments:pay", status=status, **at)
     timeouts, amounts = (f"failure group {kind} {place}" for kind, place, _ in (TIMEOUT, AMOUNT))
     again = "wave 1: 1 of 1 messages failed again as before (ValueError)"
     canary = {"is_canary": True, "wave": 1, "failed_again": 1, "stopped_because": again}

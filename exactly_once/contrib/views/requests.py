@@ -87,7 +87,7 @@ def view_name(request: Any) -> str:
 def fingerprint(request: Any) -> str:
     """A digest of method, path and body: another request has another one.
 
-    A client may encode the parts of a form anew with each repetition, so their values count.
+    A client may choose another boundary for the parts of a repeated form, so their values count.
 
     Raises:
         Problem: the body is larger than DATA_UPLOAD_MAX_MEMORY_SIZE.

@@ -14,6 +14,7 @@ from django.contrib.auth import get_user_model
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.db import connection, connections, transaction
 from django.test import AsyncClient, Client, override_settings
+from django.urls import reverse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from exactly_once.contrib.views.checks import check_views
 from exactly_once.contrib.views.decorators import declared
 from exactly_once.contrib.views.models import IdempotentRequest
 from exactly_once.process.clock import utcnow
+from tests.support.admin_pages import Page, staff_client
 from tests.support.apps.effects.models import Effect
 from tests.support.commands import output_of
 from tests.support.deliveries import at_once
@@ -31,6 +33,7 @@ pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
 
 BODY = {"amount": 10}
 REPLAYED = "Idempotency-Replayed"
+ASYNC = ["/async/", "/async-class/", "/ninja/apay"]
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +84,7 @@ def test_repeated_request_has_one_effect_and_one_answer(path):
 
 @pytest.mark.usefixtures("_atomic_requests")
 @pytest.mark.parametrize("how", ["409", "error"])
-@pytest.mark.parametrize("path", [path for path in PATHS if "a" not in path.split("/")[-1] and "async" not in path])
+@pytest.mark.parametrize("path", [path for path in PATHS if path not in ASYNC])
 def test_error_leaves_no_effect_and_is_not_stored(path, how):
     plan.how = how
     failed = post(path)
@@ -95,7 +98,7 @@ def test_error_leaves_no_effect_and_is_not_stored(path, how):
 
 
 @pytest.mark.parametrize("how", ["409", "error"])
-@pytest.mark.parametrize("path", ["/async/", "/async-class/", "/ninja/apay"])
+@pytest.mark.parametrize("path", ASYNC)
 def test_error_of_an_asynchronous_view_leaves_no_effect_and_is_not_stored(path, how):
     plan.how = how
     assert post(path).status_code >= 400
@@ -331,7 +334,7 @@ def test_clients_that_repeat_until_they_are_answered_get_one_answer(live_server)
 
 
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize("path", ["/async/", "/async-class/", "/function/", "/ninja/apay"])
+@pytest.mark.parametrize("path", ["/function/", *ASYNC])
 def test_concurrent_requests_of_one_event_loop_have_one_effect(path):
     async def ask():
         client, headers = AsyncClient(), {"Idempotency-Key": "k-1", "Client": "shop"}
@@ -387,3 +390,22 @@ def test_check_names_a_view_outside_of_rest_framework_and_a_database_that_does_n
     monkeypatch.setitem(declared, "nowhere", "shop.views.pay")
     error, _ = check_views(None)
     assert (error.id, "shop.views.pay" in error.msg) == ("exactly_once_views.E001", True)
+
+
+def test_page_shows_keys_and_statuses_and_neither_headers_nor_bodies():
+    for key in ("k-1", "k-2"):
+        post(key=key)
+    stored = IdempotentRequest.objects.get(key="k-1")
+    pages = ("changelist", []), ("change", [stored.pk])
+    with override_settings(ROOT_URLCONF="tests.urls"):
+        url_of_list, url_of_row = (
+            reverse(f"admin:exactly_once_views_idempotentrequest_{page}", args=args) for page, args in pages
+        )
+        client = staff_client("view_idempotentrequest")
+        found, row = Page(client.get(url_of_list, {"q": "k-1"})).text, Page(client.get(url_of_row)).text
+        assert staff_client("view_alert").get(url_of_list).status_code == 403
+
+    for text in (found, row):
+        assert all(shown in text for shown in ("k-1", "shop", "function", "201"))
+        assert "/payments/" not in text + found
+        assert "k-2" not in text
