@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial, update_wrapper
 from typing import Any
 
 from inbox.contrib.tasks.backend import ExactlyOnceBackend
 from inbox.contrib.tasks.compat import task_backends
 from inbox.contrib.tasks.queues import topic_of
-from inbox.contrib.tasks.running import run, run_leased
+from inbox.contrib.tasks.running import end_failed, retry_of, run, run_leased
 from inbox.handlers.decorator import registering
 from inbox.handlers.kinds import PLAIN
 
@@ -38,11 +38,17 @@ def _register(backend: ExactlyOnceBackend, queue: str) -> None:
     limits: dict[str, Any] = {
         "using": options.using,
         "timeout": options.timeout,
-        "retry": options.retry,
+        "retry": _bound(retry_of, backend),
+        "on_dead": _bound(end_failed, backend),
         "rate_limit": options.rate_limit,
         "concurrency": options.concurrency,
     }
     kinds = [(run, PLAIN), *([(run_leased, options.lease)] if options.lease else [])]
     for function, kind in kinds:
         topic = topic_of(queue, lease=kind is not PLAIN)
-        registering([topic], name=topic, kind=kind, **limits)(update_wrapper(partial(function, backend.alias), function))
+        registering([topic], name=topic, kind=kind, **limits)(_bound(function, backend))
+
+
+def _bound(function: Callable[..., Any], backend: ExactlyOnceBackend) -> Callable[..., Any]:
+    """The function for one backend. By its alias: an instance belongs to one thread."""
+    return update_wrapper(partial(function, backend.alias), function)

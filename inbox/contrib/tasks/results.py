@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from django.apps import apps
-from django.db.models import QuerySet
+from django.db.models import F, QuerySet
 from django.utils import timezone
 
 from exactly_once.packages import label_of
@@ -58,7 +58,7 @@ def _unfinished(alias: str, result_id: str) -> Any:
     sent = _outbox(alias).filter(message_id=uuid_in(result_id), topic__startswith=PREFIX).first()
     if sent is not None and sent.state != _SENT:
         return _waiting(sent)
-    rows = InboxMessage.objects.using(alias).filter(message_id=result_id, handler__startswith=PREFIX)
+    rows = _of_queues(alias).filter(message_id=result_id)
     row = rows.filter(day=LIVE).first()
     if row is not None:
         return received(alias, row)
@@ -67,6 +67,18 @@ def _unfinished(alias: str, result_id: str) -> Any:
     if (row := rows.exclude(state=State.DONE).first()) is not None:
         return received(alias, row)
     return None if sent is None else _at_the_broker(alias, sent)
+
+
+def _of_queues(alias: str) -> QuerySet[InboxMessage]:
+    """Messages of the handlers of queues. A project may have others for these topics."""
+    return InboxMessage.objects.using(alias).filter(topic__startswith=PREFIX, handler=F("topic"))
+
+
+def failed(alias: str, message: Message) -> Any:
+    """The result of a task whose message is dead, and is locked here against a retry. None: it is not dead any more."""
+    row = _of_queues(alias).filter(message_id=message.id, topic=message.topic, day=LIVE, state=State.DEAD)
+    dead = row.select_for_update().first()
+    return None if dead is None else received(alias, dead)
 
 
 def _outbox(alias: str) -> QuerySet[Any]:

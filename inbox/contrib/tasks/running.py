@@ -7,6 +7,7 @@ message: a run that dies after the call finds the value that it returned, and wr
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,11 @@ from django.utils import timezone
 from exactly_once.wire.identity import process_name
 from inbox.contrib.tasks import results
 from inbox.contrib.tasks.compat import TaskResultStatus, is_heard, normalize_json, task_backends, task_finished, task_started
-from inbox.contrib.tasks.queues import queue_of
-from inbox.contrib.tasks.task import ExactlyOnceContext, ResultNotJson, load
+from inbox.contrib.tasks.queues import queue_of, topic_of
+from inbox.contrib.tasks.task import ExactlyOnceContext, NotImportable, ResultNotJson, is_call, load, own_options
+from inbox.errors import Reject
 from inbox.handlers.message import Message
+from inbox.handlers.options import Retry
 
 _STEP = "task"
 
@@ -36,8 +39,30 @@ def run_leased(backend: str, message: Message) -> None:
     _end(message, result, message.step(_STEP, partial(_call, message, result)))
 
 
+def end_failed(backend: str, message: Message) -> None:
+    """Write the result of a task whose message is dead, as the handler of its dead letters."""
+    queue = queue_of(message.topic)
+    alias = task_backends[backend].given.of(queue).alias
+    if not is_call(message.payload) or (result := results.failed(alias, message)) is None:
+        return
+    results.write(alias, result, key=message.key, leased=message.topic != topic_of(queue))
+    if is_heard(task_finished):
+        transaction.on_commit(partial(_announce, task_finished, result), using=alias, robust=True)
+
+
+def retry_of(backend: str, message: Message) -> Retry:
+    """The attempts of a task and the delays between them: its own, else those of its queue."""
+    own = None
+    with suppress(NotImportable):
+        own = own_options(load(message.payload["task"]))["retry"]
+    given = task_backends[backend].given.of(queue_of(message.topic)).retry
+    return own or given or Retry()
+
+
 def _begin(backend: str, message: Message) -> Any:
     """The result of a task that runs now, announced."""
+    if not is_call(message.payload):
+        raise Reject("It is not the call of a task: enqueue tasks with their enqueue().")
     load(message.payload["task"])
     queue = queue_of(message.topic)
     result = results.running(message, queue, task_backends[backend].given.of(queue).alias, process_name())
@@ -69,7 +94,7 @@ def _end(message: Message, result: Any, value: Any) -> None:
     object.__setattr__(result, "status", TaskResultStatus.SUCCESSFUL)
     object.__setattr__(result, "finished_at", timezone.now())
     results.ended(result, value)
-    results.write(alias, result, value, key=message.key, leased=bool(message.fence))
+    results.write(alias, result, value, key=message.key, leased=message.topic != topic_of(result.task.queue_name))
     if is_heard(task_finished):
         transaction.on_commit(partial(_announce, task_finished, result), using=alias, robust=True)
 

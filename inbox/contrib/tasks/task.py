@@ -21,7 +21,7 @@ Named = str | Callable[..., str]
 
 @dataclass(frozen=True, kw_only=True)
 class ExactlyOnceTask(Task):  # type: ignore[misc] # it is Any, see `compat`
-    """A task of this backend. What it adds is given to `@task(...)`, in Django 6.0 to `.using(...)`.
+    """A task of this backend. What it adds is given to `@task(...)`, or but for `retry` to `.using(...)`.
 
     Attributes:
         key: the ordering key of its message, or a function of the arguments that returns it.
@@ -47,10 +47,9 @@ class ExactlyOnceTask(Task):  # type: ignore[misc] # it is Any, see `compat`
         key: Named | None = None,
         biz_id: Named | None = None,
         unique: bool | None = None,
-        retry: Retry | None = None,
         lease: bool | None = None,
     ) -> ExactlyOnceTask:
-        """A copy with these values; None leaves one as it is."""
+        """A copy with these values; None leaves one as it is. `retry` is not one: its process reads that from the code."""
         given = {name: value for name, value in locals().items() if name != "self" and value is not None}
         return replace(self, **given)
 
@@ -98,6 +97,12 @@ def load(path: str) -> Any:
     if not isinstance(found, Task):
         raise NotImportable(f"{path} is {type(found).__name__}, not a task: decorate the function with @task.")
     return found
+
+
+def is_call(payload: object) -> bool:
+    """Is it what `enqueue` publishes? Another service may publish anything to the topic of a queue."""
+    kinds = {"task": str, "args": list, "kwargs": dict, "backend": str}
+    return isinstance(payload, dict) and all(isinstance(payload.get(name), kind) for name, kind in kinds.items())
 
 
 def task_of(payload: Any, queue: str) -> Any:

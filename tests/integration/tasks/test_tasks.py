@@ -9,11 +9,14 @@ from django.db import transaction
 from django.utils import timezone
 
 from inbox.contrib.tasks.compat import TaskResultDoesNotExist, TaskResultStatus
+from inbox.contrib.tasks.models import Result
 from inbox.models import InboxMessage
 from inbox.testing import travel
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect
+from tests.support.apps.tasked.provider import provider
 from tests.support.decisions import retry, skip
+from tests.support.inbox_rows import delete_messages
 from tests.support.tasks import run_all
 
 READY, RUNNING = TaskResultStatus.READY, TaskResultStatus.RUNNING
@@ -88,11 +91,11 @@ class TestRun:
         assert [*Effect.objects.values_list("detail", flat=True)] == ["2"]
 
     def test_task_under_a_lease_takes_steps_and_has_a_result(self, tasked):
-        result = tasked.call_provider.enqueue("a")
+        result = tasked.charge.enqueue("a")
         run_all()
 
-        assert refreshed(result).return_value == "answer to a"
-        assert Effect.objects.get().detail == result.id
+        assert refreshed(result).return_value == f"charged {result.id}"
+        assert provider.asked[result.id] == 1
 
     def test_delayed_task_is_ready_and_not_run_before_its_time(self, tasked):
         result = tasked.note.using(run_after=timezone.now() + timedelta(hours=1)).enqueue("a")
@@ -115,7 +118,7 @@ class TestFailed:
             _ = result.return_value
         assert not Effect.objects.exists()
 
-        retry("default", InboxMessage.objects.get().pk)
+        retry("default", InboxMessage.objects.get(state="dead").pk)
         assert refreshed(result).status == READY
 
     def test_result_that_is_not_json_fails_the_task_with_its_effect(self, tasked):
@@ -135,3 +138,33 @@ class TestFailed:
         assert deferred == READY
         assert refreshed(result).status == FAILED
         assert errors_of(result)[-1].__name__ == "TaskCancelled"
+
+    def test_failed_result_is_written_with_the_death_and_outlives_the_dead_letter(self, tasked):
+        result = tasked.fail.enqueue("a")
+        run_all()
+        row = Result.objects.get()
+        delete_messages()
+        OutboxMessage.objects.all().delete()
+
+        assert (row.status, row.queue, len(row.worker_ids)) == ("FAILED", "mail", 1)
+        assert (refreshed(result).status, errors_of(result)) == (FAILED, [KeyError])
+
+    def test_task_that_succeeds_after_an_operators_retry_is_successful(self, tasked, monkeypatch):
+        result = tasked.charge_in_a_transaction.enqueue("a")
+        monkeypatch.setattr(provider, "is_down", True)
+        for _ in range(3):
+            run_all()
+            travel(timedelta(hours=3))
+        failed = Result.objects.get().status, refreshed(result).attempts
+        monkeypatch.setattr(provider, "is_down", False)
+        retry("default", InboxMessage.objects.get(state="dead").pk)
+        run_all()
+
+        assert failed == ("FAILED", 3)
+        assert Result.objects.get().status == refreshed(result).status == SUCCESSFUL
+
+    def test_task_has_attempts_of_its_own(self, tasked):
+        result = tasked.try_once.enqueue()
+        run_all()
+
+        assert (refreshed(result).status, result.attempts) == (FAILED, 1)

@@ -5,8 +5,11 @@ from inbox.contrib.tasks.compat import PACKAGE
 TASKS = {
     "default": {
         "BACKEND": "inbox.tasks.ExactlyOnceBackend",
-        "QUEUES": ["default", "mail"],
-        "OPTIONS": {"lease": {"duration": "1m"}, "queues": {"mail": {"retry": {"max_attempts": 1}}}},
+        "QUEUES": ["default", "mail", "payments"],
+        "OPTIONS": {
+            "lease": {"duration": "1m"},
+            "queues": {"mail": {"retry": {"max_attempts": 1}}, "payments": {"retry": {"max_attempts": 3}}},
+        },
     },
     "immediate": {"BACKEND": f"{PACKAGE}.backends.immediate.ImmediateBackend"},
 }

@@ -6,9 +6,10 @@ from importlib import import_module
 
 from django.db import IntegrityError, transaction
 
-from inbox import Reject, RetryLater
+from inbox import Reject, Retry, RetryLater
 from inbox.contrib.tasks.compat import PACKAGE
 from tests.support.apps.effects.models import Effect
+from tests.support.apps.tasked.provider import provider
 
 task = import_module(PACKAGE).task
 not_a_task = len
@@ -41,6 +42,11 @@ def fail(name):
     raise KeyError(name)
 
 
+@task(retry=Retry(max_attempts=1))
+def try_once():
+    raise TimeoutError
+
+
 @task
 def reject(name):
     raise Reject(f"{name} is wrong")
@@ -57,11 +63,17 @@ def return_a_set():
     return {1, 2}
 
 
-@task(lease=True, takes_context=True)
-def call_provider(context, name):
-    """Its effect commits by itself, as one outside the database."""
-    Effect.objects.create(name=name, detail=context.message.id)
-    return context.message.step("answer", lambda: f"answer to {name}")
+@task(lease=True, takes_context=True, queue_name="payments")
+def charge(context, name):
+    """At least once, with the message id as the idempotency key."""
+    answer = context.message.step("charge", lambda: provider.charge(context.message.id))
+    Effect.objects.get_or_create(name=name)
+    return answer
+
+
+@task(takes_context=True, queue_name="payments")
+def charge_in_a_transaction(context, name):
+    return provider.charge(context.message.id)
 
 
 @task
