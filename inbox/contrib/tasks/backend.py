@@ -18,7 +18,7 @@ import outbox
 from exactly_once.sql.connections import is_inside_a_transaction
 from inbox.contrib.tasks.compat import BaseTaskBackend, InvalidTask, TaskResult, TaskResultStatus, task_enqueued
 from inbox.contrib.tasks.queues import options_of, topic_of
-from inbox.contrib.tasks.task import ExactlyOnceTask, NotImportable, load, named, own_options
+from inbox.contrib.tasks.task import ExactlyOnceTask, NotImportable, call_of, load, named, own_options
 
 
 class ExactlyOnceBackend(BaseTaskBackend):  # type: ignore[misc] # it is Any, see `compat`
@@ -89,14 +89,12 @@ class ExactlyOnceBackend(BaseTaskBackend):  # type: ignore[misc] # it is Any, se
 
     def _publish(self, result: Any, using: str) -> outbox.PublishedMessage:
         task, own = result.task, own_options(result.task)
-        payload = {"task": task.module_path, "args": result.args, "kwargs": result.kwargs, "backend": self.alias}
         deliver_at = task.run_after
-        if deliver_at is not None:
-            payload["run_after"] = deliver_at.isoformat()
-            deliver_at = deliver_at if timezone.is_aware(deliver_at) else timezone.make_aware(deliver_at)
+        if deliver_at is not None and timezone.is_naive(deliver_at):
+            deliver_at = timezone.make_aware(deliver_at)
         return outbox.publish(
             topic_of(task.queue_name, lease=own["lease"]),
-            payload,
+            call_of(task, result.args, result.kwargs, self.alias),
             key=named(own["key"], result.args, result.kwargs) or "",
             biz_id=named(own["biz_id"], result.args, result.kwargs),
             unique=own["unique"],

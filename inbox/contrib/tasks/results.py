@@ -25,7 +25,7 @@ from exactly_once.wire.identity import uuid_in
 from inbox.contrib.tasks.compat import TaskError, TaskResult, TaskResultDoesNotExist, TaskResultStatus
 from inbox.contrib.tasks.models import Result, Status
 from inbox.contrib.tasks.queues import PREFIX, queue_of
-from inbox.contrib.tasks.task import TaskCancelled, TaskNotRun, task_of
+from inbox.contrib.tasks.task import TaskCancelled, TaskNotRun, call_of, task_of
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage, Receipt, TrailEntry
 from inbox.states import DUE, State
@@ -194,14 +194,11 @@ def write(alias: str, result: Any, value: Any = None, *, key: str, leased: bool)
     def by_the_database(instant: datetime | None) -> Any:
         return None if instant is None else DatabaseTime(instant - result.finished_at)
 
-    payload = {"task": result.task.module_path, "args": result.args, "kwargs": result.kwargs, "backend": result.backend}
-    if result.task.run_after is not None:
-        payload["run_after"] = result.task.run_after.isoformat()
     row = Result(
         message_id=result.id,
         queue=result.task.queue_name,
         task=result.task.module_path,
-        body=json.dumps(payload).encode(),
+        body=json.dumps(call_of(result.task, result.args, result.kwargs, result.backend)).encode(),
         key=key,
         leased=leased,
         status=result.status,

@@ -105,6 +105,12 @@ def is_call(payload: object) -> bool:
     return isinstance(payload, dict) and all(isinstance(payload.get(name), kind) for name, kind in kinds.items())
 
 
+def call_of(task: Any, args: Any, kwargs: Any, backend: str) -> dict[str, Any]:
+    """What is published for a call of a task, as JSON has it."""
+    run_after = {} if task.run_after is None else {"run_after": task.run_after.isoformat()}
+    return {"task": task.module_path, "args": args, "kwargs": kwargs, "backend": backend, **run_after}
+
+
 def task_of(payload: Any, queue: str) -> Any:
     """The task that was enqueued with this payload; one without its function if that cannot be imported any more."""
     run_after = payload.get("run_after")

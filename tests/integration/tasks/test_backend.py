@@ -1,0 +1,218 @@
+"""What a backend of `django.tasks` offers: options of tasks and queues, signals, checks, helpers for tests."""
+
+from __future__ import annotations
+
+from unittest.mock import ANY
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+from django.db import DatabaseError, connection, transaction
+
+from inbox.contrib.tasks.checks import problems
+from inbox.contrib.tasks.compat import (
+    InvalidTask,
+    TaskResultDoesNotExist,
+    TaskResultStatus,
+    task_backends,
+    task_enqueued,
+    task_finished,
+    task_started,
+)
+from inbox.contrib.tasks.models import Result
+from inbox.contrib.tasks.queues import options_of
+from inbox.contrib.tasks.registering import register_queues
+from inbox.contrib.tasks.testing import run_tasks, task_message
+from inbox.handlers.registry import registry
+from inbox.models import InboxMessage
+from inbox.testing import assert_effect_once
+from outbox import cancel, publish
+from outbox.models import OutboxMessage
+from tests.support.apps.effects.models import Effect
+from tests.support.apps.tasked import TASKS
+from tests.support.tasks import run_all
+
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
+
+SIGNALS = {"enqueued": task_enqueued, "started": task_started, "finished": task_finished}
+
+
+@pytest.fixture
+def heard():
+    """Connect a receiver of all signals; it records each with the status, then calls the given function."""
+    connected, said = [], []
+
+    def connect(act=lambda name: None):
+        for name, signal in SIGNALS.items():
+
+            def receive(task_result, name=name, **given):
+                said.append((name, str(task_result.status), connection.in_atomic_block))
+                act(name)
+
+            signal.connect(receive)
+            connected.append((signal, receive))
+        return said
+
+    yield connect
+    for signal, receive in connected:
+        signal.disconnect(receive)
+
+
+class TestOptions:
+    def test_second_task_with_a_biz_id_has_the_result_of_the_first(self, tasked):
+        first, second = (tasked.note.using(biz_id=lambda name: f"note-{name}").enqueue("a") for _ in range(2))
+        run_all()
+        second.refresh()
+
+        assert Effect.objects.count() == 1
+        assert (second.status, second.return_value) == (TaskResultStatus.SUCCESSFUL, {"noted": ["a", ""]})
+        assert first.id != second.id
+
+    def test_unique_task_is_enqueued_once(self, tasked):
+        unique = tasked.note.using(biz_id="one", unique=True)
+        first = unique.enqueue("a")
+        run_all()
+
+        assert unique.enqueue("a").id == first.id
+        assert unique.enqueue("a").status == TaskResultStatus.SUCCESSFUL
+
+    def test_key_is_that_of_the_message(self, tasked):
+        tasked.note.using(key=lambda name: f"customer-{name}").enqueue("a")
+
+        assert OutboxMessage.objects.get().key == "customer-a"
+
+    def test_cancelled_task_has_failed_and_says_so(self, tasked):
+        result = tasked.note.enqueue("a")
+        cancel(result.id)
+        result.refresh()
+
+        assert result.status == TaskResultStatus.FAILED
+        assert result.errors[0].exception_class.__name__ == "TaskCancelled"
+
+    @pytest.mark.parametrize(
+        ("changes", "why"),
+        [
+            ({"priority": 10}, "priority"),
+            ({"queue_name": "nobody"}, "nobody"),
+            ({"unique": True}, "needs a biz_id"),
+        ],
+    )
+    def test_task_that_the_backend_cannot_run_is_invalid(self, tasked, changes, why):
+        with pytest.raises(InvalidTask, match=why):
+            tasked.note.using(**changes)
+
+    @pytest.mark.parametrize(
+        ("given", "why"),
+        [({"retries": 3}, "unknown option 'retries'"), ({"retry": {"max_attempts": 0}}, "max_attempts is 0")],
+    )
+    def test_wrong_options_are_refused_with_the_name_of_the_backend(self, given, why):
+        with pytest.raises(ImproperlyConfigured, match=rf"TASKS\['mail'\]\['OPTIONS'\].*{why}"):
+            options_of("mail", given)
+
+    def test_unknown_and_foreign_ids_have_no_result(self, tasked):
+        with transaction.atomic():
+            other = publish("shop.order.placed", {})
+
+        for result_id in (str(other.id), "nonsense"):
+            with pytest.raises(TaskResultDoesNotExist):
+                tasked.note.get_result(result_id)
+
+
+class TestDamage:
+    def test_function_that_a_worker_does_not_have_is_a_failed_attempt(self, tasked, monkeypatch):
+        result = tasked.note.enqueue("a")
+        monkeypatch.delattr(tasked, "note")
+        run_all()
+        result.refresh()
+
+        assert result.status == TaskResultStatus.READY
+        assert "cannot be imported" in result.errors[0].traceback
+
+    def test_message_that_is_no_call_of_a_task_is_a_dead_letter(self, tasked):
+        with transaction.atomic():
+            publish("tasks.default", {"order": 17})
+        run_all()
+
+        assert "not the call of a task" in InboxMessage.objects.get(state="dead").last_error
+        assert not Result.objects.exists()
+
+
+class TestSignals:
+    def test_each_signal_is_sent_with_the_status_and_the_last_one_after_the_commit(self, tasked, heard):
+        said = heard()
+        with transaction.atomic():
+            tasked.note.enqueue("a")
+            before = [*said]
+        run_all()
+
+        assert before == []
+        assert said == [("enqueued", "READY", False), ("started", "RUNNING", ANY), ("finished", "SUCCESSFUL", False)]
+
+    def test_rerun_is_announced_again_and_a_failed_task_once(self, tasked, heard):
+        said = heard()
+        tasked.fail.enqueue("a")
+        run_all()
+
+        assert [name for name, *_ in said] == ["enqueued", "started", "finished"]
+        assert said[-1] == ("finished", "FAILED", False)
+
+    @pytest.mark.parametrize("error", [ValueError, DatabaseError])
+    def test_receiver_that_raises_changes_nothing(self, tasked, heard, error):
+        def act(name):
+            Effect.objects.create(name="receiver")
+            if error is DatabaseError:
+                with connection.cursor() as cursor:
+                    cursor.execute("SELECT * FROM nowhere")
+            raise error
+
+        heard(act)
+        result = tasked.note.enqueue("a")
+        run_all()
+        result.refresh()
+
+        assert (result.status, result.attempts) == (TaskResultStatus.SUCCESSFUL, 1)
+        assert Effect.objects.filter(name="a").count() == 1
+
+
+class TestChecks:
+    def test_backend_of_the_tests_has_no_problems(self, tasked):
+        assert not [*task_backends["default"].check()]
+
+    @pytest.mark.parametrize(
+        ("changes", "problem"),
+        [
+            ({"QUEUES": []}, "inbox_tasks.E002"),
+            ({"QUEUES": ["default"]}, "inbox_tasks.E002"),  # OPTIONS for others
+            ({"QUEUES": ["default", "mail", "payments", "other"]}, "inbox_tasks.E004"),
+        ],
+    )
+    def test_queues_that_no_process_runs_are_reported(self, tasked, settings, changes, problem):
+        settings.TASKS = {**TASKS, "default": {**TASKS["default"], **changes}}
+
+        assert {one.id for one in problems(task_backends["default"])} == {problem}
+
+    def test_queue_of_two_backends_is_reported(self, tasked, settings):
+        settings.TASKS = {**TASKS, "second": {"BACKEND": "inbox.tasks.ExactlyOnceBackend", "QUEUES": ["mail"]}}
+
+        assert [one.id for one in problems(task_backends["second"])] == ["inbox_tasks.E003"]
+
+    def test_missing_app_is_reported(self, tasked, settings):
+        settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.contrib.tasks"]
+
+        assert [one.id for one in problems(task_backends["default"])] == ["inbox_tasks.E001"]
+
+    def test_queues_are_handlers_with_the_options_of_the_queue(self, tasked):
+        assert registry.get("tasks.payments.leased").lease
+        register_queues()  # once more changes nothing
+
+
+class TestHelpers:
+    def test_run_tasks_returns_what_has_ended_and_raises_what_a_task_raised(self, tasked):
+        note = tasked.note.enqueue("a")
+        assert run_tasks() == [note.id]
+
+        tasked.fail.enqueue("b")
+        with pytest.raises(KeyError):
+            run_tasks()
+
+    def test_effect_of_a_task_happens_once_at_whichever_step_its_process_dies(self, tasked):
+        assert_effect_once("tasks.default", task_message(tasked.note, "a"), effect=Effect.objects.count)
