@@ -17,6 +17,7 @@ from exactly_once.conf.masking import masked
 from exactly_once.conf.settings import InvalidOptions, why_not_called
 from exactly_once.sql.connections import outlives_its_client, with_table
 from exactly_once.transport.broker import LOCAL_BROKER, SEVERAL_HINT, is_local, speaks_amqp, why_unusable
+from exactly_once.wire.payloads import why_unreadable
 from inbox.conf import IN_THE_DATABASE, InboxOptions, has_outbox, inbox_options, outbox_keeps_history
 from inbox.consumer.names import names_without_code, warnings_of_new_names
 from inbox.consumer.topology import queue_name
@@ -56,6 +57,21 @@ def check_handlers(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> li
         "database routers allow the inbox to be migrated.",
         id="inbox.E002",
     )
+
+
+@register()
+def check_payloads(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """inbox.E009: a handler with a payload class that no payload can be read as."""
+    return [
+        Error(
+            f"The handler {handler.name} has payload={kind.__qualname__}, which cannot be read: {reason}.".replace("..", "."),
+            hint="Until it can, each of its messages is a dead letter.",
+            id="inbox.E009",
+        )
+        for handler in registry.all()
+        for kind in {*handler.payloads.values()}
+        if (reason := why_unreadable(kind))
+    ]
 
 
 def errors_without_tables(

@@ -34,6 +34,7 @@ from exactly_once.telemetry.tracing import OUTER_CORRELATION, caused_by, current
 from exactly_once.wire.durations import parse_duration
 from exactly_once.wire.envelope import RESERVED_HEADERS, HeaderValue, headers_as_json, is_reserved
 from exactly_once.wire.identity import new_message_id, new_message_ids
+from exactly_once.wire.payloads import plain
 from exactly_once.wire.text import did_you_mean, why_no_topic, why_unfit
 from outbox import doorbell
 from outbox.conf import outbox_options
@@ -137,7 +138,8 @@ def publish(topic: str, payload: Any, *, using: str | None = None, **options: Un
 
     Args:
         topic: what the message is about; routes it. At most 255 bytes.
-        payload: anything the topic's encoder, by default `DjangoJSONEncoder`, turns into JSON.
+        payload: anything the topic's encoder, by default `DjangoJSONEncoder`, turns into JSON; or an instance of a dataclass, a
+            Pydantic model or a msgspec Struct.
         biz_id: the business's own name of the fact ("order-17"); consumers deduplicate on it. Default: the message id.
         key: messages with the same key keep their order, that of their rows; "" promises none.
         headers: text, whole numbers, floats and booleans that travel beside the payload.
@@ -425,7 +427,7 @@ def _body(draft: Draft) -> bytes:
     options = outbox_options()
     encoder = load_encoder((options.TOPICS and options.topic(draft.topic).ENCODER) or _ENCODER)
     try:
-        body = encoder.encode(draft.payload).encode()
+        body = encoder.encode(plain(draft.payload)).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidMessage(
             f"The payload for topic {draft.topic!r} is not JSON: {error}. Pass dicts, lists, text, finite numbers, "

@@ -1,4 +1,4 @@
-"""Check the types of the tutorial's project with mypy and pyright: `python -m tools.tutorial_types`."""
+"""Check the types of the tutorial's project, with typed payloads, with mypy and pyright: `python -m tools.tutorial_types`."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ CHECKERS = (("mypy", "--no-incremental", "orders"), ("pyright", "--pythonpath", 
 def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
+        written = titled_files(DOCS / "how-to" / "typed-payloads.md", titled_files(DOCS / "getting-started.md"))
         files = {
             "pyproject.toml": CONFIGURATION,
             "shop/__init__.py": "",
             "shop/settings.py": SETTINGS,
             "orders/__init__.py": "",
-            **{name: text for name, text in titled_files(DOCS / "getting-started.md").items() if name.startswith("orders/")},
+            **{name: text for name, text in written.items() if name.startswith("orders/")},
         }
         for path, text in files.items():
             (directory / path).parent.mkdir(exist_ok=True)

@@ -154,7 +154,7 @@ class Reception:
         for one in self._read_all(handler, load):
             arrival, reason = one.arrival, ""
             if shedder is not None and shedder.is_shedding and not (arrival.refused or arrival.unread):
-                reason = shedder.why_shed(message_of(arrival.envelope, self._options, biz_id=arrival.row.biz_id))
+                reason = shedder.why_shed(message_of(handler, arrival.envelope, self._options, biz_id=arrival.row.biz_id))
             (shed[reason] if reason else to_handle).append(one)
         self._run_all(handler, deque((some, _Run(partial(self._shed, reason))) for reason, some in shed.items()), to_handle)
         return to_handle

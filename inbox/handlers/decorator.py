@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from datetime import timedelta
@@ -49,7 +49,8 @@ _Decorator = TypeVar("_Decorator", bound=Callable[..., Any])
 class CommonOptions(TypedDict, total=False):
     """The options of all decorators, with the defaults of `registering`. `idempotent_handler` describes them."""
 
-    biz_id: BizId | str | None
+    biz_id: BizId | str | tuple[str, ...] | None
+    payload: type[Any] | Mapping[str, type[Any]] | None
     name: str | None
     renamed_from: str | None
     using: str | None
@@ -65,7 +66,8 @@ class CommonOptions(TypedDict, total=False):
 def registering(
     topics: Sequence[str],
     *,
-    biz_id: BizId | str | None = None,
+    biz_id: BizId | str | tuple[str, ...] | None = None,
+    payload: type[Any] | Mapping[str, type[Any]] | None = None,
     name: str | None = None,
     renamed_from: str | None = None,
     using: str | None = None,
@@ -100,12 +102,12 @@ def registering(
         start_from=start_from,
         kind=kind,
         publishes=publishes,
+        payloads=payload_classes(topics, payload),
     )
+    identify = None if biz_id is None else as_identifier("biz_id", biz_id)
 
     def decorate(function: Function) -> Function:
         refuse_not_callable(function, "messages" if kind.gets_list else "message")
-        if biz_id is not None and not isinstance(biz_id, str) and not callable(biz_id):
-            raise TypeError(f"biz_id is {biz_id!r}: it must be a function of the message, or the path of a payload field.")
         if inspect.iscoroutinefunction(biz_id):
             raise NotCallable(f"The biz_id of {origin(function)} is async: it must be a synchronous function of the message.")
         runnable: Callable[..., Any] = function
@@ -114,7 +116,7 @@ def registering(
         handler_name = kept or name_of(function, "handler")
         if reason := why_unfit(handler_name):
             raise ValueError(f"The name {handler_name!r} cannot be the name of a handler: {reason}.")
-        handler = make(name=handler_name, function=runnable, biz_id=PayloadField(biz_id) if isinstance(biz_id, str) else biz_id)
+        handler = make(name=handler_name, function=runnable, biz_id=identify)
         if reason := why_contradictory(handler):
             raise ValueError(f"The handler {handler_name} cannot be registered: {reason}.")
         if on_dead is not None:
@@ -169,8 +171,11 @@ def idempotent_handler(
     Args:
         topics: the exact names of one topic or more. They share one queue, so `ordered` keeps the order of a key across them.
         publishes: the topics that the function publishes, for the system check that refuses joins that wait for themselves.
-        biz_id: the biz-id that the message is deduplicated on: a function of the message, or the path of a payload field
-            ("order_id", "order.id"); default: the message's own biz-id, else its id.
+        biz_id: the biz-id that the message is deduplicated on: a function of the message, or the path of a field of its JSON
+            payload ("order_id", "order.id"), or a tuple of paths, whose values become a JSON array; default: the message's own
+            biz-id, else its id.
+        payload: the class of `Message.payload`: a dataclass, a Pydantic model or a msgspec Struct; or such classes by topic. A
+            payload that does not fit is a dead letter, and the function is not called. Default: decoded JSON.
         name: stable name of this handler, used for deduplication and for its queue; default: `<app label>.<function name>`.
         renamed_from: the name that this handler had before its function was renamed. It keeps that name, with its messages and
             its queue, so that old and new processes may run side by side. The same as `name`, so give one of them.
@@ -252,6 +257,32 @@ def database_of(using: str | None) -> str:
     if using is None and apps.models_ready and apps.is_installed("inbox"):
         return router.db_for_write(apps.get_model(label_of("inbox"), "InboxMessage"))
     return using or DEFAULT_DB_ALIAS
+
+
+def as_identifier(option: str, given: Any) -> BizId:
+    """The function of the message that an option stands for. Raises TypeError if it is neither that nor paths."""
+    paths = (given,) if isinstance(given, str) else given
+    if isinstance(paths, tuple) and paths and all(isinstance(path, str) and path for path in paths):
+        return PayloadField(given if isinstance(given, str) else paths)
+    if callable(given):
+        function: BizId = given
+        return function
+    raise TypeError(
+        f"{option} is {given!r}: it must be a function of the message, or the path of a payload field, or a tuple of paths."
+    )
+
+
+def payload_classes(topics: Sequence[str], payload: object) -> dict[str, type[Any]]:
+    """The classes of an option, by topic. Raises TypeError or ValueError if they are none."""
+    given = payload if isinstance(payload, Mapping) else {} if payload is None else dict.fromkeys(topics, payload)
+    if unknown := sorted(given.keys() - {*topics}):
+        raise ValueError(f"payload has the topics {unknown}, which this handler does not have. Its topics are {[*topics]}.")
+    for kind in given.values():
+        if not isinstance(kind, type):
+            raise TypeError(
+                f"payload is {kind!r}: it must be a dataclass, a Pydantic model or a msgspec Struct, or these by topic."
+            )
+    return dict(given)
 
 
 def kept_name(name: str | None, renamed_from: str | None) -> str | None:

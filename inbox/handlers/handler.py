@@ -1,10 +1,11 @@
 """A registered handler: its function, topic, database and options."""
 
 import inspect
+import json
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from functools import cached_property
@@ -14,6 +15,7 @@ from uuid import UUID
 from asgiref.sync import AsyncToSync
 
 from exactly_once.wire.identity import origin
+from exactly_once.wire.payloads import reader
 from exactly_once.wire.text import fit
 from inbox.conf import inbox_options
 from inbox.errors import NotCallable
@@ -43,6 +45,7 @@ class Handler:
         shed: which messages may be dropped when too many wait; None: no message.
         publishes: the topics that it is declared to publish.
         start_from: since when it gets the messages that were published before it existed.
+        payloads: the classes of its payloads, by topic; those of other topics are decoded JSON.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Handler:
     shed: Shed | None = None
     publishes: tuple[str, ...] = ()
     start_from: StartFrom = "now"
+    payloads: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def identity(self) -> tuple[str, str, str]:
@@ -93,7 +97,7 @@ class Handler:
         Not if the user's code reads it, which may query, or if it has a transaction of its own kind.
         """
         is_single = (self.kind is PLAIN or self.lease is not None) and not self.is_stored_first
-        return is_single and (self.biz_id is None or isinstance(self.biz_id, PayloadField))
+        return is_single and not self.payloads and (self.biz_id is None or isinstance(self.biz_id, PayloadField))
 
     @cached_property
     def limits(self) -> Sequence[bytes]:
@@ -140,6 +144,21 @@ class Handler:
                 "missing. Decorate the async function itself, or await or exhaust the result inside the handler."
             )
         return result
+
+    def typed(self, message: Message) -> Message:
+        """The message with its payload as an instance of its class, if it has one.
+
+        Raises:
+            exactly_once.wire.payloads.Misfit: the payload does not fit.
+            Exception: any exception of the user's class.
+        """
+        if message.topic not in self.payloads:
+            return message
+        return replace(message, payload=self.read_payload(message.topic, message.raw), _raw=message.raw)
+
+    def read_payload(self, topic: str, given: Any) -> Any:
+        """Decoded JSON as an instance of the class of this topic, if it has one. Raises as `typed`."""
+        return reader(self.payloads[topic])(given) if topic in self.payloads else given
 
     def identify(self, message: Message) -> str:
         """The biz-id of `message`, fit to be stored.
@@ -188,6 +207,10 @@ def as_biz_id(named: object) -> str:
     Raises:
         TypeError: it identifies nothing.
     """
+    return fit(_as_text(named))
+
+
+def _as_text(named: object) -> str:
     if inspect.iscoroutine(named):
         named.close()
     if isinstance(named, bool) or not isinstance(named, str | int | UUID | Decimal | date) or named == "":
@@ -195,17 +218,22 @@ def as_biz_id(named: object) -> str:
             f"it returned {named!r}; a biz-id must be non-empty text, a whole number, a UUID, a Decimal or a date, so that "
             "unrelated messages do not share one"
         )
-    return fit(str(named))
+    return str(named)
 
 
 @dataclass(frozen=True)
 class PayloadField:
-    """A `biz_id` function that returns the payload's field at `path`."""
+    """A `biz_id` function that returns the field at a path of the payload as it was published, or several as a JSON array."""
 
-    path: str
+    path: str | tuple[str, ...]
 
     def __call__(self, message: Message) -> object:
-        return value_at(self.path, message.payload, "the payload has no field")
+        if isinstance(self.path, str):
+            return self._value(self.path, message)
+        return json.dumps([_as_text(self._value(path, message)) for path in self.path], separators=(",", ":"))
+
+    def _value(self, path: str, message: Message) -> object:
+        return value_at(path, message.raw, "the payload has no field")
 
 
 def value_at(path: str, given: object, missing: str) -> object:

@@ -3,7 +3,17 @@
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    Payload = TypeVar("Payload", default=Any)
+    """Type checkers know its default, so that `Message` alone is `Message[Any]`; Python does not before 3.13."""
+else:
+    from typing import TypeVar
+
+    Payload = TypeVar("Payload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +42,15 @@ class FailedAttempt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
-    """A message as a handler gets it.
+class Message(Generic[Payload]):
+    """A message as a handler gets it: `Message[OrderPlaced]` for a handler with `payload=OrderPlaced`.
 
     Attributes:
         id: the message id, the same on every redelivery; use it as the idempotency key of calls to other services.
         topic: the topic it was published to.
         key: its ordering key, or "".
         biz_id: the biz-id that it is deduplicated on.
-        payload: decoded JSON.
+        payload: decoded JSON; or an instance of the class in `payload=` of the handler.
         headers: the headers set by the publisher.
         created_at: when it was published, by the producer's clock; None if a foreign producer did not set it.
         attempt: the number of this attempt, counted from 1.
@@ -55,7 +65,7 @@ class Message:
     topic: str
     key: str
     biz_id: str
-    payload: Any
+    payload: Payload
     headers: Mapping[str, Any]
     created_at: datetime | None
     attempt: int
@@ -65,6 +75,12 @@ class Message:
     fence: int = 0
     error: FailedAttempt | None = None
     _steps: Any = field(default=None, repr=False, compare=False)
+    _raw: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def raw(self) -> Any:
+        """The payload as decoded JSON, also if the handler gets an instance of a class."""
+        return self.payload if self._raw is None else self._raw
 
     def step(self, name: str, function: Callable[[], Any], *, repeatable: bool = True) -> Any:
         """Run a named step once for this message; returns the result of `function`, from now or from an earlier attempt.

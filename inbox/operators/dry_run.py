@@ -183,7 +183,9 @@ class _Run:
 
     def _call(self, envelope: Envelope) -> None:
         attempt, biz_id = self._stored.attempts + 1, business_id(self._stored.biz_id)
-        message = message_of(envelope, inbox_options(), needs_id=False, attempt=attempt, biz_id=biz_id)
+        message = message_of(
+            self._handler, envelope, inbox_options(), needs_id=False, attempt=attempt, biz_id=biz_id, is_bounded=False
+        )
         watched = [connections[alias].execute_wrappers for alias in connections]
         for wrappers in watched:
             wrappers.append(self._watch)

@@ -315,7 +315,7 @@ def _biz_id(handler: Handler, stored: InboxMessage, corrected: Envelope, options
         NotEditable: another message has its biz-id.
     """
     known = business_id(stored.biz_id)
-    message = message_of(corrected, options, needs_id=False)
+    message = message_of(handler, corrected, options, needs_id=False, is_bounded=False)
     found = identify(handler, message, is_bounded=False) if handler.biz_id or is_parked(known) else known
     if found and found != known and (is_parked(known) or _identified_alike(handler, stored, known, options)):
         taken = receipts.named(handler.using, handler.name, stored.topic, found)
@@ -338,6 +338,7 @@ def _identified_alike(handler: Handler, stored: InboxMessage, known: str, option
     """
     try:
         envelope = opened(stored_envelope(stored), options.BODY_LIMIT_BYTES)
-        return identify(handler, message_of(envelope, options, needs_id=False), is_bounded=False) == known
+        message = message_of(handler, envelope, options, needs_id=False, is_bounded=False)
+        return identify(handler, message, is_bounded=False) == known
     except Undecodable:
         return True

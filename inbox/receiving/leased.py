@@ -99,7 +99,7 @@ def _attempt(lease: Lease, options: InboxOptions, steps: Steps) -> Message | Fai
     try:
         message = arrival.message or message_for(arrival, options)
     except Undecodable as error:
-        return Failure(error=why_undecodable(error), retry_after=None, attempts=lease.attempt)
+        return Failure(error=why_undecodable(error), retry_after=None, attempts=lease.attempt - 1)
     message = replace(message, attempt=lease.attempt, redelivered=lease.attempt > 1, fence=lease.fence, _steps=steps)
     changes = SessionChanges()
     try:

@@ -102,7 +102,7 @@ def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str
     became: Outcome | None = None
     if stored.state == State.RECEIVED and stored.attempts == 1 and not stored.ordered and stored.replaces_id is None:
         became = _identify_unread(handler, stored, read_body(handler, envelope, options, refused=why, redelivered=True))
-    return became or fail_stored(handler, stored, Failure(error=why, retry_after=None, attempts=stored.attempts))
+    return became or fail_stored(handler, stored, Failure(error=why, retry_after=None, attempts=stored.attempts - 1))
 
 
 def _identify_parked(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Arrival | Outcome:

@@ -8,15 +8,16 @@ counted, because reading it may have ended the process before: it is stored unre
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from django.db import connections
 
+from exactly_once.conf.settings import redacted_error
 from exactly_once.failures import REFUSED
 from exactly_once.process.clock import utcnow
 from exactly_once.sql.connections import drop_unusable_connections
@@ -33,8 +34,9 @@ from exactly_once.wire.envelope import (
     media_type,
     opened,
 )
+from exactly_once.wire.payloads import Misfit
 from exactly_once.wire.text import describe
-from inbox.conf import InboxOptions
+from inbox.conf import InboxOptions, inbox_options
 from inbox.errors import HandlerTimeout
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import FailedAttempt, Message
@@ -45,8 +47,10 @@ from inbox.store.message_rows import CARRIED, DEATH, EDITED, PARKED, NewRow, bus
 from inbox.transactions.arrival import Arrival
 from inbox.transactions.running import DatabaseUnavailable
 
-_LONGEST_IDENTIFYING = timedelta(seconds=10)
-"""For a handler's `biz_id`, which looks at one message."""
+_T = TypeVar("_T")
+
+_LONGEST_READING = timedelta(seconds=10)
+"""For a handler's `biz_id`, or its payload class, which looks at one message."""
 _JSON = ("application/json", "text/json")
 _PARKED_REDELIVERY, _PARKED_PAST = f"{PARKED}redelivery:", f"{PARKED}past:"
 
@@ -117,7 +121,7 @@ def read_body(
     if not refused:
         try:
             envelope = opened(envelope, options.BODY_LIMIT_BYTES)
-            message = message_of(envelope, options, needs_id=needs_id)
+            message = message_of(handler, envelope, options, needs_id=needs_id)
             biz_id = identify(handler, message) or _not_ours(parked_row(handler, envelope, redelivered=False).biz_id)
             refused = outside = "" if is_past else outside_window(envelope, options)
         except Undecodable as error:
@@ -181,12 +185,19 @@ def identify(handler: Handler, message: Message, *, is_bounded: bool = True) -> 
     if handler.biz_id is None:
         return _of_this_queue(handler, message.topic, message.biz_id)
     _of_this_queue(handler, message.topic, "")
+    return _not_ours(_by_the_user(handler, "biz_id", partial(handler.identify, message), is_bounded=is_bounded))
+
+
+def _by_the_user(handler: Handler, what: str, read: Callable[[], _T], *, is_bounded: bool) -> _T:
+    """What the user's code for this option of the handler returns. Args, Raises: as `identify`."""
     for on_new_session in (False, True):
         try:
-            with bounded(f"{handler.name} (biz_id)", _LONGEST_IDENTIFYING) if is_bounded else nullcontext():
-                return _not_ours(handler.identify(message))
+            with bounded(f"{handler.name} ({what})", _LONGEST_READING) if is_bounded else nullcontext():
+                return read()
+        except Misfit as error:
+            raise Undecodable(redacted_error(inbox_options().redact_errors, str(error))) from error
         except BaseException as error:  # the user's code, see `run.run`
-            reason = f"biz_id of {handler.name} failed with {type(error).__name__}: {describe(error)}"
+            reason = f"{what} of {handler.name} failed with {type(error).__name__}: {describe(error)}"
             if isinstance(error, HandlerTimeout):
                 raise Unidentifiable(reason) from error
             if not is_outage(error):
@@ -233,17 +244,28 @@ def outside_window(envelope: Envelope, options: InboxOptions) -> str:
 
 
 def message_of(
-    envelope: Envelope, options: InboxOptions, *, needs_id: bool = True, attempt: int = 1, biz_id: str = ""
+    handler: Handler,
+    envelope: Envelope,
+    options: InboxOptions,
+    *,
+    needs_id: bool = True,
+    attempt: int = 1,
+    biz_id: str = "",
+    is_bounded: bool = True,
 ) -> Message:
     """The message for a handler, of an envelope that was `opened`.
 
+    Args:
+        is_bounded: as for `identify`; it applies to the payload class of the handler.
+
     Raises:
-        Undecodable: it has no identity, or its body cannot be read.
+        Undecodable: it has no identity, its body cannot be read, or its payload does not fit the handler's class.
+        DatabaseUnavailable, Unidentifiable: as `identify`, by the payload class.
     """
     dedup_id = _identified_by_headers(envelope, needs_id=needs_id)
     compression = str(envelope.headers.get(COMPRESSION, ""))
     payload = decode_payload(envelope.body, envelope.content_type, compression=compression, limit=options.BODY_LIMIT_BYTES)
-    return Message(
+    message = Message(
         id=envelope.id,
         topic=envelope.topic,
         key=envelope.key,
@@ -256,6 +278,9 @@ def message_of(
         correlation_id=envelope.correlation_id,
         causation_id=envelope.causation_id,
     )
+    if not handler.payloads:
+        return message
+    return _by_the_user(handler, "payload", partial(handler.typed, message), is_bounded=is_bounded)
 
 
 def message_for(arrival: Arrival, options: InboxOptions) -> Message:
@@ -266,19 +291,19 @@ def message_for(arrival: Arrival, options: InboxOptions) -> Message:
     """
     attempt = 1 if arrival.stored is None else arrival.stored.attempts
     if arrival.handler.kind.dead_letters_of:
-        return _dead_letter(arrival.envelope, attempt, options)
+        return _dead_letter(arrival.handler, arrival.envelope, attempt, options)
     biz_id = business_id(arrival.row.biz_id)
-    return message_of(arrival.envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
+    return message_of(arrival.handler, arrival.envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
 
 
-def _dead_letter(stored: Envelope, attempt: int, options: InboxOptions) -> Message:
+def _dead_letter(handler: Handler, stored: Envelope, attempt: int, options: InboxOptions) -> Message:
     """The message of a dead letter for its handler's `on_dead`, with how it died. A body that cannot be read is bytes."""
     headers: dict[str, Any] = dict(stored.headers)
     death = headers.pop(DEATH)
     envelope, biz_id = stored._replace(headers=headers), death["biz_id"]
     if is_parked(biz_id):
         envelope, biz_id = _as_it_came(stored, headers), ""
-    read = partial(message_of, options=options, needs_id=False, attempt=attempt, biz_id=biz_id)
+    read = partial(message_of, handler, options=options, needs_id=False, attempt=attempt, biz_id=biz_id)
     try:
         message = read(opened(envelope, options.BODY_LIMIT_BYTES))
     except Undecodable:

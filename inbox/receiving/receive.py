@@ -368,7 +368,7 @@ class _Successors(Chain):
         if not guard.claims or (in_turn := successor.in_turn()) is None:
             return None
         is_first = guard.claimed is not None and guard.claimed.attempts == 1  # a retry has other reruns
-        begins = successor.begins and is_first and not policy.handler.kind.collects_for
+        begins = successor.begins and is_first and not (policy.handler.kind.collects_for or policy.handler.payloads)
         first = None
         if begins and self.is_alone(guard, changes):
             longest_wait, is_ordered = policy.options.DUPLICATE_TIMEOUT, policy.handler.ordered is not None

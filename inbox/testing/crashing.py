@@ -131,7 +131,7 @@ def _require_usable(handler: Handler) -> None:
 
 
 def _require_new(handler: Handler, message: Message, biz_ids: set[str]) -> None:
-    biz_id = handler.identify(message)
+    biz_id = handler.identify(handler.typed(message))
     if biz_id in biz_ids:
         raise ValueError(
             f"Two messages for {handler.name} have the biz-id {biz_id!r}, so the second would be a duplicate. Pass a function "

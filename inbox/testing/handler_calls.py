@@ -64,6 +64,7 @@ def _message_for(handler: Handler, given: Any, attributes: dict[str, Any]) -> Me
     if isinstance(given, Message) and attributes:
         raise TypeError(f"{', '.join(attributes)}: a Message has its own attributes. Pass these to make_message().")
     message: Message = given if isinstance(given, Message) else make_message(handler.topics[0], given, **attributes)
+    message = handler.typed(message)
     return replace(message, biz_id=handler.identify(message))
 
 

@@ -15,6 +15,7 @@ from exactly_once.process.clock import utcnow
 from exactly_once.testing.matching import Meant, Messages, on_topic
 from exactly_once.wire.envelope import JSON, Envelope
 from exactly_once.wire.identity import new_message_id
+from exactly_once.wire.payloads import plain
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.states import State
@@ -71,13 +72,13 @@ def make_message(
 
 
 def through_json(value: Any) -> Any:
-    return json.loads(_PAYLOADS.encode(value))
+    return json.loads(_PAYLOADS.encode(plain(value)))
 
 
 def envelope_of(message: Message) -> Envelope:
     """The envelope of the message, with its payload serialised."""
     same = ("id", "topic", "created_at", "biz_id", "key", "correlation_id", "causation_id", "headers")
-    body = _PAYLOADS.encode(message.payload).encode()
+    body = _PAYLOADS.encode(message.raw).encode()
     return Envelope(source=_SOURCE, body=body, **{name: getattr(message, name) for name in same})
 
 

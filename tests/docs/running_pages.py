@@ -79,6 +79,12 @@ for _name in ("add", "sub", "mul", "truediv"):
     setattr(Anything, f"__r{_name}__", lambda self, other: self)
 
 
+def a_module(name):
+    module = types.ModuleType(name)
+    module.__getattr__ = Anything
+    return module
+
+
 class ReadersModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the modules that pages import and that are not installed; each name in them is `Anything`."""
 
@@ -92,9 +98,7 @@ class ReadersModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.util.spec_from_loader(name, self, is_package=True)
 
     def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = Anything
-        return module
+        return a_module(spec.name)
 
     def exec_module(self, module):
         pass
@@ -152,7 +156,11 @@ def _has_failed(block: Block, names: dict) -> bool:
     tree.body = [statement for statement in tree.body if not _is_model(statement)]
     names |= _defaults(block, tree, names)
     try:
+        module = a_module(names["__name__"])
+        if block.title.endswith(".py"):  # dataclasses look their module up, and later blocks of the page may import it
+            sys.modules[module.__name__] = module
         exec(compile(tree, block.place, "exec"), names)
+        vars(module).update(names)
         _check_options(names)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is printed
         sys.stdout.write(f"{block.place}: {type(error).__name__}: {error}\n")

@@ -9,7 +9,7 @@ that arrives before its request waits for it, copies of both are suppressed, and
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial, update_wrapper
@@ -27,7 +27,16 @@ from inbox.contrib.joins.models import Run
 from inbox.contrib.joins.runs import Definition, collect, gather
 from inbox.contrib.joins.store import TOPIC
 from inbox.errors import Reject
-from inbox.handlers.decorator import Function, database_of, kept_name, refuse_not_callable, registering, require_topics
+from inbox.handlers.decorator import (
+    Function,
+    as_identifier,
+    database_of,
+    kept_name,
+    payload_classes,
+    refuse_not_callable,
+    registering,
+    require_topics,
+)
 from inbox.handlers.handler import Handler
 from inbox.handlers.kinds import Collector, Joined
 from inbox.handlers.message import BizId, Message
@@ -38,8 +47,9 @@ from inbox.handlers.registry import registry
 def joined_handler(
     *,
     all_of: Sequence[str],
-    correlate: BizId | str,
+    correlate: BizId | str | tuple[str, ...],
     deadline: timedelta | str,
+    payload: Mapping[str, type[Any]] | None = None,
     on_missing: Literal["dead", "call"] = "dead",
     publishes: Sequence[str] = (),
     name: str | None = None,
@@ -56,7 +66,8 @@ def joined_handler(
 
     Args:
         all_of: the topics to wait for.
-        correlate: the run id of a message: a function of the message, or the path of a payload field.
+        correlate: the run id of a message, in the forms of `biz_id` of `idempotent_handler`.
+        payload: classes of payloads by topic, as of `idempotent_handler`.
         deadline: how long a run waits for its other messages, counted from the arrival of the first.
         on_missing: what happens at the deadline: "dead" makes the run a dead letter, "call" calls the function with what has
             come, and with the others in `Join.missing`.
@@ -65,8 +76,7 @@ def joined_handler(
     The other arguments and the exceptions are those of `idempotent_handler`.
     """
     topics, published = require_topics("all_of", all_of), require_topics("publishes", publishes)
-    if not isinstance(correlate, str) and not callable(correlate):
-        raise TypeError(f"correlate is {correlate!r}: it must be a function of the message, or the path of a payload field.")
+    as_identifier("correlate", correlate)
     kept, longest = kept_name(name, renamed_from), require_duration("deadline", deadline)
 
     def decorate(function: Function) -> Function:
@@ -74,7 +84,7 @@ def joined_handler(
         named = kept or name_of(function, "handler")
         join = Definition(name=named, using=database_of(using), topics=topics, deadline=longest, on_missing=on_missing)
         limits = {"timeout": timeout, "rate_limit": rate_limit, "concurrency": concurrency}
-        _register(join, function, correlate, publishes=published, retry=retry, **limits)
+        _register(join, function, correlate, payload, publishes=published, retry=retry, **limits)
         return function
 
     return decorate
@@ -85,6 +95,7 @@ def correlated(
     request: str,
     answer: str,
     timeout: timedelta | str,
+    payload: Mapping[str, type[Any]] | None = None,
     on_timeout: Callable[[Message], Any] | None = None,
     name: str | None = None,
     using: str | None = None,
@@ -100,6 +111,7 @@ def correlated(
         answer: the topic of the answers. An answer has the correlation id of its request.
         timeout: how long a request waits for its answer, counted from its arrival in this handler's inbox. An answer that is
             stored then and not handled yet is waited for.
+        payload: classes of payloads by topic, as of `idempotent_handler`.
         on_timeout: called with the request if no answer has arrived in time, instead of the decorated function. Default: the
             request is a dead letter, and an operator decides.
         name: stable name of this handler; default: `<app label>.<function name>`.
@@ -125,16 +137,23 @@ def correlated(
             on_missing="dead" if on_timeout is None else "call",
             refuses_late=True,
         )
-        _register(join, _answering(join, function, on_timeout), lambda message: message.correlation_id, retry=retry)
+        _register(join, _answering(join, function, on_timeout), lambda message: message.correlation_id, payload, retry=retry)
         return function
 
     return decorate
 
 
-def _register(join: Definition, function: Callable[[Join], Any], correlate: BizId | str, **options: Any) -> None:
+def _register(
+    join: Definition,
+    function: Callable[[Join], Any],
+    correlate: BizId | str | tuple[str, ...],
+    payload: Mapping[str, type[Any]] | None,
+    **options: Any,
+) -> None:
     register = partial(registering, biz_id=correlate, using=join.using)
+    classes = payload_classes(join.topics, payload)
     for collector, topic in join.collectors.items():
-        collecting = register([topic], name=collector, kind=Collector(collects_for=join.name))
+        collecting = register([topic], name=collector, kind=Collector(collects_for=join.name), payload=classes.get(topic))
         collecting(update_wrapper(partial(collect, join), collect))
     kind = Joined(all_of=join.topics, given=partial(gather, join))
     register([TOPIC], name=join.name, kind=kind, **options)(function)

@@ -19,6 +19,7 @@ from django.db.models import Prefetch, prefetch_related_objects
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import decision_transaction
 from exactly_once.wire.identity import new_message_id
+from exactly_once.wire.payloads import Misfit
 from exactly_once.wire.text import NAME_LENGTH
 from inbox.conf import inbox_options
 from inbox.contrib.joins import Join, store
@@ -98,7 +99,7 @@ def collect(join: Definition, message: Message) -> None:
         _late(join, message, "its run is over and was purged")
         return
     columns = {"message_id": message.id, "headers": dict(message.headers), **{name: getattr(message, name) for name in _SAME}}
-    store.add_part(alias, run, message.topic, message.payload, **columns)
+    store.add_part(alias, run, message.topic, message.raw, **columns)
     state, attempts = store.state_of(alias, run)
     if state not in DUE:
         # An operator can still start a dead run, with this message.
@@ -136,7 +137,7 @@ def gather(join: Definition, given: Sequence[Message]) -> Join:
     # Before the parts are read: a message that is handled in between is one of them.
     stored = ", ".join(store.unhandled(join.using, run, join.collectors)) if left <= timedelta() else ""
     parts = store.parts(join.using, run)
-    joined = _joined(join, of_the_run, {part.topic: _message_of(part, of_the_run) for part in parts})
+    joined = _joined(join, of_the_run, {part.topic: _message_of(join, part, of_the_run) for part in parts})
     if joined.missing and not run.started_by:
         _require_deadline(join, joined, left, stored)
     if not inbox_options().keeps_successes:
@@ -171,8 +172,8 @@ def _joined(join: Definition, of_the_run: Message, by_topic: dict[str, Message])
     )
 
 
-def _message_of(part: Part, of_the_run: Message) -> Message:
-    return Message(
+def _message_of(join: Definition, part: Part, of_the_run: Message) -> Message:
+    message = Message(
         id=part.message_id,
         biz_id=of_the_run.biz_id,
         payload=json.loads(bytes(part.body)),
@@ -180,6 +181,11 @@ def _message_of(part: Part, of_the_run: Message) -> Message:
         redelivered=of_the_run.redelivered,
         **{name: getattr(part, name) for name in ("topic", "headers", *_SAME)},
     )
+    collector = registry.get(f"{join.name}/{part.topic}")
+    try:
+        return collector.typed(message) if collector else message
+    except Misfit as error:  # the class has changed, or an operator has entered it
+        raise Reject(f"The message of {part.topic}: {error}") from error
 
 
 def _late(join: Definition, message: Message, why: str) -> None:
@@ -210,7 +216,7 @@ def complete(alias: str, pk: int, payloads: Mapping[str, Any], *, by: str) -> bo
     """Add messages with these payloads by topic, and start the run if none is missing then. False: its state does not allow it.
 
     Raises:
-        NotDecidable: the join does not wait for such a message.
+        NotDecidable: the join does not wait for such a message, or a payload does not fit its class.
     """
 
     def decide(run: Run) -> bool:
@@ -218,10 +224,19 @@ def complete(alias: str, pk: int, payloads: Mapping[str, Any], *, by: str) -> bo
         if unknown := sorted({*payloads} - {*waits_for}):
             raise NotDecidable(f"It does not wait for {', '.join(unknown)}. It waits for: {', '.join(waits_for) or 'nothing'}.")
         for topic, payload in payloads.items():
+            _require_fit(run, topic, payload)
             store.add_part(alias, run, topic, payload, message_id=str(new_message_id()), entered_by=by[:NAME_LENGTH])
         return bool({*waits_for} - {*payloads}) or _run_now(alias, run, by)
 
     return _decide(alias, pk, decide)
+
+
+def _require_fit(run: Run, topic: str, payload: Any) -> None:
+    if collector := registry.get(f"{run.handler}/{topic}"):
+        try:
+            collector.read_payload(topic, payload)
+        except Misfit as error:
+            raise NotDecidable(f"{topic}: {error}") from error
 
 
 def extend(alias: str, pk: int, duration: timedelta, *, by: str) -> bool:

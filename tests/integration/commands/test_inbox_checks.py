@@ -1,6 +1,7 @@
 """The system checks of the inbox."""
 
 import sys
+from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
@@ -183,6 +184,16 @@ def test_fewer_places_for_waiting_clients_than_clients_is_a_warning(places, expe
     assert all("3 of its clients" in one.msg for one in warnings)
 
 
+@dataclass
+class OfText:
+    text: str
+
+
+@dataclass
+class Tagged:
+    tag: str | timedelta
+
+
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
@@ -198,3 +209,11 @@ def test_function_around_handlers_that_cannot_be_called_is_an_error(path, reason
 
     assert repr(path) in problem.msg
     assert reason in problem.msg
+
+
+def test_payload_class_that_no_payload_can_be_read_as_is_an_error(handles):
+    handles(the_effect, name="good", payload=OfText)
+    handles(the_effect, name="bad", payload={"shop.order.placed": Tagged})
+    problem = found()["inbox.E009"]
+
+    assert "The handler bad has payload=Tagged, which cannot be read: Type unions may not contain more" in problem.msg

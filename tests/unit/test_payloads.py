@@ -1,0 +1,235 @@
+"""Instances of payload classes: what is published is read back equal, and what does not fit names field and value."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from enum import Enum, IntEnum
+from typing import Annotated, Any, Literal
+from uuid import UUID
+
+import msgspec
+import pydantic
+import pytest
+from django.core.serializers.json import DjangoJSONEncoder
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exactly_once.wire.payloads import Misfit, plain, reader, why_unreadable
+
+TEXT = st.text(max_size=5)
+INTS = st.integers(-(2**62), 2**62)
+
+
+class Size(Enum):
+    SMALL = "s"
+    LARGE = "l"
+
+
+class Level(IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+@dataclass
+class Line:
+    sku: str
+    count: int
+    parts: list[Line] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Order:
+    id: UUID
+    total: Decimal
+    at: datetime
+    day: date
+    opens: time
+    size: Size
+    level: Level
+    kind: Literal["web", 7] | None
+    lines: tuple[Line, ...]
+    prices: dict[str, Decimal]
+    note: str | None
+    weight: Annotated[float, "kg"] = 0.0
+    more: Any = None
+
+
+class OrderModel(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(strict=True, populate_by_name=True)
+    id: UUID = pydantic.Field(alias="orderId")
+    total: Decimal
+    at: datetime
+    size: Size
+    lines: list[Line]
+    note: str | None = None
+
+
+class OrderStruct(msgspec.Struct, rename="camel"):
+    order_id: UUID
+    total: Decimal
+    at: datetime
+    size: Size
+    lines: list[Line]
+    note: str | None = None
+
+
+@pydantic.dataclasses.dataclass
+class PydanticLine:
+    sku: str
+    at: datetime
+
+
+DECIMALS = st.decimals(allow_nan=False, allow_infinity=False)
+# PostgreSQL's and Python's limits are not the point: an offset with seconds is not ISO 8601.
+INSTANTS = st.datetimes(timezones=st.sampled_from([UTC, timezone(timedelta(hours=-3, minutes=-30))])) | st.datetimes()
+LINES = st.recursive(
+    st.builds(Line, TEXT, INTS, st.just([])), lambda some: st.builds(Line, TEXT, INTS, st.lists(some, max_size=2)), max_leaves=4
+)
+COMMON = {
+    "total": DECIMALS,
+    "at": INSTANTS,
+    "size": st.sampled_from(Size),
+    "lines": st.lists(LINES, max_size=2),
+    "note": st.none() | TEXT,
+}
+ORDERS = st.builds(
+    Order,
+    id=st.uuids(),
+    **{**COMMON, "lines": st.lists(LINES, max_size=2).map(tuple)},
+    day=st.dates(),
+    opens=st.times(),
+    level=st.sampled_from(Level),
+    kind=st.sampled_from(["web", 7, None]),
+    prices=st.dictionaries(TEXT, DECIMALS, max_size=2),
+    weight=st.floats(allow_nan=False),
+    more=st.none() | st.booleans() | st.lists(TEXT),
+)
+
+
+def on_the_wire(payload):
+    return json.loads(DjangoJSONEncoder().encode(plain(payload)))
+
+
+def why_not(kind, payload):
+    with pytest.raises(Misfit) as refused:
+        reader(kind)(payload)
+    return str(refused.value)
+
+
+@given(
+    ORDERS
+    | st.builds(OrderModel, id=st.uuids(), **COMMON)
+    | st.builds(OrderStruct, st.uuids(), **COMMON)
+    | st.builds(PydanticLine, TEXT, INSTANTS)
+)
+def test_an_instance_that_was_published_is_read_back_equal(published):
+    found = reader(type(published))(on_the_wire(published))
+
+    assert found == published
+    assert type(found) is type(published)
+
+
+@pytest.mark.parametrize("kind", [OrderModel, OrderStruct])
+def test_an_instance_has_the_form_that_djangos_encoder_gives_to_its_values(kind):
+    values = {
+        "orderId": UUID(int=1),
+        "total": Decimal("9.90"),
+        "at": datetime(2026, 3, 1, 12, tzinfo=UTC),
+        "size": "s",
+        "lines": [],
+    }
+    by_django = json.loads(DjangoJSONEncoder().encode(values))
+
+    assert on_the_wire(reader(kind)(by_django)) == {**by_django, "note": None}
+
+
+FITS = {"orderId": str(UUID(int=1)), "total": "1", "at": "2026-03-01T00:00:00Z", "size": "s", "lines": []}
+
+
+@pytest.mark.parametrize("kind", [OrderModel, OrderStruct])
+@pytest.mark.parametrize(
+    ("changed", "field", "found"),
+    [
+        ({"lines": [{"sku": "a", "count": "two"}]}, "lines[0].count", "'two'"),
+        ({"total": []}, "total", "[]"),
+        ({"orderId": "x"}, "orderId", "'x'"),
+        ({"size": "m"}, "size", "'m'"),
+        ({"note": 1}, "note", "1"),
+        ({"lines": [{"sku": "a"}]}, "lines[0]", "{'sku': 'a'}"),
+    ],
+)
+def test_a_payload_that_does_not_fit_names_the_field_what_is_expected_and_what_was_found(kind, changed, field, found):
+    reason = why_not(kind, {**FITS, **changed})
+
+    assert reason.startswith(f"The payload does not fit {kind.__name__}: {field}")
+    assert reason.endswith(f", found {found}.")
+
+
+@pytest.mark.parametrize("payload", [[], None, "text", {"sku": "a", "count": "2"}, {"sku": "a", "count": True}, {"count": 1}])
+def test_no_other_type_is_converted_for_a_dataclass(payload):
+    assert "The payload does not fit Line: " in why_not(Line, payload)
+
+
+def test_what_was_found_is_shown_in_part():
+    assert len(why_not(Line, {"sku": "a", "count": "y" * 10_000})) < 200
+    assert len(why_not(dict_of, {"values": {"x" * 10_000: "y" * 10_000}})) < 500
+
+
+@dataclass
+class dict_of:  # noqa: N801 - a class whose only field is shown above
+    values: dict[str, int]
+
+
+@dataclass
+class Ambiguous:
+    when: datetime | str
+
+
+@dataclass
+class Checked:
+    count: int
+
+    def __post_init__(self):
+        if self.count < 1:
+            raise ValueError("count must be positive")
+
+
+def test_a_check_of_the_class_itself_is_a_reason():
+    assert why_not(Checked, {"count": 0}) == "The payload does not fit Checked: it: count must be positive, found {'count': 0}."
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (str, "neither a dataclass, nor a model of Pydantic 2, nor a msgspec Struct"),
+        (Ambiguous, "Type unions may not contain more than one str-like type"),
+        (Order, ""),
+    ],
+)
+def test_a_class_that_cannot_be_read_is_refused_before_a_message_comes(kind, reason):
+    assert reason in why_unreadable(kind)
+    assert bool(reason) is bool(why_unreadable(kind))
+
+
+def test_each_library_is_imported_only_for_its_classes_and_a_missing_one_is_named():
+    code = """
+import sys
+from dataclasses import dataclass
+from exactly_once.wire.payloads import plain, reader, why_unreadable
+@dataclass
+class Line:
+    sku: str
+plain({"sku": "a"})
+assert not {"pydantic", "msgspec"} & {*sys.modules}
+assert reader(Line)(plain(Line("a"))) == Line("a")
+assert "pydantic" not in sys.modules
+sys.modules["msgspec"] = None
+reader.cache_clear()
+assert "run `pip install msgspec`" in why_unreadable(Line)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
