@@ -13,7 +13,7 @@ from django.db import DatabaseError, transaction
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from outbox import InvalidMessage, cancel, publish
+from outbox import InvalidMessage, cancel, doorbell, publish
 from outbox.contrib.sql import function
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
@@ -30,6 +30,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db
 
+PAGE = DOCS / "how-to" / "publish-from-sql.md"
 LATER = datetime(2031, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
 LONG_AGO = datetime(1999, 1, 1, tzinfo=UTC)
 TEXT = json.dumps({"order": 17, "note": 'äé🍰 \n "\\" \\\\ \x00\x1f /', "list": [1.50, None, True, {}, []]}, ensure_ascii=False)
@@ -332,7 +333,7 @@ def test_message_of_a_client_without_django_is_relayed_to_its_handler(handles):
 
 
 def test_trigger_of_the_page_publishes_in_the_transaction_of_each_new_row():
-    [trigger] = [block.code for block in blocks_of(DOCS / "how-to" / "publish-from-sql.md") if block.title == "trigger"]
+    [trigger] = [block.code for block in blocks_of(PAGE) if block.title == "trigger"]
     executed(f"CREATE TABLE orders_order (number text, sku text); {trigger}")
 
     executed("INSERT INTO orders_order VALUES ('17', 'mug'), ('18', 'pen')")
@@ -345,6 +346,10 @@ def test_trigger_of_the_page_publishes_in_the_transaction_of_each_new_row():
         ("shop.order.placed", "order-17", {"order": "17", "sku": "mug"}),
         ("shop.order.placed", "order-18", {"order": "18", "sku": "pen"}),
     ]
+
+
+def test_page_notifies_on_the_channel_that_relays_listen_on():
+    assert [block.source for block in blocks_of(PAGE) if "NOTIFY" in block.source] == [f"NOTIFY {doorbell.CHANNEL};\n"]
 
 
 def test_arguments_of_several_collations_are_accepted():
