@@ -282,11 +282,11 @@ class TestUnderALease:
         assert self.rows() == [(name, State.DONE, 1) for name in "0abcd"]
         assert effects_by_name() == dict.fromkeys("0abcd", 1)
 
-    def test_run_whose_lease_has_ended_is_not_counted_and_the_next_one_runs(self, leased):
+    def test_run_whose_message_was_taken_over_is_not_counted_and_the_next_one_runs(self, leased):
         def handler(message):
             the_effect(message)
             if message.biz_id == "a":
-                executed("UPDATE inbox_inboxmessage SET next_attempt_at = now() WHERE biz_id = 'a'")
+                executed("UPDATE inbox_inboxmessage SET fence = fence + 1 WHERE biz_id = 'a'")
 
         in_turn(leased(handler), "a", "b")
 
