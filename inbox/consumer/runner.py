@@ -79,6 +79,8 @@ class Runner:
     Attributes:
         stop: no run is begun once this is set.
         unattended: the handlers without code here, if they are reported.
+        is_reproducible: it does nothing by the clock, so that two runs over equal data make the same commits: it takes no
+            successors and repairs no orders. An unavailable database ends `drain`.
         receives_on: the databases of deliveries. They are not received before a trial has stored a row there.
     """
 
@@ -108,6 +110,7 @@ class Runner:
         self._declared: frozenset[str] = frozenset()
         self._started: set[str] = set()
         self._starting: defaultdict[str, Reminder] = defaultdict(Reminder)
+        self.is_reproducible = False
         self.receives_on: Collection[str] = ()
         self.on_ring: Callable[[], object] = _do_nothing
         self.keeps_others_waiting: Callable[[Handler], bool] = lambda handler: False
@@ -208,6 +211,8 @@ class Runner:
             if now:
                 continue
             is_waiting = self._try_at or any(map(self.outages.is_paused, [*self.outages.beside]))
+            if is_waiting and self.is_reproducible:
+                raise DatabaseUnavailable("a database did not answer, see the log")
             wait = _LONGEST_WAIT_SECONDS if is_waiting else self._wait_for_tokens()
             if wait is None:
                 break
@@ -284,7 +289,7 @@ class Runner:
 
     def _run_with_successors(self, handler: Handler, stored: InboxMessage) -> int:
         """Run the message, then for a short time its successors. Each saves a search and a commit."""
-        ran, until = 0, monotonic() + _SUCCESSORS_SECONDS
+        ran, until = 0, monotonic() + (0 if self.is_reproducible else _SUCCESSORS_SECONDS)
 
         def in_turn() -> list[str] | None:
             if handler.rate_limit is not None or monotonic() >= until or self.stop or self.is_paused(handler):
@@ -361,7 +366,7 @@ class Runner:
 
     def _sweep(self, alias: str, handlers: Sequence[Handler]) -> None:
         with self._lock:
-            if monotonic() - self._swept_at.get(alias, 0.0) < _SWEEP_SECONDS:
+            if self.is_reproducible or monotonic() - self._swept_at.get(alias, 0.0) < _SWEEP_SECONDS:
                 return
             self._swept_at[alias] = monotonic()
         if self.unattended:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
@@ -21,7 +22,7 @@ from inbox.handlers.registry import registry
 from inbox.local import LocalTransport
 from inbox.states import Outcome
 from inbox.testing.messages import as_delivered
-from inbox.testing.observing import Failures
+from inbox.testing.observing import Failures, registered
 
 TIMEOUT_SECONDS = 30.0
 _POLL_SECONDS = 0.02
@@ -61,14 +62,17 @@ def redeliver(*messages: Message, raise_errors: bool = True) -> None:
     _deliver("redeliver", messages, [True], raise_errors=raise_errors)
 
 
-def drain(*, raise_errors: bool = True) -> int:
+def drain(*handlers: Callable[..., Any] | str, raise_errors: bool = True) -> int:
     """Run stored messages until none is due; returns the number of runs.
 
     These are retries, messages of ordered handlers, and messages that an operator has retried; see `travel` for retries that
     are due later. It does the same as `inbox_consume --drain` without a broker, and does not apply rate limits. Messages that
     handlers publish stay in the outbox: `outbox.testing.run_relay` relays them and also drains the inbox.
 
+    It works in this thread and does nothing by the clock: two calls over equal data make the same commits.
+
     Args:
+        handlers: the functions or names of handlers, each with what belongs to it, such as its `on_dead`; default: all.
         raise_errors: as for `deliver`.
 
     Raises:
@@ -77,14 +81,21 @@ def drain(*, raise_errors: bool = True) -> int:
     __tracebackhide__ = True
     require_tests("drain")
     _refuse_inside_atomic("drain")
-    failures = Failures()
-    with failures.raising() if raise_errors else nullcontext():
-        return run_due(failures.watched())
+    names = ",".join(registered(handler).name for handler in handlers)
+    failures, chosen = Failures(), registry.selected(names) if names else registry.all()
+    with failures.raising(chosen) if raise_errors else nullcontext():
+        return run_due(failures.watched(chosen))
 
 
 def run_due(handlers: Sequence[Handler]) -> int:
-    """Run due messages of `handlers`, which are all handlers of this project; returns the number of runs."""
-    return Runner(inbox_options(), handlers=lambda: handlers).drain(StopRequest())
+    """Run due messages of `handlers`; returns the number of runs."""
+    return runner_of(lambda: handlers).drain(StopRequest())
+
+
+def runner_of(handlers: Callable[[], Sequence[Handler]]) -> Runner:
+    runner = Runner(inbox_options(), handlers=handlers)
+    runner.is_reproducible = True
+    return runner
 
 
 def receive(
@@ -195,8 +206,12 @@ class LocalTestTransport(LocalTransport):
     def __init__(self, alias: str, *, is_broker: bool) -> None:
         super().__init__("local://", alias=alias, exchange="")
         self._failures = Failures()
-        self._runner = Runner(inbox_options(), handlers=self._failures.watched)
+        self._runner = runner_of(self._failures.watched)
         self._is_broker = is_broker
+
+    def run_handlers(self, stop: StopRequest) -> int:
+        """Run the stored messages that are due; returns the number of runs."""
+        return self._runner.drain(stop)
 
     def raising_errors(self) -> AbstractContextManager[None]:
         """At the end of the block, raise why the first message was not handled."""

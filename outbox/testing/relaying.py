@@ -10,6 +10,7 @@ from typing import Any
 from django.apps import apps
 from django.utils.module_loading import import_string
 
+from exactly_once.process.loop import StopRequest, Watchdog
 from exactly_once.sql.connections import is_inside_a_transaction
 from exactly_once.testing.database import require_tests
 from exactly_once.testing.matching import decoded
@@ -26,6 +27,8 @@ from exactly_once.transport.interface import (
 )
 from exactly_once.wire.formats import Wire
 from outbox.conf import outbox_options
+from outbox.relay.heartbeat import Heartbeat
+from outbox.relay.relay import Relay
 from outbox.relay.service import serve
 from outbox.store.dialect import database_of
 from outbox.transports import transport_class
@@ -52,7 +55,9 @@ class SentMessage:
     priority: int
 
 
-def run_relay(*, using: str | None = None, handlers: bool = True, raise_errors: bool = True) -> list[SentMessage]:
+def run_relay(
+    *, using: str | None = None, handlers: bool = True, raise_errors: bool = True, reproducible: bool = False
+) -> list[SentMessage]:
     """Relay until nothing is due, and run this project's handlers, callbacks and checkers; return the published messages.
 
     It does the same as `outbox_relay --drain`, without a broker. If the broker in the settings is `local://`, a message without
@@ -66,6 +71,8 @@ def run_relay(*, using: str | None = None, handlers: bool = True, raise_errors: 
         using: the database alias of the outbox.
         handlers: False publishes only, and runs none of this project's handlers.
         raise_errors: raise what a handler raised, after everything has been relayed and run. RetryLater is not raised.
+        reproducible: work in this thread only, and do nothing by the clock: no heartbeat, housekeeping, callbacks or checkers.
+            Two calls over equal data make the same commits, so that a test may interrupt each.
 
     Raises:
         Exception: what a handler raised, or why its transaction could not commit.
@@ -81,8 +88,26 @@ def run_relay(*, using: str | None = None, handlers: bool = True, raise_errors: 
         )
     transport = _TestTransport(alias, handlers=handlers)
     with transport.raising_errors() if raise_errors else nullcontext():
-        serve(alias, drain=True, transport=transport)
+        if reproducible:
+            _relay_alone(alias, transport)
+        else:
+            serve(alias, drain=True, transport=transport)
     return transport.sent
+
+
+class _NoHeartbeat(Heartbeat):
+    def beat(self) -> None:
+        """Write nothing."""
+
+
+def _relay_alone(alias: str, transport: _TestTransport) -> None:
+    """Relay and run handlers in turn, because a handler may publish messages."""
+    options, stop, found = outbox_options(), StopRequest(), True
+    watchdog = Watchdog(limit=options.WATCHDOG)
+    relay = Relay(alias, transport, options, stop=stop, watchdog=watchdog, heartbeat=_NoHeartbeat(alias))
+    while found:
+        relay.run(drain=True)
+        found = transport.run_handlers(stop) > 0
 
 
 class _TestTransport(Transport):
@@ -110,6 +135,9 @@ class _TestTransport(Transport):
         verdicts = {message.position: handed.get(message.position, CONFIRMED) for message in messages}
         self.sent += [_sent(message) for message in messages if verdicts[message.position].outcome is PublishOutcome.CONFIRMED]
         return Sent(verdicts=verdicts)
+
+    def run_handlers(self, stop: StopRequest) -> int:
+        return 0 if self._local is None else int(self._local.run_handlers(stop))
 
     def companions(self) -> Sequence[Companion]:
         return () if self._local is None else self._local.companions()

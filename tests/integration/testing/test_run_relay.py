@@ -2,17 +2,20 @@
 
 import os
 import sys
+import threading
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import transaction
+from django.db import connection, connections, transaction
 from django.test import TestCase, TransactionTestCase
 
 import inbox.testing
 import outbox.testing
-from inbox import Lease, idempotent_handler
+from exactly_once.models import Process
+from inbox import Lease, Retry, idempotent_handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.testing.observing import HandlerFailed
@@ -20,7 +23,7 @@ from outbox import callbacks, on_published, publish
 from outbox.testing import assert_published, run_relay
 from tests.support.apps.effects.models import Effect
 from tests.support.commands import ran
-from tests.support.deliveries import fails, in_the_order_of_their_effects, the_effect
+from tests.support.deliveries import fails, in_the_order_of_their_effects, stored_due, the_effect
 
 TOPIC = "tests.run_relay"
 
@@ -28,6 +31,59 @@ TOPIC = "tests.run_relay"
 def say(name, **options):
     with transaction.atomic():
         return publish(options.pop("topic", TOPIC), {"name": name}, biz_id=name, **options)
+
+
+def commits_of(work, monkeypatch):
+    """What each commit of this thread on the default connection has written, in their order; a read is none."""
+    commits, written = [], []
+
+    def statement(execute, sql, params, many, context):
+        if sql.lstrip().startswith(("INSERT", "UPDATE", "DELETE", "WITH")):
+            written.append(sql.split()[0])
+            if not connection.in_atomic_block:
+                commit()
+        return execute(sql, params, many, context)
+
+    def commit():
+        commits.append(tuple(written))
+        written.clear()
+
+    with monkeypatch.context() as patched, connection.execute_wrapper(statement):
+        committed = type(connections["default"]).commit
+        patched.setattr(type(connections["default"]), "commit", lambda self: (committed(self), commit()))
+        work()
+    return commits
+
+
+@pytest.mark.every_database
+@pytest.mark.django_db(transaction=True)
+def test_two_reproducible_runs_over_equal_data_make_the_same_commits_in_this_thread(handles, monkeypatch):
+    def publishes(message):
+        the_effect(message)
+        publish("tests.next", {}, biz_id=message.biz_id)
+
+    handles(publishes, topic=TOPIC, ordered=True)
+    handles(fails, topic=TOPIC, retry=Retry(max_attempts=1), on_dead=the_effect)
+    handles(the_effect, topic="tests.next")
+    made, threads = [], threading.active_count()
+    for run in range(2):
+        for number in range(3):
+            say(f"{run}.{number}", key="a key" if number else "")
+        made.append(commits_of(partial(run_relay, reproducible=True, raise_errors=False), monkeypatch))
+
+    assert made[0] == made[1]
+    assert len(made[0]) > 20, "a message is claimed and settled alone"
+    assert Effect.objects.count() == 2 * 3 * 3
+    assert (threading.active_count(), Process.objects.count()) == (threads, 0)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_drain_runs_the_messages_of_the_given_handlers(handles):
+    one, other = handles(the_effect), handles(the_effect)
+    for handler in (one, other):
+        stored_due(handler)
+
+    assert [inbox.testing.drain(one.name), inbox.testing.drain(one.name), inbox.testing.drain()] == [1, 0, 1]
 
 
 class WhatEveryTestCaseCanDo:
