@@ -233,7 +233,7 @@ class TestTopics:
     @pytest.mark.parametrize(
         ("given", "error"), [({"other": OrderData}, ValueError), ("OrderData", TypeError), ({TOPIC: 5}, TypeError)]
     )
-    def test_what_is_no_class_of_a_topic_is_refused(self, handles, given, error):
+    def test_what_is_not_a_class_of_a_topic_is_refused(self, handles, given, error):
         with pytest.raises(error, match="payload "):
             handles(takes, payload=given)
 
