@@ -163,7 +163,7 @@ problems: dict[str, str] = {}
 
 
 def _called(function: Any) -> Callable[[Tick], object]:
-    return (lambda tick: function.enqueue() and None) if hasattr(function, "enqueue") else synchronous(function)
+    return (lambda tick: (function.enqueue(), None)[1]) if hasattr(function, "enqueue") else synchronous(function)
 
 
 def _why_not(schedule: Declaration) -> str:

@@ -83,10 +83,10 @@ class _Run:
         if row is None or not _is_due(row, self.schedule):
             return
         now, after = row.database_now, row.position
-        if row.recurrence != when.expression:
-            # What a new expression would have published before is not due. But a relay with the old code may have changed it
-            # back a moment ago, so the last minute is.
-            after = max(after, now - GRACE)
+        if row.recurrence not in {"", when.expression}:
+            # What a new expression would have published before is not due. But relays with the old code may be running, which
+            # have changed it back and moved the position a moment ago. So a tick of the last minute is due, but once.
+            after = max(row.last_at or now - GRACE, now - GRACE)
         ticks = [] if row.paused_at else when.due(after, now)
         for at in ticks:
             self.schedule.publish(at, self.alias)
@@ -102,7 +102,7 @@ class _Run:
 
     def _defer(self, error: BaseException, took: timedelta) -> None:
         if is_collision(error):
-            return  # with another writer of SQLite; it is still due
+            return  # no fault of the function: it is still due
         options = outbox_options()
         delay = options.retry.delay(self.number)
         reason = redacted_error(options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")

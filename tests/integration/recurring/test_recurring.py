@@ -181,6 +181,16 @@ def test_a_changed_expression_counts_from_now_and_keeps_what_is_due_within_the_l
 
 
 @every_database
+def test_relays_of_two_deployments_that_change_the_expression_in_turn_lose_and_repeat_no_tick(recurs):
+    recurs(every=timedelta(minutes=1))
+    for _ in range(3):
+        # The other one has looked a moment ago, after the tick of this minute.
+        Schedule.objects.update(recurrence="every 1:00:00", position=DatabaseTime(), due_at=None)
+        relay()
+    assert 1 <= len(biz_ids()) == len({*biz_ids()}) <= 2
+
+
+@every_database
 def test_a_clock_that_was_set_back_publishes_no_tick_again(recurs):
     ticks = recurs()
     no_relay_for(-timedelta(hours=20))
