@@ -57,6 +57,7 @@ def end(request):
         return HttpResponse(b"x" * 5000)
     BREAKS.get(plan.how, lambda: None)()
     response = JsonResponse({"payment": made.pk}, status=201, headers={"Location": f"/payments/{made.pk}"})
+    response["Set-Cookie"] = "session=secret"
     response.set_cookie("theme", "dark")
     return response
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Warning, register
-from django.db import connections
+from django.db import connections, router
 from django.urls import get_resolver
 
 from exactly_once.contrib.views.decorators import declared
+from exactly_once.contrib.views.models import IdempotentRequest
 from exactly_once.contrib.views.requests import by_user
 
 
@@ -19,15 +20,16 @@ def check_views(app_configs: object, **kwargs: Any) -> list[CheckMessage]:
     """exactly_once_views.E001: no such database. exactly_once_views.W001: the user is not known yet when the view begins."""
     # First, because it imports the views.
     early = [view.cls for view in _callbacks(get_resolver()) if _is_early(view)] if hasattr(settings, "ROOT_URLCONF") else []
-    unknown = {alias: name for alias, name in declared.items() if alias not in connections}
+    unfit = {alias: name for alias, name in declared.items() if not _has_table(alias)}
     return [
         *(
             Error(
-                f"@idempotent_view has using={alias!r} (the first one decorates {name}), and DATABASES has no {alias!r}.",
-                hint=f"Use one of {', '.join(connections)}.",
+                f"@idempotent_view has using={alias!r} (the first one decorates {name}), which is not in DATABASES, or where "
+                "the database routers do not allow the app exactly_once_views.",
+                hint=f"Use one of {', '.join(filter(_has_table, connections))}, or allow the app there.",
                 id="exactly_once_views.E001",
             )
-            for alias, name in unknown.items()
+            for alias, name in unfit.items()
         ),
         *(
             Warning(
@@ -39,6 +41,10 @@ def check_views(app_configs: object, **kwargs: Any) -> list[CheckMessage]:
             for view in early
         ),
     ]
+
+
+def _has_table(alias: str) -> bool:
+    return alias in connections and router.allow_migrate_model(alias, IdempotentRequest)
 
 
 def _callbacks(pattern: Any) -> Iterator[Any]:

@@ -79,6 +79,7 @@ def test_repeated_request_has_one_effect_and_one_answer(path):
             name: first.get(name) for name in ("Location", "Content-Type")
         }
         assert again.cookies == {}
+        assert "Set-Cookie" not in again
     assert effects() == 1
 
 
@@ -390,6 +391,11 @@ def test_check_names_a_view_outside_of_rest_framework_and_a_database_that_does_n
     monkeypatch.setitem(declared, "nowhere", "shop.views.pay")
     error, _ = check_views(None)
     assert (error.id, "shop.views.pay" in error.msg) == ("exactly_once_views.E001", True)
+
+    monkeypatch.delitem(declared, "nowhere")
+    monkeypatch.setattr("django.db.router.allow_migrate_model", lambda alias, model: alias == "default")
+    error, _ = check_views(None)
+    assert (error.id, "'other'" in error.msg) == ("exactly_once_views.E001", True)
 
 
 def test_page_shows_keys_and_statuses_and_neither_headers_nor_bodies():
