@@ -50,9 +50,7 @@ RETRY = Action(
     label=_("Retry"),
     done=_("retried"),
     perform=each(
-        Result,
-        lambda alias, pk, given: retry(alias, pk, by=given.text),
-        _("its message is not a dead letter any more"),
+        Result, lambda alias, pk, given: retry(alias, pk, by=given.text), _("its message is not a dead letter any more")
     ),
     offered=lambda row: row.status == Status.FAILED,
     question=_("Retry these tasks?"),

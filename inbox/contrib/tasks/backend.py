@@ -63,20 +63,9 @@ class ExactlyOnceBackend(BaseTaskBackend):  # type: ignore[misc] # it is Any, se
         """
         self.validate_task(task)
         _require_importable(task)
-        result = TaskResult(
-            task=task,
-            id="",
-            status=TaskResultStatus.READY,
-            enqueued_at=timezone.now(),
-            started_at=None,
-            finished_at=None,
-            last_attempted_at=None,
-            args=list(args),
-            kwargs=kwargs,
-            backend=self.alias,
-            errors=[],
-            worker_ids=[],
-        )
+        times = {"enqueued_at": timezone.now(), "started_at": None, "finished_at": None, "last_attempted_at": None}
+        call = {"task": task, "args": list(args), "kwargs": kwargs, "backend": self.alias}
+        result = TaskResult(id="", status=TaskResultStatus.READY, errors=[], worker_ids=[], **call, **times)
         using = self.given.of(task.queue_name).alias
         with nullcontext() if is_inside_a_transaction(using) else transaction.atomic(using=using):
             published = self._publish(result, using)

@@ -34,6 +34,7 @@ from inbox.store import claims
 _WITHDRAWN = ("cancelled", "expired", "dead", "rolled_back")
 """The states of a message in the outbox that is not delivered, unless an operator restores it."""
 _SUCCESSFUL = TaskResultStatus.SUCCESSFUL
+_TIMES = ("enqueued_at", "started_at", "last_attempted_at", "finished_at")
 _SENT = "published"
 _UNKNOWN = "unknown"
 """The worker of an attempt whose process died."""
@@ -92,18 +93,9 @@ def _written(alias: str, result_id: str, **status: Status) -> Any:
 
 def of_row(row: Result) -> Any:
     """The result that is written."""
-    result = _result(
-        row.message_id,
-        row.queue,
-        json.loads(bytes(row.body)),
-        status=TaskResultStatus(row.status),
-        enqueued_at=row.enqueued_at,
-        started_at=row.started_at,
-        last_attempted_at=row.last_attempted_at,
-        finished_at=row.finished_at,
-        errors=[TaskError(**error) for error in row.errors],
-        worker_ids=row.worker_ids,
-    )
+    given: dict[str, Any] = {name: getattr(row, name) for name in (*_TIMES, "worker_ids")}
+    given |= {"status": TaskResultStatus(row.status), "errors": [TaskError(**error) for error in row.errors]}
+    result = _result(row.message_id, row.queue, json.loads(bytes(row.body)), **given)
     return ended(result, row.return_value)
 
 
@@ -117,32 +109,18 @@ def received(alias: str, row: InboxMessage) -> Any:
         status = TaskResultStatus.FAILED
         if row.state != State.DEAD:
             errors = [*errors, _error(TaskCancelled, row.last_error or str(State(row.state).label))]
-    return _result(
-        row.message_id,
-        queue_of(row.topic),
-        decode_payload(bytes(row.body), row.content_type),
-        status=status,
-        enqueued_at=row.created_at,
-        started_at=_started_at(row),
-        last_attempted_at=row.failed_at,
-        finished_at=finished_at if status == TaskResultStatus.FAILED else None,
-        errors=errors,
-        worker_ids=workers,
-    )
+    given = {"started_at": _started_at(row), "last_attempted_at": row.failed_at, "finished_at": finished_at, "errors": errors}
+    payload = decode_payload(bytes(row.body), row.content_type)
+    return _result(row.message_id, queue_of(row.topic), payload, row.created_at, status=status, worker_ids=workers, **given)
 
 
 def _waiting(sent: Any) -> Any:
     """The result of a message that is not published yet, or never will be."""
-    withdrawn = sent.state in _WITHDRAWN
-    return _result(
-        str(sent.message_id),
-        queue_of(sent.topic),
-        json.loads(bytes(sent.body)),
-        status=TaskResultStatus.FAILED if withdrawn else TaskResultStatus.READY,
-        enqueued_at=sent.created_at,
-        finished_at=sent.settled_at if withdrawn else None,
-        errors=[_error(TaskCancelled, sent.last_error or sent.get_state_display())] if withdrawn else [],
-    )
+    given: dict[str, Any] = {"status": TaskResultStatus.READY}
+    if sent.state in _WITHDRAWN:
+        why = _error(TaskCancelled, sent.last_error or sent.get_state_display())
+        given = {"status": TaskResultStatus.FAILED, "finished_at": sent.settled_at, "errors": [why]}
+    return _result(str(sent.message_id), queue_of(sent.topic), json.loads(bytes(sent.body)), sent.created_at, **given)
 
 
 def _at_the_broker(alias: str, sent: Any) -> Any:
@@ -175,55 +153,38 @@ def running(message: Message, queue: str, alias: str, worker: str) -> Any:
         if (row := rows.first()) is not None:
             errors, started_at = _failures(row), _started_at(row) or now
         earlier = _workers(alias, message.id, message.topic, message.attempt - 1)
-    return _result(
-        message.id,
-        queue,
-        message.payload,
-        status=TaskResultStatus.RUNNING,
-        enqueued_at=message.created_at,
-        started_at=started_at,
-        last_attempted_at=now,
-        errors=errors,
-        worker_ids=[*earlier, worker],
-    )
+    given = {"started_at": started_at, "last_attempted_at": now, "errors": errors, "worker_ids": [*earlier, worker]}
+    return _result(message.id, queue, message.payload, message.created_at, status=TaskResultStatus.RUNNING, **given)
 
 
-def write(alias: str, result: Any, value: Any = None, *, key: str, leased: bool) -> None:
-    """Write the result of a task that has ended; one that failed and was retried has a row already."""
+def write(alias: str, result: Any, value: Any = None, **columns: Any) -> None:
+    """Write the result of a task that has ended; one that failed and was retried has a row already.
 
-    def by_the_database(instant: datetime | None) -> Any:
-        return None if instant is None else DatabaseTime(instant - result.finished_at)
-
+    Args:
+        columns: those that the result does not have.
+    """
+    given = {name: getattr(result, name) for name in ("status", "worker_ids", "enqueued_at")}
+    for name in _TIMES[1:]:
+        at: datetime | None = getattr(result, name)
+        given[name] = None if at is None else DatabaseTime(at - result.finished_at)
     row = Result(
         message_id=result.id,
         queue=result.task.queue_name,
         task=result.task.module_path,
         body=json.dumps(call_of(result.task, result.args, result.kwargs, result.backend)).encode(),
-        key=key,
-        leased=leased,
-        status=result.status,
         return_value=value,
         errors=[asdict(error) for error in result.errors],
-        worker_ids=result.worker_ids,
-        enqueued_at=result.enqueued_at,
-        started_at=by_the_database(result.started_at),
-        last_attempted_at=by_the_database(result.last_attempted_at),
-        finished_at=by_the_database(result.finished_at),
+        **columns,
+        **given,
     )
     changed = [field.name for field in Result._meta.fields if field.name not in {"id", "message_id"}]
     Result.objects.using(alias).bulk_create([row], update_conflicts=True, unique_fields=["message_id"], update_fields=changed)
 
 
-def _result(result_id: str, queue: str, payload: Any, **given: Any) -> Any:
-    missing = dict.fromkeys(("started_at", "last_attempted_at", "finished_at"))
-    return TaskResult(
-        task=task_of(payload, queue),
-        id=result_id,
-        args=payload["args"],
-        kwargs=payload["kwargs"],
-        backend=payload["backend"],
-        **{**missing, "errors": [], "worker_ids": [], **given},
-    )
+def _result(result_id: str, queue: str, payload: Any, enqueued_at: Any = None, **given: Any) -> Any:
+    task, call = task_of(payload, queue), {name: payload[name] for name in ("args", "kwargs", "backend")}
+    missing = {**dict.fromkeys(_TIMES), "enqueued_at": enqueued_at, "errors": [], "worker_ids": []}
+    return TaskResult(task=task, id=result_id, **{**call, **missing, **given})
 
 
 def _failures(row: InboxMessage) -> list[Any]:

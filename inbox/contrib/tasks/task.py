@@ -10,11 +10,13 @@ from typing import Any
 
 from django.utils.module_loading import import_string
 
+from exactly_once.wire.text import did_you_mean
 from inbox.contrib.tasks.compat import Task, TaskContext
 from inbox.errors import InboxError, Reject
 from inbox.handlers.message import Message
 from inbox.handlers.options import Retry
 
+_CHANGEABLE = ("priority", "queue_name", "run_after", "backend", "key", "biz_id", "unique", "lease")
 Named = str | Callable[..., str]
 """Text, or a function of the task's arguments that returns it."""
 
@@ -37,21 +39,16 @@ class ExactlyOnceTask(Task):  # type: ignore[misc] # it is Any, see `compat`
     retry: Retry | None = None
     lease: bool = False
 
-    def using(
-        self,
-        *,
-        priority: int | None = None,
-        queue_name: str | None = None,
-        run_after: datetime | None = None,
-        backend: str | None = None,
-        key: Named | None = None,
-        biz_id: Named | None = None,
-        unique: bool | None = None,
-        lease: bool | None = None,
-    ) -> ExactlyOnceTask:
-        """A copy with these values; None leaves one as it is. `retry` is not one: its process reads that from the code."""
-        given = {name: value for name, value in locals().items() if name != "self" and value is not None}
-        return replace(self, **given)
+    def using(self, **changes: Any) -> ExactlyOnceTask:
+        """A copy with other values, but for `retry`, which the process that runs it reads from the code.
+
+        Raises:
+            TypeError: there is no such value.
+            InvalidTask: Django's class, or that of the package: the copy cannot run on its backend.
+        """
+        if unknown := changes.keys() - {*_CHANGEABLE}:
+            raise TypeError(f"using() has no argument {min(unknown)!r}. {did_you_mean(min(unknown), _CHANGEABLE)}".rstrip())
+        return replace(self, **{name: value for name, value in changes.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,17 +110,12 @@ def call_of(task: Any, args: Any, kwargs: Any, backend: str) -> dict[str, Any]:
 
 def task_of(payload: Any, queue: str) -> Any:
     """The task that was enqueued with this payload; one without its function if that cannot be imported any more."""
-    run_after = payload.get("run_after")
-    changes = {
-        "queue_name": queue,
-        "backend": payload["backend"],
-        "run_after": None if run_after is None else datetime.fromisoformat(run_after),
-    }
+    run_after = datetime.fromisoformat(payload["run_after"]) if "run_after" in payload else None
     try:
         found = load(payload["task"])
     except NotImportable:
         found = Task(func=_missing(payload["task"]), backend=payload["backend"], queue_name=queue)
-    return replace(found, **changes)
+    return replace(found, queue_name=queue, backend=payload["backend"], run_after=run_after)
 
 
 @cache
