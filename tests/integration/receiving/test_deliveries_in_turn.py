@@ -282,12 +282,13 @@ class TestUnderALease:
         assert self.rows() == [(name, State.DONE, 1) for name in "0abcd"]
         assert effects_by_name() == dict.fromkeys("0abcd", 1)
 
-    def test_run_whose_message_was_taken_over_is_not_counted_and_the_next_one_runs(self, leased):
+    @pytest.mark.parametrize(("claims", "state"), [(0, State.DONE), (1, State.RUNNING)], ids=["free", "taken over"])
+    def test_run_whose_lease_has_ended_counts_unless_it_was_taken_over_and_the_next_one_runs(self, leased, claims, state):
         def handler(message):
             the_effect(message)
             if message.biz_id == "a":
-                executed("UPDATE inbox_inboxmessage SET fence = fence + 1 WHERE biz_id = 'a'")
+                executed(f"UPDATE inbox_inboxmessage SET next_attempt_at = now(), fence = fence + {claims} WHERE biz_id = 'a'")
 
         in_turn(leased(handler), "a", "b")
 
-        assert self.rows() == [("a", State.RUNNING, 1), ("b", State.DONE, 1)]
+        assert self.rows() == [("a", state, 1), ("b", State.DONE, 1)]
