@@ -16,6 +16,7 @@ a dataclass. Signatures and error messages are made from `Draft`.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +34,7 @@ from exactly_once.telemetry import tracing
 from exactly_once.telemetry.tracing import OUTER_CORRELATION, caused_by, current_cause
 from exactly_once.wire.durations import parse_duration
 from exactly_once.wire.envelope import RESERVED_HEADERS, HeaderValue, headers_as_json, is_reserved
+from exactly_once.wire.formats import PUBLISHED_SETS
 from exactly_once.wire.identity import new_message_id, new_message_ids
 from exactly_once.wire.payloads import plain
 from exactly_once.wire.text import did_you_mean, why_no_topic, why_unfit
@@ -210,10 +212,14 @@ def request(topic: str, payload: Any, *, using: str | None = None, **options: Un
         return publish(topic, payload, using=using, **options)
 
 
-def publish_many(drafts: Iterable[Draft], *, using: str | None = None) -> list[PublishedMessage]:
+def publish_many(drafts: Iterable[Draft], *, on_done: Draft | None = None, using: str | None = None) -> list[PublishedMessage]:
     """Write many messages in few statements, in the transaction that is open on `using`.
 
     All of them are checked before the first is written. The answers come in the order of `drafts`.
+
+    Args:
+        on_done: a message that is published when the last of these has been handled, by the service that has declared its topic
+            with `inbox.contrib.joins.when_handled`; without a delay or an expiry.
 
     Raises:
         PublishedOutsideTransaction, InvalidMessage, PayloadTooLarge: as `publish`; the last two name the draft.
@@ -229,10 +235,25 @@ def publish_many(drafts: Iterable[Draft], *, using: str | None = None) -> list[P
             if len(drafts) == 1:
                 raise
             raise type(error)(f"drafts[{index}] (biz_id={_short(draft.biz_id)}): {error}") from error
+    end = None if on_done is None else _end(on_done)
     writing.hold_order(alias, {draft.key for draft in drafts if draft.strict_order})
     published = _insert(alias, rows)
     _ring(alias, rows)
+    if end is not None:
+        members: dict[str, list[tuple[uuid.UUID, str]]] = {}
+        for message in published:
+            members.setdefault(message.topic, []).append((message.id, message.biz_id))
+        publish(f"{PUBLISHED_SETS}{end['topic']}", {"members": members, "on_done": end}, using=alias)
     return published
+
+
+def _end(on_done: Draft) -> dict[str, Any]:
+    """The arguments of `publish` for the message at the end of a set, as JSON."""
+    later = {"delay": on_done.delay, "deliver_at": on_done.deliver_at, "expires_in": on_done.expires_in}
+    if given := [name for name, value in later.items() if value is not None]:
+        raise InvalidMessage(f"on_done has {', '.join(given)}: omit it, or let a handler of {on_done.topic!r} publish later.")
+    payload = json.loads(new_row(on_done, new_message_id()).body)
+    return {name: getattr(on_done, name) for name in signature(Draft).parameters if name not in later} | {"payload": payload}
 
 
 async def apublish(
@@ -252,9 +273,11 @@ async def arequest(
     return await _joining(request, topic, payload, using=using, **options)
 
 
-async def apublish_many(drafts: Iterable[Draft], *, using: str | None = None) -> list[PublishedMessage]:
+async def apublish_many(
+    drafts: Iterable[Draft], *, on_done: Draft | None = None, using: str | None = None
+) -> list[PublishedMessage]:
     """`publish_many` for async code, see `apublish`."""
-    return await _joining(publish_many, drafts, using=using)
+    return await _joining(publish_many, drafts, on_done=on_done, using=using)
 
 
 async def _joining(function: Callable[_P, _Result], *args: _P.args, **options: _P.kwargs) -> _Result:

@@ -58,3 +58,7 @@ class Wire(NamedTuple):
             TypeError, ValueError, RecursionError: another program wrote the text.
         """
         return cls(**loads(text))
+
+
+PUBLISHED_SETS = "published-set."
+"""Before the topic of the message at the end of a set: the topic of the message that lists the set, for its counter."""

@@ -10,6 +10,8 @@ it as any stored message: retries, dead letters, timeouts and the exactly-once e
 
 A request and its answer are a join, too, matched by the correlation id: `@correlated(request=..., answer=..., timeout=...)`.
 
+The end of a set, `publish_many(drafts, on_done=...)`, is one over the receipts of its messages, see `when_handled`.
+
 An optional app: add "inbox.contrib.joins" to INSTALLED_APPS.
 """
 
@@ -25,10 +27,12 @@ from inbox.handlers.message import Message
 
 if TYPE_CHECKING:
     from inbox.contrib.joins.decorators import correlated, joined_handler
+    from inbox.contrib.joins.sets import when_handled
 
-__all__ = ["Join", "correlated", "joined_handler"]
+__all__ = ["Join", "correlated", "joined_handler", "when_handled"]
 
-__getattr__ = partial(looked_up, __name__, dict.fromkeys(("correlated", "joined_handler"), "decorators"))
+_MODULES = {"correlated": "decorators", "joined_handler": "decorators", "when_handled": "sets"}
+__getattr__ = partial(looked_up, __name__, _MODULES)
 
 
 @dataclass(frozen=True, kw_only=True)

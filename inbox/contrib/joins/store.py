@@ -21,6 +21,7 @@ from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import JSON
 from exactly_once.wire.identity import new_message_id
 from inbox.contrib.joins.models import Part, Run
+from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage, Receipt
 from inbox.states import DUE, State
@@ -164,3 +165,26 @@ def age(alias: str, run_id: str, topics: Mapping[str, str]) -> timedelta:
 
 def _receipts(alias: str, topics: Mapping[str, str]) -> QuerySet[Receipt]:
     return Receipt.objects.using(alias).filter(handler__in=topics.keys(), topic__in=topics.values())
+
+
+def why_unhandled(alias: str, handler: Handler, topic: str, members: Mapping[str, str]) -> str:
+    """The first of these messages that is not settled in this handler, with its state; "" if all are.
+
+    A message has the row of its biz-id, which may be that of another message; or of its message id, if the handler chooses the
+    biz-id, or has refused the message. A correction is open as long as the row that it has made.
+
+    Args:
+        members: biz-ids by message ids.
+    """
+    rows, pks = InboxMessage.objects.using(alias), dict[str, int]()
+    if handler.biz_id is None:
+        named = Receipt.objects.using(alias).filter(handler=handler.name, topic=topic, biz_id__in=[*members.values()])
+        by_name = dict(named.values_list("biz_id", "pk"))
+        pks = {name: by_name[biz_id] for name, biz_id in members.items() if biz_id in by_name}
+    by_id = rows.filter(handler=handler.name, message_id__in=members.keys() - pks)
+    pks = {**dict(by_id.order_by("pk").values_list("message_id", "pk")), **pks}
+    for name in members:
+        if name not in pks:
+            return f"message {name}, which has not come"
+    unsettled = rows.filter(Q(pk__in=[*pks.values()]) | Q(replaces__in=[*pks.values()]), day=LIVE).order_by("state").first()
+    return f"message {unsettled.message_id}, which is {unsettled.state}" if unsettled else ""

@@ -1,0 +1,66 @@
+"""The end of a published set: one message when the last message of the set has been handled.
+
+`outbox.publish_many(drafts, on_done=...)` publishes, with the set, a message that lists it. Its handler here looks the receipts
+of the set up, and defers itself until none is missing and no message is open. Then it publishes the end in its own transaction,
+so that happens once, whatever is delivered again or killed, and costs the messages of the set nothing.
+
+An open message includes a dead letter: the end waits until an operator has retried or skipped it. A skipped or shed message
+does not hold up the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial, update_wrapper
+from importlib import import_module
+from itertools import chain, product
+
+from exactly_once.process.clock import utcnow
+from exactly_once.wire.formats import PUBLISHED_SETS
+from inbox.contrib.joins import store
+from inbox.errors import Reject, RetryLater
+from inbox.handlers.decorator import database_of, registering
+from inbox.handlers.message import Message
+from inbox.handlers.registry import registry
+
+_AT_ONCE = 1_000
+_SOONEST, _LATEST = timedelta(seconds=1), timedelta(minutes=1)
+
+
+def when_handled(topic: str, *, by: Sequence[str], using: str | None = None) -> None:
+    """Publish the `on_done` message of this topic for each set of `publish_many` whose messages these handlers have handled.
+
+    It comes late by up to a tenth of the time since the set was published, at least a second and at most a minute. One service
+    declares a topic, that of the handlers.
+
+    Args:
+        topic: of the `on_done` message.
+        by: the names of the handlers, each of which counts for the messages of its topics.
+        using: the database alias of the handlers and of the outbox. Default: that of the database routers.
+
+    Raises:
+        ValueError: the topic is invalid.
+    """
+    alias = database_of(using)
+    function = update_wrapper(partial(_finish, alias, tuple(by)), _finish)
+    registering([f"{PUBLISHED_SETS}{topic}"], name=f"{PUBLISHED_SETS}{topic}", using=alias, publishes=(topic,))(function)
+
+
+def _finish(alias: str, by: Sequence[str], message: Message) -> None:
+    """
+    Raises:
+        RetryLater: a message is not handled.
+        Reject: a handler, or one for a topic of the set, does not exist in this database.
+    """
+    handlers = [handler for handler in registry.all() if handler.name in by and handler.using == alias]
+    members: dict[str, list[tuple[str, str]]] = message.payload["members"]
+    lacking = {*by}.difference(handler.name for handler in handlers) or members.keys() - {*chain(*(h.topics for h in handlers))}
+    if lacking:
+        raise Reject(f"when_handled() counts no handler of {sorted(lacking)} in the database {alias!r}. Correct its by=.")
+    for handler, topic in product(handlers, members):
+        for start in range(0, len(members[topic]) if topic in handler.topics else 0, _AT_ONCE):
+            if why := store.why_unhandled(alias, handler, topic, dict(members[topic][start : start + _AT_ONCE])):
+                age = utcnow() - (message.created_at or utcnow())
+                raise RetryLater(min(max(age / 10, _SOONEST), _LATEST), f"waits in {handler.name} for {why}")
+    import_module("outbox").publish(**message.payload["on_done"], using=alias)
