@@ -64,7 +64,7 @@ def check_payloads(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> li
     """inbox.E009: a handler with a payload class that no payload can be read as."""
     return [
         Error(
-            f"The handler {handler.name} has payload={kind.__qualname__}, which cannot be read: {reason}.".replace("..", "."),
+            f"The handler {handler.name} has payload={kind.__qualname__}, which cannot be read: {reason}.",
             hint="Until it can, each of its messages is a dead letter.",
             id="inbox.E009",
         )
