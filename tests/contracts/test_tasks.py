@@ -1,4 +1,4 @@
-"""The backend of `django.tasks` under a contract that nobody here wrote: `pytest-obligation`, without a declared gap.
+"""The backend of `django.tasks` under the contract of another project, `pytest-obligation`, without a declared gap.
 
 In its histories a worker dies after each of its commits and after each call of a provider, and each receiver of a signal and
 each hook after a commit fails. All of them must end as if nothing had happened.

@@ -113,7 +113,7 @@ def main() -> int:
         INSTALLED_APPS=[
             *(f"django.contrib.{app}" for app in ("admin", "auth", "contenttypes", "messages", "sessions")),
             *("exactly_once", "exactly_once.contrib.views", "outbox", "outbox.contrib.recurring"),
-            *("inbox", "inbox.contrib.joins", "inbox.contrib.outgoing_webhooks"),
+            *("inbox", "inbox.contrib.joins", "inbox.contrib.outgoing_webhooks", "inbox.contrib.tasks"),
         ],
         OUTBOX={"BROKER_URL": "amqp://broker//"},
         STRIPE_WEBHOOK_SECRET="whsec_eA==",

@@ -2,7 +2,7 @@
 
 A task that has ended well has a row of `Result`. Before that its status is that of its open message in the inbox, or in the
 outbox. A dead message is a task that has failed; if an operator retries it, it is READY again. The receipt, which outlives all
-of them, tells a result that was deleted from a task that waits at the broker.
+of them, distinguishes a deleted result from a task that waits at the broker.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class TestDamage:
         assert result.status == TaskResultStatus.READY
         assert "cannot be imported" in result.errors[0].traceback
 
-    def test_message_that_is_no_call_of_a_task_is_a_dead_letter(self, tasked):
+    def test_message_that_is_not_the_call_of_a_task_is_a_dead_letter(self, tasked):
         with transaction.atomic():
             publish("tasks.default", {"order": 17})
         run_all()
