@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import reduce
+from operator import or_
 from typing import TypeVar
 from uuid import UUID
 
 from django.db import DEFAULT_DB_ALIAS
+from django.db.models import Q
 
 from exactly_once.sql.fields import value_of
 from exactly_once.sql.partitions import lately, newest
@@ -77,20 +80,28 @@ def result(message_id: str | UUID, *, handler: str = "", using: str = DEFAULT_DB
     name = str(message_id)
     if not name:
         return None
-    rows: dict[str, list[InboxMessage]] = {}
-    for row in _rows(using, name, handler):
-        rows.setdefault(row.handler, []).append(row)
-    if of_handler := _only(name, rows):
-        # The newest, but for copies of it that are not decided yet.
-        return _known(using, max(of_handler, key=lambda row: (not row.biz_id.startswith(PARKED), row.pk)))
-    # An open message has a row, so it is settled, and only its receipt is left. That is found by its biz-id.
-    of_it = Receipt.objects.using(using).filter(biz_id=name, message_id=name)
-    known = [one for one in registry.all() if handler in ("", one.name)]
-    receipt = _only(name, {one.name: found for one in known for found in of_it.filter(handler=one.name, topic__in=one.topics)})
+    if (stored := _stored(using, name, handler)) is not None:
+        return stored
+    # Only its receipt is left, or it has none. That is found by its biz-id.
+    known = [Q(handler=one.name, topic__in=one.topics) for one in registry.all() if handler in ("", one.name)]
+    found = Receipt.objects.using(using).filter(reduce(or_, known, Q(pk=None)), biz_id=name, message_id=name)
+    receipt = _only(name, {one.handler: one for one in found})
     if receipt is None:
         return None
     columns = {column: getattr(receipt, column) for column in ("handler", "biz_id", "topic", "received_at")}
-    return MessageResult(**columns, id=name, state=State.DONE)
+    # If it has arrived since, its row is there now.
+    return _stored(using, name, handler) or MessageResult(**columns, id=name, state=State.DONE)
+
+
+def _stored(alias: str, message_id: str, handler: str) -> MessageResult | None:
+    rows: dict[str, list[InboxMessage]] = {}
+    for row in _rows(alias, message_id, handler):
+        rows.setdefault(row.handler, []).append(row)
+    of_handler = _only(message_id, rows)
+    if of_handler is None:
+        return None
+    # The newest, but for copies of it that are not decided yet.
+    return _known(alias, max(of_handler, key=lambda row: (not row.biz_id.startswith(PARKED), row.pk)))
 
 
 def _rows(alias: str, message_id: str, handler: str) -> Sequence[InboxMessage]:
@@ -116,7 +127,6 @@ def _known(alias: str, row: InboxMessage) -> MessageResult:
         biz_id=business_id(row.biz_id),
         state=State(row.state),
         is_running=claims.is_held(alias, row),
-        settled_at=row.settled_at or (row.failed_at if row.state == State.DEAD else None),
         last_attempt_at=row.settled_at if row.state == State.DONE else row.failed_at,
         errors=tuple(FailedAttempt.from_row(attempt) for attempt in row.failures or ()),
     )

@@ -3,6 +3,7 @@
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from django.db import DatabaseError, connections
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder, escaping_logger
+from exactly_once.wire.body import Undecodable
 from exactly_once.wire.envelope import COMPRESSION, OPAQUE, Envelope, from_delivery
 from exactly_once.wire.text import describe
 from inbox.conf import InboxOptions
@@ -154,7 +156,9 @@ class Reception:
         for one in self._read_all(handler, load):
             arrival, reason = one.arrival, ""
             if shedder is not None and shedder.is_shedding and not (arrival.refused or arrival.unread):
-                reason = shedder.why_shed(message_of(handler, arrival.envelope, self._options, biz_id=arrival.row.biz_id))
+                # What cannot be read again, as by a class that looks at the time, is not shed: its run decides.
+                with suppress(Undecodable, DatabaseUnavailable):
+                    reason = shedder.why_shed(message_of(handler, arrival.envelope, self._options, biz_id=arrival.row.biz_id))
             (shed[reason] if reason else to_handle).append(one)
         self._run_all(handler, deque((some, _Run(partial(self._shed, reason))) for reason, some in shed.items()), to_handle)
         return to_handle

@@ -149,8 +149,8 @@ def most_attempts_of(arrival: Arrival, made: int, options: InboxOptions) -> int:
     """The maximum attempts of this message, of which so many were made."""
     handler, stored = arrival.handler, arrival.stored
     most = handler.retry.most_attempts(options.retry)
-    # If none of them has ended, its body may be what ends the process, so that it cannot be read again and again.
-    if handler.retry_for and (made < most or (stored is not None and stored.state == State.RETRYING)):
+    # If none of them is known to have ended, its body may be what ends the process, so that it cannot be read again and again.
+    if handler.retry_for and (made < most or (stored is not None and (stored.failures or stored.state == State.RETRYING))):
         most = retry_of(arrival, options).most_attempts(options.retry)
     return most
 

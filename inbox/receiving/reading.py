@@ -201,7 +201,7 @@ def _by_the_user(handler: Handler, what: str, read: Callable[[], _T], *, is_boun
             if isinstance(error, HandlerTimeout):
                 raise Unidentifiable(reason) from error
             if not is_outage(error):
-                raise Undecodable(reason) from error
+                raise Undecodable(redacted_error(inbox_options().redact_errors, reason)) from error
             drop_unusable_connections()
             if on_new_session:
                 raise (Unidentifiable if _databases_answer() else DatabaseUnavailable)(reason) from error

@@ -71,7 +71,10 @@ class Insertion(NamedTuple):
 
 
 _VALUES = {name: hint.__metadata__[0] for name, hint in get_type_hints(Values, include_extras=True).items()}
-_SETTLED = ", ".join(f"'{state}'" for one in INSERTED if "day" in one.sets for state in one.targets)
+_ENDED, _IN_HISTORY = (
+    ", ".join(f"'{state}'" for one in INSERTED if column in one.sets for state in one.targets)
+    for column in ("settled_at", "day")
+)
 
 _MESSAGE = """
 INSERT INTO {table} (
@@ -85,8 +88,8 @@ SELECT
     traceparent, created_at, body, became, COALESCE(attempts, 0), COALESCE(fence, 0), COALESCE(ordered, false), place,
     replaces_id, COALESCE(quarantined, false), {result},
     {now},
-    CASE WHEN became IN ({settled}) THEN {now} END,
-    CASE WHEN became IN ({settled}) THEN {today} ELSE {live} END,
+    CASE WHEN became IN ({ended}) THEN {now} END,
+    CASE WHEN became IN ({in_history}) THEN {today} ELSE {live} END,
     CASE WHEN due_after IS NOT NULL AND became <> 'waiting' THEN {due_at} END,
     COALESCE(last_error, ''), COALESCE(error_class, ''), COALESCE(error_place, ''), COALESCE(traceback, ''),
     {failed_at}, {failed_at}, CASE WHEN attempt IS NOT NULL THEN {first_attempt} END
@@ -105,7 +108,8 @@ def _message(vendor: str, given: str, cast: str = "") -> str:
     return _MESSAGE.format(
         table=TABLE,
         given=given,
-        settled=_SETTLED,
+        ended=_ENDED,
+        in_history=_IN_HISTORY,
         live=LIVE,
         headers=f"headers{cast}",
         result=f"result{cast}",
@@ -138,8 +142,8 @@ _ONE = PreparedStatement(
             id, {", ".join(f"${number}" for number, _ in enumerate(COLUMNS, 1))}, $15, COALESCE($16, 0), COALESCE($17, 0),
             statement_timestamp() + make_interval(secs => $18), $19,
             statement_timestamp(),
-            CASE WHEN $15 IN ({_SETTLED}) THEN statement_timestamp() END,
-            CASE WHEN $15 IN ({_SETTLED}) THEN {DAY_OF_NOW["postgresql"]} ELSE {LIVE} END
+            CASE WHEN $15 IN ({_ENDED}) THEN statement_timestamp() END,
+            CASE WHEN $15 IN ({_IN_HISTORY}) THEN {DAY_OF_NOW["postgresql"]} ELSE {LIVE} END
         FROM receipt
     )
     SELECT receipt.id, pg_current_xact_id()::text, set_config('lock_timeout', bound.before, true)

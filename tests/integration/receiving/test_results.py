@@ -101,7 +101,9 @@ def test_message_of_several_handlers_needs_the_name_of_one(handles):
     with pytest.raises(ValueError, match=rf"Several handlers .*: {one.name}, {other.name}\."):
         result(message.id)
     assert result(message.id, handler=one.name).state is State.DONE
-    assert result(message.id, handler=other.name).last_error == "rejected: no"
+    dead = result(message.id, handler=other.name)
+    assert (dead.state, dead.last_error) == (State.DEAD, "rejected: no")
+    assert dead.settled_at is not None  # also on its first delivery, whose row is inserted as dead
 
 
 def test_message_without_history_is_known_by_its_receipt_if_that_has_its_id(handles):
