@@ -10,6 +10,7 @@ from typing import Any
 from django.apps import apps
 from django.utils.module_loading import import_string
 
+from exactly_once.process.logs import Reminder
 from exactly_once.process.loop import StopRequest, Watchdog
 from exactly_once.sql.connections import is_inside_a_transaction
 from exactly_once.testing.database import require_tests
@@ -29,6 +30,7 @@ from exactly_once.wire.formats import Wire
 from outbox.conf import outbox_options
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.relay import Relay
+from outbox.relay.releasing import Release
 from outbox.relay.service import serve
 from outbox.store.dialect import database_of
 from outbox.transports import transport_class
@@ -100,11 +102,18 @@ class _NoHeartbeat(Heartbeat):
         """Write nothing."""
 
 
+class _LastWalk(Release):
+    def step(self, idle_seconds: float) -> int:
+        """Nothing by the clock: the last round of a relay walks over all keys."""
+        return 0
+
+
 def _relay_alone(alias: str, transport: _TestTransport) -> None:
     """Relay and run handlers in turn, because a handler may publish messages."""
     options, stop, found = outbox_options(), StopRequest(), True
     watchdog = Watchdog(limit=options.WATCHDOG)
-    relay = Relay(alias, transport, options, stop=stop, watchdog=watchdog, heartbeat=_NoHeartbeat(alias))
+    release, heartbeat = _LastWalk(alias, Reminder()), _NoHeartbeat(alias)
+    relay = Relay(alias, transport, options, stop=stop, watchdog=watchdog, heartbeat=heartbeat, release=release)
     while found:
         relay.run(drain=True)
         found = transport.run_handlers(stop) > 0

@@ -1,6 +1,7 @@
 """Relaying without a broker, and running the project's own handlers, in each kind of test that Django knows."""
 
 import os
+import re
 import sys
 import threading
 from datetime import timedelta
@@ -38,8 +39,8 @@ def commits_of(work, monkeypatch):
     commits, written = [], []
 
     def statement(execute, sql, params, many, context):
-        if sql.lstrip().startswith(("INSERT", "UPDATE", "DELETE", "WITH")):
-            written.append(sql.split()[0])
+        if verb := re.search(r"\b(INSERT INTO|(?<!FOR )UPDATE|DELETE FROM)\b", sql):
+            written.append(verb[1])
             if not connection.in_atomic_block:
                 commit()
         return execute(sql, params, many, context)
