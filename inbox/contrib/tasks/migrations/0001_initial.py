@@ -3,12 +3,17 @@
 import exactly_once.sql.fields
 from django.db import migrations, models
 
+from exactly_once.packages import label_of
+
+INBOX = label_of('inbox')
+
 
 class Migration(migrations.Migration):
 
     initial = True
 
     dependencies = [
+        (INBOX, '0001_initial'),
     ]
 
     operations = [
