@@ -91,10 +91,8 @@ def _schedule(name, *, is_declared=True, **given):
     return Schedule.objects.create(name=name, recurrence=NASTY, error=NASTY, position=DatabaseTime(), **given)
 
 
-def _result(**given):
-    row = failing(
-        "tasks.default", f"{NASTY} {Result.objects.count()}", (NASTY, NASTY, NASTY), dead=True, topic="tasks.default", body=TASK
-    )
+def _result(action):
+    row = failing("tasks.default", f"{NASTY} {action}", (NASTY, NASTY, NASTY), dead=True, topic="tasks.default", body=TASK)
     errors = [{"exception_class_path": NASTY, "traceback": NASTY}]
     texts = {"message_id": row.message_id, "queue": "default", "task": NASTY, "body": TASK, "key": NASTY, "errors": errors}
     return Result.objects.create(status="FAILED", finished_at=utcnow(), **texts)
@@ -132,5 +130,5 @@ def rows_to_act_on():
         given = {"paused_at": DatabaseTime()} if action == "resume" else {"is_declared": action != "forget"}
         found["outbox_recurring.Schedule", action] = partial(_schedule, f"{NASTY} {action}", **given)
     for action in ("retry", "enqueue"):
-        found["inbox_tasks.Result", action] = _result
+        found["inbox_tasks.Result", action] = partial(_result, action)
     return found
