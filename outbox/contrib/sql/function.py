@@ -2,7 +2,8 @@
 
 It writes the row that `publish()` writes, in its caller's transaction and with its caller's rights. Its text is `publish.sql`.
 What it must know is filled in when it is installed: the schema in which the tables are found then, so that a later caller's
-`search_path` does not matter, and two settings, `BODY_LIMIT_BYTES` and `TRAIL`.
+`search_path` does not matter, and two settings, `BODY_LIMIT_BYTES` and `TRAIL`. Functions and operators are PostgreSQL's own,
+because the function has a `search_path` of its own.
 
 The migration installs it, and every later `migrate` installs it again if it differs. It never replaces a later version, so a
 `migrate` of an old release during a rolling deploy does no harm.
@@ -23,7 +24,7 @@ from outbox.models import OutboxMessage, TrailEntry, UniqueMessage
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
 from outbox.store.writing import ORDER_SPACE
 
-VERSION = 1
+VERSION = 2
 """Of `publish.sql`. A change of it increments this number. A parameter keeps its name and its type."""
 NAME = TABLE.removesuffix("outboxmessage") + "publish"
 

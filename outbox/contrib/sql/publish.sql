@@ -10,7 +10,7 @@ CREATE OR REPLACE FUNCTION @schema@.@name@(
     expires_in interval DEFAULT NULL,
     is_unique boolean DEFAULT false,
     strict_order boolean DEFAULT false
-) RETURNS uuid LANGUAGE plpgsql SECURITY INVOKER AS $publish$
+) RETURNS uuid LANGUAGE plpgsql SECURITY INVOKER SET search_path = pg_catalog, pg_temp AS $publish$
 -- publish() of django-exactly-once, version @version@. Installed by the app outbox.contrib.sql; do not edit it here.
 #variable_conflict use_variable
 DECLARE

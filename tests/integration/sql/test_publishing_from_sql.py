@@ -332,6 +332,27 @@ def test_message_of_a_client_without_django_is_relayed_to_its_handler(handles):
     assert received == [(str(message_id), "order-17", {"order": 17}, {"tenant": "blue"})]
 
 
+HOSTILE = """
+CREATE SCHEMA hostile;
+CREATE FUNCTION hostile.octet_length(text) RETURNS integer LANGUAGE plpgsql AS $$ BEGIN RAISE 'hostile function'; END $$;
+CREATE FUNCTION hostile.same(text, text) RETURNS boolean LANGUAGE plpgsql AS $$ BEGIN RAISE 'hostile operator'; END $$;
+CREATE OPERATOR hostile.= (LEFTARG = text, RIGHTARG = text, FUNCTION = hostile.same);
+SET LOCAL search_path = hostile, pg_catalog, public;
+"""
+
+
+def test_functions_and_operators_of_the_callers_search_path_are_not_used():
+    executed(HOSTILE)
+    with pytest.raises(DatabaseError, match="hostile"), transaction.atomic():
+        executed("SELECT octet_length('a'::text)")
+    [[message_id]] = executed("SELECT outbox_publish('a.b', '{}', biz_id => 'x', is_unique => true)")
+    [[path]] = executed("SHOW search_path")
+    executed("SET LOCAL search_path = public")
+
+    assert OutboxMessage.objects.get().message_id == message_id
+    assert path == "hostile, pg_catalog, public"
+
+
 def test_trigger_of_the_page_publishes_in_the_transaction_of_each_new_row():
     [trigger] = [block.code for block in blocks_of(PAGE) if block.title == "trigger"]
     executed(f"CREATE TABLE orders_order (number text, sku text); {trigger}")
@@ -384,14 +405,14 @@ class TestVersions:
     def test_earlier_version_is_reported_and_replaced_by_migrate(self):
         assert self.found() == ([], 1)
         executed(self.EARLIER.format(version=0))
-        assert self.found() == (["has version 0, and this code has version 1."], 1)
+        assert self.found() == ([f"has version 0, and this code has version {function.VERSION}."], 1)
 
         call_command("migrate", "outbox_sql", verbosity=0)
         assert self.found() == ([], 1)
         assert called(TOPIC, "{}")
 
     def test_later_version_is_kept(self):
-        executed(self.EARLIER.format(version=2))
+        executed(self.EARLIER.format(version=function.VERSION + 1))
         call_command("migrate", "outbox_sql", verbosity=0)
         assert self.found() == ([], 1)
         assert fetched("SELECT outbox_publish('', '{}', '')") is None
