@@ -84,10 +84,9 @@ def _endpoint(**given):
     return Endpoint.objects.create(name=NASTY[:64], url=f"https://example.com/{NASTY}", reason=NASTY, **given)
 
 
-def _schedule(name, *, is_declared=True, **given):
-    if is_declared:
-        # On the other database, so that no relay of a later test has it.
-        recurring(every=timedelta(days=1), name=name, using="other")(lambda tick: None)
+def _schedule(name, **given):
+    # On the other database, so that no relay of a later test has it.
+    recurring(every=timedelta(days=1), name=name, using="other")(lambda tick: None)
     return Schedule.objects.create(name=name, recurrence=NASTY, error=NASTY, position=DatabaseTime(), **given)
 
 
@@ -126,8 +125,8 @@ def rows_to_act_on():
     for action in ("test", "edit", "rotate", "enable", "disable"):
         state = "disabled" if action == "enable" else "active"
         found["inbox_outgoing_webhooks.Endpoint", action] = partial(_endpoint, state=state)
-    for action in ("pause", "resume", "run", "forget"):
-        given = {"paused_at": DatabaseTime()} if action == "resume" else {"is_declared": action != "forget"}
+    for action in ("pause", "resume", "run"):
+        given = {"paused_at": DatabaseTime()} if action == "resume" else {}
         found["outbox_recurring.Schedule", action] = partial(_schedule, f"{NASTY} {action}", **given)
     for action in ("retry", "enqueue"):
         found["inbox_tasks.Result", action] = partial(_result, action)

@@ -259,13 +259,14 @@ def _a_chain() -> None:
 def _schedules() -> None:
     now = utcnow()
     for name, columns in {
-        "reports.nightly": {"recurrence": "0 3 * * * Europe/Berlin", "last_at": now - 9 * HOUR, "due_at": now + 15 * HOUR},
-        "stock.recount": {"recurrence": "every 0:10:00", "last_at": now - 40 * MINUTE, "due_at": now + MINUTE,
+        "reports.nightly": {"recurrence": "0 3 * * * Europe/Berlin", "position": now - 9 * HOUR, "due_at": now + 15 * HOUR},
+        "stock.recount": {"recurrence": "every 0:10:00", "position": now - 40 * MINUTE, "due_at": now + MINUTE,
                           "failures": 3, "error": "OperationalError: the warehouse is unavailable"},
-        "newsletter.weekly": {"recurrence": "0 9 * * MON Europe/Berlin", "due_at": now, "paused_at": now - 2 * HOUR},
+        "newsletter.weekly": {"recurrence": "0 9 * * MON Europe/Berlin", "position": now - 2 * HOUR, "due_at": now,
+                              "paused_at": now - 2 * HOUR},
     }.items():  # fmt: skip
         recurring(every=timedelta(days=1), name=name, using="other")(lambda tick: None)
-        Schedule.objects.create(name=name, position=now, **columns)
+        Schedule.objects.create(name=name, **columns)
 
 
 def _endpoints() -> None:

@@ -32,6 +32,7 @@ def nightly(tick):
 
 
 def declared(*cron, name="tests.nightly", **options):
+    declarations.pop(name, None)
     recurring(*cron, name=name, **options)(nightly)
     return declarations[name].when
 
@@ -112,7 +113,8 @@ def test_the_instants_of_an_interval_are_those_of_every_process():
     ("cron", "options", "why"),
     [
         ("61 * * * *", {}, "Bad minute"),
-        ("* * *", {}, "Wrong number of fields"),
+        ("* * *", {}, "five fields"),
+        ("0 30 2 * * *", BERLIN, "five fields"),  # cronsim would find two on 25 October, and none on 29 March
         ("0 0 30 2 *", {}, "day-of-month"),
         ("0 3 * * *", {"tz": "Europe/Berlinn"}, "Europe/Berlinn"),
         ("0 3 * * *", {"every": timedelta(hours=1)}, "either"),
@@ -136,6 +138,18 @@ def test_check_reports_two_schedules_of_one_name():
     assert declarations["tests.taken"].when.cron == "0 3 * * *"
 
 
+def test_check_reports_two_schedules_of_one_function_without_names():
+    function = recurring("0 3 * * *")(recurring("0 4 * * *")(nightly))
+    (problem,) = check_declarations(None)
+    assert "0 4 * * *" in problem.msg
+    assert "0 3 * * *" in problem.msg
+    assert "name=" in problem.msg
+
+    problems.clear()
+    recurring("0 3 * * *", name="tests.early")(function)
+    assert not check_declarations(None)
+
+
 def test_cron_expressions_need_cronsim_and_intervals_do_not(monkeypatch):
     monkeypatch.setitem(sys.modules, "cronsim", None)
     declared(every=timedelta(hours=1))
@@ -147,4 +161,4 @@ def test_cron_expressions_need_cronsim_and_intervals_do_not(monkeypatch):
 def test_default_name_is_that_of_the_function_of_a_task():
     task = SimpleNamespace(func=nightly, enqueue=lambda: None)
     assert recurring("0 3 * * *")(task) is task
-    assert declarations[f"{__name__}.nightly"].function.__name__ == "<lambda>"
+    assert declarations[f"{__name__}.nightly"].function is task

@@ -9,7 +9,7 @@
         return Draft("reports.nightly", {"day": f"{tick.at:%Y-%m-%d}"})
 
 Each schedule has a row with the instant up to which its ticks are decided (`models`). A relay locks the row of a schedule that
-is due, calls the function for each tick (`declarations`), and moves the instant, in one transaction (`ticking`). So a tick is
+is due, calls the function for a tick (`declarations`), and moves the instant, in one transaction (`ticking`). So a tick is
 published once, however many relays there are, and whatever dies.
 
 An optional app: add "outbox.contrib.recurring" to INSTALLED_APPS.

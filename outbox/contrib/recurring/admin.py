@@ -58,14 +58,6 @@ RUN = _action(
     offered=lambda row: row.name in declarations,
     question=_("Run these schedules now? Their ticks do not change, and a pause continues."),
 )
-FORGET = _action(
-    name="forget",
-    label=_("Forget"),
-    done=_("forgotten"),
-    perform=each(Schedule, lambda alias, pk, given: _rows(alias, pk).delete()[0]),
-    offered=lambda row: row.name not in declarations,
-    question=_("Delete the rows of these schedules? A relay whose code declares one adds it again, from then on."),
-)
 
 
 @admin.register(Schedule)
@@ -78,7 +70,7 @@ class ScheduleAdmin(ActingAdmin):
     nothing = _("No relay has seen a schedule.")
     hint = _("Relays publish the messages of these schedules. One that fails is tried again, and delays no other.")
     refusals = (Exception,)  # that of a function is the answer to "run now"
-    actions = (PAUSE, RESUME, RUN, FORGET)
+    actions = (PAUSE, RESUME, RUN)
     named_by = "name"
     ordering = ("name",)
     list_display = ("state_badge", "name", "recurrence_name", "last", "next", "why")
@@ -93,7 +85,7 @@ class ScheduleAdmin(ActingAdmin):
         return badge(gettext("Failing"), Tone.FAILING) if row.error else badge(gettext("Active"), Tone.DONE)
 
     recurrence_name = shown(_("schedule"), "recurrence", identifier)
-    last = instant(_("last tick"), "last_at")
+    last = instant(_("last tick or beginning"), "position")
     next = instant(_("next tick or attempt"), "due_at")
     why = shown(_("why"), "error", headline)
     error_text = shown(_("why"), "error", text)

@@ -9,7 +9,7 @@ the end of the gap; of one that exists twice, the first. With `*` in minutes or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import UTC, datetime, timedelta, tzinfo
 from itertools import count, takewhile
@@ -63,7 +63,7 @@ class recurring:  # noqa: N801 - a decorator
     with a method `enqueue`, as a task of Django has it, is enqueued without arguments.
 
     Args:
-        cron: a cron expression: minute, hour, day of month, month, day of week. Six fields begin with the second.
+        cron: a cron expression: minute, hour, day of month, month, day of week.
         every: in place of `cron`, an interval of at least one second, counted from 1970-01-01 00:00 UTC.
         tz: the time zone of the expression, and of the ticks' instants; default: TIME_ZONE.
         missed: which ticks are published that became due while no relay was running: the "last", "all" (at most the last
@@ -83,9 +83,8 @@ class recurring:  # noqa: N801 - a decorator
     def __call__(self, function: _Function) -> _Function:
         target: Any = getattr(function, "func", function)
         where = origin(target)
-        problems.pop(where, None)
         try:
-            schedule = Declaration(self.name or name_of(target, "schedule"), self, _called(function), where)
+            schedule = Declaration(self.name or name_of(target, "schedule"), self, function, where)
             if not (why := _why_not(schedule)):
                 declarations[schedule.name] = schedule
         except Exception as error:  # noqa: BLE001 - of zoneinfo, of cronsim, or of an argument of another type
@@ -138,7 +137,7 @@ class Declaration(NamedTuple):
 
     name: str
     when: recurring
-    function: Callable[[Tick], object]
+    function: Any
     origin: str
 
     def publish(self, at: datetime, alias: str) -> None:
@@ -148,8 +147,11 @@ class Declaration(NamedTuple):
             TypeError: it returned something other than a `Draft` or None.
             Exception: its own.
         """
+        if hasattr(self.function, "enqueue"):
+            self.function.enqueue()
+            return
         tick = Tick(name=self.name, at=at.astimezone(self.when.zone))
-        draft = self.function(tick)
+        draft = synchronous(self.function)(tick)
         if isinstance(draft, Draft):
             publish_many([replace(draft, biz_id=draft.biz_id or tick.biz_id)], using=alias)
         elif draft is not None:
@@ -162,21 +164,19 @@ problems: dict[str, str] = {}
 """What is wrong with the others, by the origin of their function."""
 
 
-def _called(function: Any) -> Callable[[Tick], object]:
-    return (lambda tick: (function.enqueue(), None)[1]) if hasattr(function, "enqueue") else synchronous(function)
-
-
 def _why_not(schedule: Declaration) -> str:
     """What is wrong with a declaration, or ""."""
     when, known = schedule.when, declarations.get(schedule.name, schedule)
     if bool(when.cron) == (when.every is not None) or (when.every or _SHORTEST) < _SHORTEST:
         return "give either a cron expression, or every= with at least one second"
+    if when.cron and len(when.cron.split()) != 5:  # noqa: PLR2004 - with seconds, cronsim repeats and omits fixed times
+        return "a cron expression has five fields"
     if next(when.upcoming(timezone.now()), None) is None:
         return "the expression matches no instant"
     if when.missed not in get_args(Missed) or when.using not in {None, *connections}:
         return "missed= is none, last or all, and using= an alias in DATABASES"
-    if known.origin != schedule.origin:
-        return f"{known.origin} is called {known.name!r}, too: give one of them another name="
+    if (known.origin, known.when) != (schedule.origin, when):
+        return f"{known.origin} is called {known.name!r}, too ({known.when}): give one of them another name="
     return why_unfit(Tick(name=schedule.name, at=datetime.max.replace(tzinfo=UTC)).biz_id) or ""
 
 

@@ -21,9 +21,8 @@ class Schedule(models.Model):
     name = NameField(max_length=NAME_LENGTH, unique=True)
     # The expression of the relay that worked on it last; "" before the first.
     recurrence = models.TextField(default="", db_default="")
-    # The ticks up to this instant are decided.
+    # The last tick that was published, or the later instant from which ticks count.
     position = models.DateTimeField()
-    last_at = models.DateTimeField(null=True)
     # When a relay works on it: at the next tick, or again after a failure. None: there is no further tick.
     due_at = models.DateTimeField(null=True)
     paused_at = models.DateTimeField(null=True)
@@ -40,7 +39,6 @@ class Schedule(models.Model):
         permissions = (
             ("pause_schedule", "Can pause and resume a schedule"),
             ("run_schedule", "Can run a schedule now"),
-            ("forget_schedule", "Can delete the row of a schedule"),
         )
 
     def __str__(self) -> str:

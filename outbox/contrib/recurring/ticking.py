@@ -1,20 +1,23 @@
 """Publish the ticks that are due, beside the relay.
 
-A tick is one transaction: it locks the row of the schedule, calls the function, writes its message, and moves the position past
+A tick is one transaction: it locks the row of the schedule, calls the function, writes its message, and moves the position to
 the tick. If it does not commit, another relay repeats it; once it has committed, no relay does. A relay skips schedules whose
 row another one has locked. The database's clock decides what is due: if it is set back, the ticks up to the position remain
 published.
 
-A function that raises delays its own schedule only, and is called again with the delays of a failed message. One that hangs
-occupies a thread, and is reported with its stack, see `relay.attending`.
+A function that raises delays its own schedule only, and is called again with the delays of a failed message; after a collision
+or an outage, perhaps of another database, with `_PAUSE`. One that hangs occupies a thread, and is reported with its stack, see
+`relay.attending`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from django.db import transaction
@@ -34,6 +37,9 @@ from outbox.store.dialect import database_of
 
 logger = escaping_logger(__name__)
 
+_PAUSE = timedelta(seconds=1)
+"""Delay after an outage or a collision, which are not the function's fault."""
+
 
 def attendants(alias: str, options: OutboxOptions, *, database_log: OutageLog | None = None) -> Sequence[Attendant]:
     """The attendant of the schedules of this database; none without schedules."""
@@ -44,7 +50,7 @@ def attendants(alias: str, options: OutboxOptions, *, database_log: OutageLog | 
 
 def _claim(alias: str, here: Mapping[str, Declaration], running: set[str], most: int, without: Collection[str]) -> list[_Run]:
     """Find due schedules that neither this process nor another one works on; add the rows of new ones."""
-    rows = {row.name: row for row in _rows(alias).filter(name__in=here)}
+    rows = {row.name: row for row in _rows(alias, name__in=here)}
     if new := here.keys() - rows.keys():
         made = (Schedule(name=name, position=DatabaseTime(), due_at=DatabaseTime()) for name in new)
         Schedule.objects.using(alias).bulk_create(made, ignore_conflicts=True)
@@ -52,7 +58,7 @@ def _claim(alias: str, here: Mapping[str, Declaration], running: set[str], most:
     if not (due := [row.pk for name, row in rows.items() if name not in running and _is_due(row, here[name])]):
         return []
     with transaction.atomic(using=alias):
-        free = list(_rows(alias).filter(pk__in=due).select_for_update(skip_locked=True)[:most])
+        free = list(_unlocked(alias, pk__in=due)[:most])
     running.update(row.name for row in free)
     return [_Run(row.name, alias, here[row.name], row.failures + 1, running) for row in free]
 
@@ -77,53 +83,54 @@ class _Run:
             self.running.discard(self.group)
 
     def _tick(self) -> None:
-        """Publish what is due, and move the position past it."""
+        """Publish the first tick that is due, and move the position to it."""
         when = self.schedule.when
-        row: Any = _rows(self.alias).filter(name=self.group).select_for_update(skip_locked=True).first()
+        row = _unlocked(self.alias, name=self.group).first()
         if row is None or not _is_due(row, self.schedule):
             return
-        now, after = row.database_now, row.position
+        now, position = row.database_now, row.position
         if row.recurrence not in {"", when.expression}:
             # What a new expression would have published before is not due. But relays with the old code may be running, which
-            # have changed it back and moved the position a moment ago. So a tick of the last minute is due, but once.
-            after = max(row.last_at or now - GRACE, now - GRACE)
-        ticks = [] if row.paused_at else when.due(after, now)
-        for at in ticks:
-            self.schedule.publish(at, self.alias)
-        position = max(row.position, now)
-        _rows(self.alias).filter(pk=row.pk).update(
-            recurrence=when.expression,
-            position=position,
-            last_at=ticks[-1] if ticks else row.last_at,
-            due_at=next(when.upcoming(position), None),
-            failures=0,
-            error="",
-        )
+            # have changed it back a moment ago. So a tick of the last minute is due, but once.
+            position = max(position, now - GRACE)
+        ticks = [] if row.paused_at else when.due(position, now)
+        for position in ticks[:1]:
+            self.schedule.publish(position, self.alias)
+        due_at = next(chain(ticks[1:], when.upcoming(max(position, now))), None)
+        self._update(recurrence=when.expression, position=position, due_at=due_at, failures=0, error="")
 
     def _defer(self, error: BaseException, took: timedelta) -> None:
-        if is_collision(error):
-            return  # no fault of the function: it is still due
         options = outbox_options()
-        delay = options.retry.delay(self.number)
+        level, delay = logging.ERROR, options.retry.delay(self.number)
+        if is_collision(error):
+            level, delay = logging.WARNING, _PAUSE
         reason = redacted_error(options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")
-        failed = {"error": printable(reason, ERROR_LENGTH), "failures": self.number, "due_at": DatabaseTime(delay)}
-        _rows(self.alias).filter(name=self.group).update(**failed)
-        became = "recurring: the schedule %s failed after %.1f s, for the %d. time, and is tried again in %.0f s: %s"
-        seconds = took.total_seconds(), self.number, delay.total_seconds()
-        logger.error(became, self.group, *seconds, reason, exc_info=error)
+        self._update(error=printable(reason, ERROR_LENGTH), failures=self.number, due_at=DatabaseTime(delay))
+        logger.log(level, "recurring: %s failed, and is called again in %s: %s.", self, delay, reason, exc_info=error)
+
+    def _update(self, **columns: Any) -> None:
+        Schedule.objects.using(self.alias).filter(name=self.group).update(**columns)
 
     def extend_claim(self) -> None:
         """The lock lasts as long as the transaction."""
 
     def give_back(self) -> None:
-        """The lock has ended with the transaction."""
+        """After an outage, which the attendant has logged: pause, or the function would be called without end."""
+        with transaction.atomic(using=self.alias):
+            if any(_is_due(row, self.schedule) for row in _unlocked(self.alias, name=self.group)):
+                self._update(error="A database became unavailable: see the relay's log.", due_at=DatabaseTime(_PAUSE))
 
 
-def _rows(alias: str) -> QuerySet[Any]:
-    return Schedule.objects.using(alias).annotate(database_now=DatabaseTime())
+def _rows(alias: str, **which: Any) -> QuerySet[Any]:
+    return Schedule.objects.using(alias).filter(**which).annotate(database_now=DatabaseTime())
+
+
+def _unlocked(alias: str, **which: Any) -> QuerySet[Any]:
+    """Lock these rows, but not those that another relay works on."""
+    return _rows(alias, **which).select_for_update(skip_locked=True)
 
 
 def _is_due(row: Any, schedule: Declaration) -> bool:
     """Is its time here, or was its expression changed? One that fails waits in both cases."""
     is_time = row.due_at is not None and row.due_at <= row.database_now
-    return (is_time and row.paused_at is None) or (row.recurrence != schedule.when.expression and not row.failures)
+    return (is_time and row.paused_at is None) or (row.recurrence != schedule.when.expression and not row.error)

@@ -14,9 +14,12 @@ from outbox.contrib.recurring.declarations import declarations
 from outbox.contrib.recurring.models import Schedule
 from outbox.models import OutboxMessage
 from outbox.relay.service import serve
+from tests.support.apps.effects.models import Effect
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import open_transaction
+from tests.support.servers.private import LOOPBACK, free_port
 from tests.support.sql import executed
+from tests.support.tasks import run_all
 
 pytestmark = pytest.mark.django_db
 every_database = pytest.mark.every_database
@@ -59,6 +62,10 @@ def relay():
     serve("default", drain=True)
 
 
+def logged(caplog):
+    return [record.getMessage() for record in caplog.records if record.name.startswith("outbox.")]
+
+
 def no_relay_for(time, name=NAME):
     """As if none had run for so long."""
     assert Schedule.objects.filter(name=name).update(position=F("position") - time, due_at=DatabaseTime())
@@ -89,7 +96,7 @@ def test_a_tick_is_published_once_with_its_name_and_instant_as_the_biz_id(recurs
     (tick,) = ticks
     assert (tick.name, f"{tick.at:%H:%M}", tick.at.tzinfo.key) == (NAME, "03:00", "Europe/Berlin")
     assert biz_ids() == [f"{NAME}@{tick.at.astimezone(UTC).isoformat()}"]
-    assert the_schedule().last_at == tick.at
+    assert the_schedule().position == tick.at
     assert timedelta(hours=22) < the_schedule().due_at - tick.at < timedelta(hours=26)
 
 
@@ -130,6 +137,22 @@ def test_an_async_function_and_a_task_are_called_in_the_transaction(recurs):
     assert sorted(biz_ids()) == ["async", "task True"]
 
 
+@pytest.mark.django_db(transaction=True)
+@every_database
+def test_a_task_of_the_backend_is_enqueued_at_its_tick_and_runs_once(tasked, recurs, settings):
+    settings.OUTBOX = {"BROKER_URL": "local://"}
+    recurs()
+    assert recurring(name="tests.task", **LONG)(tasked.note_a_tick) is tasked.note_a_tick
+    relay()
+    no_relay_for(LONG["every"], "tests.task")
+    relay()
+    run_all()
+    relay()
+    run_all()
+    assert Effect.objects.get().name == "tick"
+    assert OutboxMessage.objects.count() == 1
+
+
 @every_database
 def test_a_schedule_that_fails_is_tried_again_and_stops_no_other(recurs, caplog):
     broken = [True]
@@ -149,6 +172,7 @@ def test_a_schedule_that_fails_is_tried_again_and_stops_no_other(recurs, caplog)
     (line,) = [record for record in caplog.records if record.name.startswith("outbox.contrib.recurring")]
     assert f"the schedule {NAME} failed" in line.getMessage()
     assert "LookupError: no such report" in line.getMessage()
+    assert line.levelname == "ERROR"
     assert [biz_id.partition("@")[0] for biz_id in biz_ids()] == ["tests.other"]
     assert (the_schedule().error, the_schedule().failures) == ("LookupError: no such report", 1)
     assert the_schedule().position == position
@@ -159,6 +183,50 @@ def test_a_schedule_that_fails_is_tried_again_and_stops_no_other(recurs, caplog)
     relay()
     assert biz_ids()[1:] == ["published"]
     assert (the_schedule().error, the_schedule().failures) == ("", 0)
+
+
+def test_a_tick_that_fails_takes_no_earlier_one_with_it(recurs):
+    def function(tick):
+        if len(ticks) == 3:
+            raise LookupError
+
+    ticks = recurs(lambda tick: function(tick) or Draft(TOPIC, {}), missed="all")
+    no_relay_for(5 * LONG["every"])
+    relay()
+    assert biz_ids() == [tick.biz_id for tick in ticks[:2]]
+    assert the_schedule().position == ticks[1].at
+
+
+def refusing_connection(tick):
+    elsewhere = connection.copy("elsewhere")
+    elsewhere.settings_dict = {**connection.settings_dict, "HOST": LOOPBACK, "PORT": free_port()}
+    elsewhere.cursor()
+
+
+def locked_elsewhere(tick):
+    with open_transaction(lambda: Effect.objects.select_for_update().get()):
+        Effect.objects.select_for_update(nowait=True).get()
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("expression", ["every 7:00:00", "changed"])
+@pytest.mark.parametrize(
+    ("function", "why"), [(refusing_connection, "unavailable"), (locked_elsewhere, "could not obtain lock")]
+)
+def test_an_outage_of_another_database_or_a_collision_delays_the_next_call_and_is_shown(
+    recurs, caplog, function, why, expression
+):
+    Effect.objects.create(name="locked")
+    ticks = recurs(function, every=timedelta(seconds=1))
+    Schedule.objects.update(recurrence=expression, position=DatabaseTime(-timedelta(seconds=9)), due_at=DatabaseTime())
+    before = the_schedule().position
+    relay()
+
+    assert len(ticks) == 1
+    assert len([line for line in logged(caplog) if NAME in line]) == 1
+    assert why in the_schedule().error
+    assert the_schedule().position == before
+    assert the_schedule().due_at > ticks[0].at
 
 
 def test_a_function_that_returns_something_else_fails(recurs):
@@ -183,10 +251,10 @@ def test_a_changed_expression_counts_from_now_and_keeps_what_is_due_within_the_l
 @every_database
 def test_relays_of_two_deployments_that_change_the_expression_in_turn_lose_and_repeat_no_tick(recurs):
     recurs(every=timedelta(minutes=1))
+    no_relay_for(timedelta(hours=1))
     for _ in range(3):
-        # The other one has looked a moment ago, after the tick of this minute.
-        Schedule.objects.update(recurrence="every 1:00:00", position=DatabaseTime(), due_at=None)
-        relay()
+        recurs(every=timedelta(days=3000))
+        recurs(every=timedelta(minutes=1))
     assert 1 <= len(biz_ids()) == len({*biz_ids()}) <= 2
 
 

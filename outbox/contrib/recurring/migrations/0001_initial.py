@@ -22,7 +22,6 @@ class Migration(migrations.Migration):
                 ('name', exactly_once.sql.fields.NameField(max_length=255, unique=True)),
                 ('recurrence', models.TextField(db_default='', default='')),
                 ('position', models.DateTimeField()),
-                ('last_at', models.DateTimeField(null=True)),
                 ('due_at', models.DateTimeField(null=True)),
                 ('paused_at', models.DateTimeField(null=True)),
                 ('failures', models.PositiveIntegerField(db_default=0, default=0)),
@@ -31,7 +30,7 @@ class Migration(migrations.Migration):
             options={
                 'verbose_name': 'schedule',
                 'verbose_name_plural': 'schedules',
-                'permissions': (('pause_schedule', 'Can pause and resume a schedule'), ('run_schedule', 'Can run a schedule now'), ('forget_schedule', 'Can delete the row of a schedule')),
+                'permissions': (('pause_schedule', 'Can pause and resume a schedule'), ('run_schedule', 'Can run a schedule now')),
                 'default_permissions': ('view',),
             },
         ),

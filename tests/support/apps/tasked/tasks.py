@@ -22,6 +22,11 @@ def note(name, detail=""):
 
 
 @task
+def note_a_tick():
+    Effect.objects.create(name="tick")
+
+
+@task
 async def note_async(name):
     await Effect.objects.acreate(name=name)
     return name
