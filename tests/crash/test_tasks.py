@@ -3,6 +3,7 @@
 import pytest
 
 from inbox.contrib.tasks.compat import TaskResultStatus
+from inbox.models import InboxMessage
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.tasked import TASKS
 from tests.support.crash.points import COMMIT, EFFECT, HAND_OVER, WRITE_RESULT
@@ -41,6 +42,19 @@ def test_failed_task_whose_process_is_killed_after_its_death_has_a_result(local_
 
     assert (result.status, [error.exception_class for error in result.errors]) == (TaskResultStatus.FAILED, [KeyError])
     assert not Effect.objects.exists()
+
+
+@pytest.mark.every_database
+def test_task_under_a_lease_that_is_killed_after_its_result_and_has_no_attempt_left_is_successful(local_world, settings):
+    settings.TASKS = TASKS
+    result = tasks().charge.using(queue_name="mail").enqueue("a")
+    local_world.dies_at(f"after {WRITE_RESULT}", local_world.relay)
+    local_world.relay()
+    about = InboxMessage.objects.filter(handler="tasks.mail.leased.on_dead", state="done")
+    local_world.wait_until(about.exists, "its dead letter was handled")
+    result.refresh()
+
+    assert (result.status, result.return_value) == (TaskResultStatus.SUCCESSFUL, f"charged {result.id}")
 
 
 @pytest.mark.parametrize("name", ["before the commit of the result", "after the commit of the result"])

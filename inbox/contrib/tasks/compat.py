@@ -1,6 +1,5 @@
 """`django.tasks`: Django's own since 6.0; before that the package django-tasks, from which it was taken."""
 
-import logging
 from importlib import import_module
 from typing import Any
 
@@ -29,10 +28,3 @@ task_backends: Any = _module().task_backends
 task_enqueued: Signal = _signals.task_enqueued
 task_started: Signal = _signals.task_started
 task_finished: Signal = _signals.task_finished
-
-_logger = logging.getLogger(PACKAGE)  # noqa: TID251 - Django's own, which writes a line for each signal
-
-
-def is_heard(signal: Signal) -> bool:
-    """Has the signal a receiver besides Django's own, which writes a line of the log?"""
-    return len(signal.receivers) > 1 or _logger.isEnabledFor(logging.INFO)

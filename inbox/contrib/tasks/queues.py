@@ -16,7 +16,7 @@ from inbox.handlers.options import Retry, require_duration
 
 PREFIX = "tasks."
 """Of the topics and handlers of queues."""
-_LEASED = ".leased"
+LEASED = ".leased"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,11 @@ class QueueOptions:
     rate_limit: str | None = None
     concurrency: int | None = None
     lease: Any = None
-    keep_results: timedelta | str = timedelta(days=14)
+    keep_results: Any = timedelta(days=14)
     queues: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_duration("keep_results", self.keep_results)
+        object.__setattr__(self, "keep_results", require_duration("keep_results", self.keep_results))
         for name, kind in (("retry", Retry), ("lease", Lease)):
             given = getattr(self, name)
             if isinstance(given, Mapping):
@@ -51,11 +51,6 @@ class QueueOptions:
     def alias(self) -> str:
         """The database."""
         return database_of(self.using)
-
-    @property
-    def kept(self) -> timedelta:
-        """How long results are kept."""
-        return require_duration("keep_results", self.keep_results)
 
     def of(self, queue: str) -> QueueOptions:
         """Those of one queue."""
@@ -84,9 +79,14 @@ def options_of(alias: str, given: Mapping[str, Any]) -> QueueOptions:
 
 def topic_of(queue: str, *, lease: bool = False) -> str:
     """The topic, and the name of the handler, of a queue."""
-    return f"{PREFIX}{queue}{_LEASED if lease else ''}"
+    return f"{PREFIX}{queue}{LEASED if lease else ''}"
 
 
 def queue_of(topic: str) -> str:
     """The queue of a topic."""
-    return topic.removeprefix(PREFIX).removesuffix(_LEASED)
+    return topic.removeprefix(PREFIX).removesuffix(LEASED)
+
+
+def is_leased(topic: str) -> bool:
+    """Is it the topic of tasks under a lease?"""
+    return topic.endswith(LEASED)

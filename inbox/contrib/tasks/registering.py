@@ -9,7 +9,7 @@ from typing import Any
 from inbox.contrib.tasks.backend import ExactlyOnceBackend
 from inbox.contrib.tasks.compat import task_backends
 from inbox.contrib.tasks.queues import topic_of
-from inbox.contrib.tasks.running import end_failed, retry_of, run, run_leased
+from inbox.contrib.tasks.running import end_failed, retry_of, run
 from inbox.handlers.decorator import registering
 from inbox.handlers.kinds import PLAIN
 
@@ -43,10 +43,9 @@ def _register(backend: ExactlyOnceBackend, queue: str) -> None:
         "rate_limit": options.rate_limit,
         "concurrency": options.concurrency,
     }
-    kinds = [(run, PLAIN), *([(run_leased, options.lease)] if options.lease else [])]
-    for function, kind in kinds:
+    for kind in (PLAIN, *([options.lease] if options.lease else [])):
         topic = topic_of(queue, lease=kind is not PLAIN)
-        registering([topic], name=topic, kind=kind, **limits)(_bound(function, backend))
+        registering([topic], name=topic, kind=kind, **limits)(_bound(run, backend))
 
 
 def _bound(function: Callable[..., Any], backend: ExactlyOnceBackend) -> Callable[..., Any]:

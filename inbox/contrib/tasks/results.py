@@ -24,7 +24,7 @@ from exactly_once.wire.body import decode_payload
 from exactly_once.wire.identity import uuid_in
 from inbox.contrib.tasks.compat import TaskError, TaskResult, TaskResultDoesNotExist, TaskResultStatus
 from inbox.contrib.tasks.models import Result, Status
-from inbox.contrib.tasks.queues import PREFIX, queue_of
+from inbox.contrib.tasks.queues import PREFIX, is_leased, queue_of
 from inbox.contrib.tasks.task import TaskCancelled, TaskNotRun, call_of, task_of
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage, Receipt, TrailEntry
@@ -48,26 +48,47 @@ def get_result(backend: Any, result_id: str) -> Any:
         TaskResultDoesNotExist: there is no such task, or its result is deleted.
     """
     for alias in dict.fromkeys(backend.given.of(queue).alias for queue in sorted(backend.queues)):
-        found = _written(alias, result_id, status=Status.SUCCESSFUL) or _unfinished(alias, result_id)
-        if found is not None:
+        if (found := _present(alias, result_id)) is not None:
             return found
     raise TaskResultDoesNotExist(result_id)
 
 
-def _unfinished(alias: str, result_id: str) -> Any:
+def _present(alias: str, result_id: str) -> Any:
     """In the order in which a message moves, so that it is found wherever it moves to in between."""
+    if (written := _written(alias, result_id, status=Status.SUCCESSFUL)) is not None:
+        return written
     sent = _outbox(alias).filter(message_id=uuid_in(result_id), topic__startswith=PREFIX).first()
     if sent is not None and sent.state != _SENT:
         return _waiting(sent)
+    if (found := _arrived(alias, result_id)) is not None or sent is None:
+        return found
+    return _at_the_broker(alias, sent)
+
+
+def _at_the_broker(alias: str, sent: Any) -> Any:
+    """The result of a published message that had not arrived; or that of the task whose biz-id it has."""
+    result_id = str(sent.message_id)
+    receipt = Receipt.objects.using(alias).filter(handler=sent.topic, topic=sent.topic, biz_id=sent.biz_id).first()
+    if receipt is None:
+        return _waiting(sent)
+    if receipt.message_id == result_id:
+        # It has arrived since. Or its result is deleted.
+        return _arrived(alias, result_id)
+    first = _present(alias, receipt.message_id)
+    if first is None:
+        return None
+    return ended(replace(first, id=result_id), first.return_value if first.status == _SUCCESSFUL else None)
+
+
+def _arrived(alias: str, result_id: str) -> Any:
+    """The result of a message that the inbox has received."""
     rows = _of_queues(alias).filter(message_id=result_id)
-    row = rows.filter(day=LIVE).first()
-    if row is not None:
+    if (row := rows.filter(day=LIVE).first()) is not None:
         return received(alias, row)
     if (written := _written(alias, result_id)) is not None:
         return written
-    if (row := rows.exclude(state=State.DONE).first()) is not None:
-        return received(alias, row)
-    return None if sent is None else _at_the_broker(alias, sent)
+    row = rows.exclude(state=State.DONE).first()
+    return None if row is None else received(alias, row)
 
 
 def _of_queues(alias: str) -> QuerySet[InboxMessage]:
@@ -76,10 +97,15 @@ def _of_queues(alias: str) -> QuerySet[InboxMessage]:
 
 
 def failed(alias: str, message: Message) -> Any:
-    """The result of a task whose message is dead, and is locked here against a retry. None: it is not dead any more."""
+    """The result of a task whose message is dead, and is locked here against a retry.
+
+    None: it is not dead any more; or, under a lease, its last process died between its success and the end of its lease.
+    """
     row = _of_queues(alias).filter(message_id=message.id, topic=message.topic, day=LIVE, state=State.DEAD)
     dead = row.select_for_update().first()
-    return None if dead is None else received(alias, dead)
+    if dead is None or _written(alias, message.id, status=Status.SUCCESSFUL) is not None:
+        return None
+    return received(alias, dead)
 
 
 def _outbox(alias: str) -> QuerySet[Any]:
@@ -123,26 +149,13 @@ def _waiting(sent: Any) -> Any:
     return _result(str(sent.message_id), queue_of(sent.topic), json.loads(bytes(sent.body)), sent.created_at, **given)
 
 
-def _at_the_broker(alias: str, sent: Any) -> Any:
-    """The result of a published message that no consumer has received yet; or that of the task whose biz-id it has."""
-    receipt = Receipt.objects.using(alias).filter(handler=sent.topic, topic=sent.topic, biz_id=sent.biz_id).first()
-    if receipt is None:
-        return _waiting(sent)
-    if receipt.message_id == str(sent.message_id):
-        return None  # it was deleted
-    first = _written(alias, receipt.message_id) or _unfinished(alias, receipt.message_id)
-    if first is None:
-        return None
-    return ended(replace(first, id=str(sent.message_id)), first.return_value if first.status == _SUCCESSFUL else None)
-
-
 def ended(result: Any, value: Any) -> Any:
     """The result, with what its task has returned."""
     object.__setattr__(result, "_return_value", value)
     return result
 
 
-def running(message: Message, queue: str, alias: str, worker: str) -> Any:
+def running(message: Message, backend: str, alias: str, worker: str) -> Any:
     """The result of a task that runs now."""
     errors: list[Any] = []
     earlier: Sequence[str] = []
@@ -154,19 +167,17 @@ def running(message: Message, queue: str, alias: str, worker: str) -> Any:
             errors, started_at = _failures(row), _started_at(row) or now
         earlier = _workers(alias, message.id, message.topic, message.attempt - 1)
     given = {"started_at": started_at, "last_attempted_at": now, "errors": errors, "worker_ids": [*earlier, worker]}
-    return _result(message.id, queue, message.payload, message.created_at, status=TaskResultStatus.RUNNING, **given)
+    payload = {**message.payload, "backend": backend}
+    return _result(message.id, queue_of(message.topic), payload, message.created_at, status=TaskResultStatus.RUNNING, **given)
 
 
-def write(alias: str, result: Any, value: Any = None, **columns: Any) -> None:
-    """Write the result of a task that has ended; one that failed and was retried has a row already.
-
-    Args:
-        columns: those that the result does not have.
-    """
-    given = {name: getattr(result, name) for name in ("status", "worker_ids", "enqueued_at")}
-    for name in _TIMES[1:]:
-        at: datetime | None = getattr(result, name)
-        given[name] = None if at is None else DatabaseTime(at - result.finished_at)
+def write(alias: str, result: Any, message: Message, value: Any = None) -> None:
+    """Write the result of a task that has ended. The success of one that had failed replaces its failure."""
+    given = {name: getattr(result, name) for name in ("status", "worker_ids", *_TIMES)}
+    if result.status == _SUCCESSFUL:
+        # Of this process, not of the database.
+        for name in ("last_attempted_at", "finished_at"):
+            given[name] = DatabaseTime(given[name] - result.finished_at)
     row = Result(
         message_id=result.id,
         queue=result.task.queue_name,
@@ -174,11 +185,18 @@ def write(alias: str, result: Any, value: Any = None, **columns: Any) -> None:
         body=json.dumps(call_of(result.task, result.args, result.kwargs, result.backend)).encode(),
         return_value=value,
         errors=[asdict(error) for error in result.errors],
-        **columns,
+        key=message.key,
+        leased=is_leased(message.topic),
         **given,
     )
-    changed = [field.name for field in Result._meta.fields if field.name not in {"id", "message_id"}]
-    Result.objects.using(alias).bulk_create([row], update_conflicts=True, unique_fields=["message_id"], update_fields=changed)
+    rows = Result.objects.using(alias)
+    if result.status == _SUCCESSFUL:
+        changed = [field.name for field in Result._meta.fields if field.name not in {"id", "message_id"}]
+        rows.bulk_create([row], update_conflicts=True, unique_fields=["message_id"], update_fields=changed)
+    else:
+        # Not an update: a process whose lease has ended may write at this moment that it has succeeded.
+        rows.filter(message_id=result.id, status=Status.FAILED).delete()
+        rows.bulk_create([row], ignore_conflicts=True)
 
 
 def _result(result_id: str, queue: str, payload: Any, enqueued_at: Any = None, **given: Any) -> Any:

@@ -36,4 +36,4 @@ def _periods(alias: str) -> Iterator[tuple[str, timedelta]]:
         for queue in sorted(backend.queues):
             options = backend.given.of(queue)
             if options.alias == alias:
-                yield queue, options.kept
+                yield queue, options.keep_results

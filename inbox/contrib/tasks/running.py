@@ -7,18 +7,18 @@ message: a run that dies after the call finds the value that it returned, and wr
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
-from django.db import connections, transaction
+from django.db import DatabaseError, connections, transaction
 from django.dispatch import Signal
 from django.utils import timezone
 
 from exactly_once.wire.identity import process_name
 from inbox.contrib.tasks import results
-from inbox.contrib.tasks.compat import TaskResultStatus, is_heard, normalize_json, task_backends, task_finished, task_started
-from inbox.contrib.tasks.queues import queue_of, topic_of
+from inbox.contrib.tasks.compat import TaskResultStatus, normalize_json, task_backends, task_finished, task_started
+from inbox.contrib.tasks.queues import QueueOptions, is_leased, queue_of
 from inbox.contrib.tasks.task import ExactlyOnceContext, NotImportable, ResultNotJson, is_call, load, own_options
 from inbox.errors import Reject
 from inbox.handlers.message import Message
@@ -27,27 +27,29 @@ from inbox.handlers.options import Retry
 _STEP = "task"
 
 
+class _ReceiverFailed(Exception):
+    """A receiver of a signal has raised."""
+
+
 def run(backend: str, message: Message) -> None:
-    """Run a task in the transaction of its message."""
-    result = _begin(backend, message)
-    _end(message, result, _call(message, result))
-
-
-def run_leased(backend: str, message: Message) -> None:
-    """Run a task under the lease of its message."""
-    result = _begin(backend, message)
-    _end(message, result, message.step(_STEP, partial(_call, message, result)))
+    """Run a task, in the transaction of its message or under its lease."""
+    if not is_call(message.payload):
+        raise Reject("It is not the call of a task: enqueue tasks with their enqueue().")
+    load(message.payload["task"])
+    result = results.running(message, backend, _options(backend, message).alias, process_name())
+    _announce(backend, message, task_started, result)
+    call = partial(_call, message, result)
+    value = message.step(_STEP, call) if is_leased(message.topic) else call()
+    object.__setattr__(result, "status", TaskResultStatus.SUCCESSFUL)
+    object.__setattr__(result, "finished_at", timezone.now())
+    _end(backend, message, results.ended(result, value), value)
 
 
 def end_failed(backend: str, message: Message) -> None:
     """Write the result of a task whose message is dead, as the handler of its dead letters."""
-    queue = queue_of(message.topic)
-    alias = task_backends[backend].given.of(queue).alias
-    if not is_call(message.payload) or (result := results.failed(alias, message)) is None:
-        return
-    results.write(alias, result, key=message.key, leased=message.topic != topic_of(queue))
-    if is_heard(task_finished):
-        transaction.on_commit(partial(_announce, task_finished, result), using=alias, robust=True)
+    result = results.failed(_options(backend, message).alias, message)
+    if result is not None:
+        _end(backend, message, result)
 
 
 def retry_of(backend: str, message: Message) -> Retry:
@@ -55,19 +57,12 @@ def retry_of(backend: str, message: Message) -> Retry:
     own = None
     with suppress(NotImportable):
         own = own_options(load(message.payload["task"]))["retry"]
-    given = task_backends[backend].given.of(queue_of(message.topic)).retry
-    return own or given or Retry()
+    return own or _options(backend, message).retry or Retry()
 
 
-def _begin(backend: str, message: Message) -> Any:
-    """The result of a task that runs now, announced."""
-    if not is_call(message.payload):
-        raise Reject("It is not the call of a task: enqueue tasks with their enqueue().")
-    load(message.payload["task"])
-    queue = queue_of(message.topic)
-    result = results.running(message, queue, task_backends[backend].given.of(queue).alias, process_name())
-    _announce(task_started, result)
-    return result
+def _options(backend: str, message: Message) -> QueueOptions:
+    options: QueueOptions = task_backends[backend].given.of(queue_of(message.topic))
+    return options
 
 
 def _call(message: Message, result: Any) -> Any:
@@ -88,30 +83,27 @@ def _call(message: Message, result: Any) -> Any:
     return value
 
 
-def _end(message: Message, result: Any, value: Any) -> None:
+def _end(backend: str, message: Message, result: Any, value: Any = None) -> None:
     """Write the result, and announce it after the commit."""
-    alias = task_backends[result.backend].given.of(result.task.queue_name).alias
-    object.__setattr__(result, "status", TaskResultStatus.SUCCESSFUL)
-    object.__setattr__(result, "finished_at", timezone.now())
-    results.ended(result, value)
-    results.write(alias, result, value, key=message.key, leased=message.topic != topic_of(result.task.queue_name))
-    if is_heard(task_finished):
-        transaction.on_commit(partial(_announce, task_finished, result), using=alias, robust=True)
-
-
-def _announce(signal: Signal, result: Any) -> None:
-    """Send a signal. A receiver that raises changes nothing: inside a transaction its statements are rolled back."""
-    if not is_heard(signal):
-        return
-    backend = task_backends[result.backend]
-    connection = connections[backend.given.of(result.task.queue_name).alias]
-    inside = connection.in_atomic_block
-    mark = transaction.savepoint(connection.alias) if inside else None
-    answers = signal.send_robust(type(backend), task_result=result)
-    if mark is None:
-        return
-    if any(isinstance(answer, Exception) for _, answer in answers):
-        transaction.savepoint_rollback(mark, connection.alias)
-        connection.needs_rollback = False
+    alias = _options(backend, message).alias
+    results.write(alias, result, message, value)
+    announce = partial(_announce, backend, message, task_finished, result)
+    if _is_heard(task_finished):
+        transaction.on_commit(announce, using=alias, robust=True)
     else:
-        transaction.savepoint_commit(mark, connection.alias)
+        announce()
+
+
+def _is_heard(signal: Signal) -> bool:
+    """Has it a receiver besides Django's own? That only writes a line of the log, which is not worth a savepoint and a hook."""
+    return len(signal.receivers) > 1
+
+
+def _announce(backend: str, message: Message, signal: Signal, result: Any) -> None:
+    """Send a signal. A receiver that raises changes nothing: inside a transaction its statements are rolled back."""
+    alias = _options(backend, message).alias
+    guarded = _is_heard(signal) and connections[alias].in_atomic_block
+    with suppress(_ReceiverFailed, DatabaseError), transaction.atomic(using=alias) if guarded else nullcontext():
+        answers = signal.send_robust(type(task_backends[backend]), task_result=result)
+        if any(isinstance(answer, Exception) for _, answer in answers):
+            raise _ReceiverFailed

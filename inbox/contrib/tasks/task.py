@@ -109,13 +109,20 @@ def call_of(task: Any, args: Any, kwargs: Any, backend: str) -> dict[str, Any]:
 
 
 def task_of(payload: Any, queue: str) -> Any:
-    """The task that was enqueued with this payload; one without its function if that cannot be imported any more."""
-    run_after = datetime.fromisoformat(payload["run_after"]) if "run_after" in payload else None
+    """The task that was enqueued with this payload; one without its function if that cannot be imported any more.
+
+    It is not validated: its queue, its lease or its backend may have been removed since.
+    """
     try:
         found = load(payload["task"])
+        kind, values = type(found), {field.name: getattr(found, field.name) for field in fields(found)}
     except NotImportable:
-        found = Task(func=_missing(payload["task"]), backend=payload["backend"], queue_name=queue)
-    return replace(found, queue_name=queue, backend=payload["backend"], run_after=run_after)
+        kind, values = Task, {field.name: field.default for field in fields(Task)} | {"func": _missing(payload["task"])}
+    run_after = datetime.fromisoformat(payload["run_after"]) if "run_after" in payload else None
+    task = object.__new__(kind)
+    for name, value in {**values, "queue_name": queue, "backend": payload["backend"], "run_after": run_after}.items():
+        object.__setattr__(task, name, value)
+    return task
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
+from datetime import timedelta
 from unittest.mock import ANY
 
 import pytest
@@ -24,7 +26,7 @@ from inbox.contrib.tasks.registering import register_queues
 from inbox.contrib.tasks.testing import run_tasks, task_message
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
-from inbox.testing import assert_effect_once
+from inbox.testing import assert_effect_once, travel
 from outbox import cancel, publish
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect
@@ -127,6 +129,23 @@ class TestDamage:
         assert result.status == TaskResultStatus.READY
         assert "cannot be imported" in result.errors[0].traceback
 
+    def test_task_whose_lease_was_removed_runs_and_has_a_result(self, tasked, settings):
+        result = tasked.charge.enqueue("a")
+        settings.TASKS = {"default": {**TASKS["default"], "OPTIONS": {}}}
+        run_all()
+
+        assert task_backends["default"].get_result(result.id).status == TaskResultStatus.SUCCESSFUL
+
+    def test_task_whose_backend_was_renamed_runs_and_has_a_result(self, tasked):
+        result = tasked.note_attempt.enqueue("a")
+        sent = OutboxMessage.objects.get()
+        OutboxMessage.objects.update(body=bytes(sent.body).replace(b'"default"', b'"renamed"'))
+        run_all()
+        travel(timedelta(minutes=10))
+        run_all()
+
+        assert task_backends["default"].get_result(result.id).status == TaskResultStatus.SUCCESSFUL
+
     def test_message_that_is_not_the_call_of_a_task_is_a_dead_letter(self, tasked):
         with transaction.atomic():
             publish("tasks.default", {"order": 17})
@@ -155,14 +174,23 @@ class TestSignals:
         assert [name for name, *_ in said] == ["enqueued", "started", "finished"]
         assert said[-1] == ("finished", "FAILED", False)
 
-    @pytest.mark.parametrize("error", [ValueError, DatabaseError])
-    def test_receiver_that_raises_changes_nothing(self, tasked, heard, error):
-        def act(name):
-            Effect.objects.create(name="receiver")
-            if error is DatabaseError:
+    @pytest.mark.parametrize("caught", [False, True])
+    @pytest.mark.parametrize("fault", ["an error", "a statement", "a model"])
+    def test_receiver_that_fails_changes_nothing(self, tasked, heard, fault, caught):
+        taken = Effect.objects.create(name="taken")
+
+        def fail():
+            if fault == "a model":
+                Effect.objects.create(pk=taken.pk, name="receiver")
+            elif fault == "a statement":
                 with connection.cursor() as cursor:
                     cursor.execute("SELECT * FROM nowhere")
-            raise error
+            raise ValueError(fault)
+
+        def act(name):
+            Effect.objects.create(name="receiver")
+            with suppress(DatabaseError, ValueError) if caught else nullcontext():
+                fail()
 
         heard(act)
         result = tasked.note.enqueue("a")

@@ -5,18 +5,19 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
 from django.utils import timezone
 
 from inbox.contrib.tasks.compat import TaskResultDoesNotExist, TaskResultStatus
 from inbox.contrib.tasks.models import Result
-from inbox.models import InboxMessage
+from inbox.models import InboxMessage, Receipt
 from inbox.testing import travel
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.tasked.provider import provider
 from tests.support.decisions import retry, skip
 from tests.support.inbox_rows import delete_messages
+from tests.support.relaying import drained
 from tests.support.tasks import run_all
 
 READY, RUNNING = TaskResultStatus.READY, TaskResultStatus.RUNNING
@@ -107,6 +108,24 @@ class TestRun:
         assert waiting == (READY, 0)
         assert refreshed(result).status == SUCCESSFUL
 
+    def test_task_that_arrives_while_its_result_is_read_has_one(self, tasked):
+        result = tasked.note.enqueue("a")
+        drained("local://")
+        arrived = {model: model.objects.get().pk for model in (Receipt, InboxMessage)}
+        for model in arrived:
+            model.objects.update(handler="not yet")
+
+        def arrive(execute, sql, *given):
+            if "inbox_receipt" in sql and sql.startswith("SELECT"):
+                while arrived:
+                    model, pk = arrived.popitem()
+                    model.objects.filter(pk=pk).update(handler="tasks.default")
+            return execute(sql, *given)
+
+        with connection.execute_wrapper(arrive):
+            assert refreshed(result).status == READY
+        assert not arrived
+
 
 class TestFailed:
     def test_task_out_of_attempts_has_failed_until_an_operator_retries_it(self, tasked):
@@ -143,10 +162,11 @@ class TestFailed:
         result = tasked.fail.enqueue("a")
         run_all()
         row = Result.objects.get()
+        died_at = InboxMessage.objects.get(state="dead").settled_at
         delete_messages()
         OutboxMessage.objects.all().delete()
 
-        assert (row.status, row.queue, len(row.worker_ids)) == ("FAILED", "mail", 1)
+        assert (row.status, row.queue, len(row.worker_ids), row.finished_at) == ("FAILED", "mail", 1, died_at)
         assert (refreshed(result).status, errors_of(result)) == (FAILED, [KeyError])
 
     def test_task_that_succeeds_after_an_operators_retry_is_successful(self, tasked, monkeypatch):

@@ -8,7 +8,10 @@ TASKS = {
         "QUEUES": ["default", "mail", "payments"],
         "OPTIONS": {
             "lease": {"duration": "1m"},
-            "queues": {"mail": {"retry": {"max_attempts": 1}}, "payments": {"retry": {"max_attempts": 3}}},
+            "queues": {
+                "mail": {"retry": {"max_attempts": 1}, "lease": {"duration": "2s"}},
+                "payments": {"retry": {"max_attempts": 3}},
+            },
         },
     },
     "immediate": {"BACKEND": f"{PACKAGE}.backends.immediate.ImmediateBackend"},
