@@ -113,7 +113,7 @@ def retention():
     def finished():
         task_id = enqueue()
         work()
-        Result.objects.update(finished_at=utcnow() - timedelta(days=60))
+        Result.objects.update(expires_at=utcnow() - timedelta(days=1))
         return task_id
 
     def exists(task_id):

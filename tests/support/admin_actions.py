@@ -94,7 +94,7 @@ def _result(action):
     row = failing("tasks.default", f"{NASTY} {action}", (NASTY, NASTY, NASTY), dead=True, topic="tasks.default", body=TASK)
     errors = [{"exception_class_path": NASTY, "traceback": NASTY}]
     texts = {"message_id": row.message_id, "queue": "default", "task": NASTY, "body": TASK, "key": NASTY, "errors": errors}
-    return Result.objects.create(status="FAILED", finished_at=utcnow(), **texts)
+    return Result.objects.create(status="FAILED", finished_at=utcnow(), expires_at=utcnow(), **texts)
 
 
 def rows_to_act_on():

@@ -480,7 +480,8 @@ def hostile_rows(text: str) -> None:
     _filled(Part, text, run=run, body=body, stored_at=now, headers={text: text})
     task = json.dumps({"task": text, "args": [text], "kwargs": {text: text}, "backend": text}).encode()
     error = {"exception_class_path": text, "traceback": text}
-    _filled(Result, text, body=task, status="FAILED", return_value=text, errors=[error], worker_ids=[text], finished_at=now)
+    ended = {"status": "FAILED", "finished_at": now, "expires_at": now}
+    _filled(Result, text, body=task, return_value=text, errors=[error], worker_ids=[text], **ended)
     for app in ("outbox", "inbox"):
         _filled(Minute, text, app=app, minute=now, counts={"dead": 900})
         _filled(FailureNote, text, app=app, written_at=now)

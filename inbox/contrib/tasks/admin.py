@@ -4,6 +4,7 @@ import json
 from typing import Any, ClassVar
 
 from django.contrib import admin
+from django.core.exceptions import ImproperlyConfigured
 from django.db.models import Q
 from django.http import HttpRequest
 from django.utils.safestring import SafeString
@@ -81,7 +82,7 @@ class ResultAdmin(ActingAdmin):
         "retried, skipped and cancelled."
     )
     large_columns = ("body", "return_value")
-    refusals = (InvalidTask,)
+    refusals = (InvalidTask, ImproperlyConfigured)
     actions = (RETRY, ENQUEUE)
     ordering = ("-finished_at",)
     list_filter = (StatusFilter,)

@@ -19,4 +19,4 @@ class TasksConfig(AppConfig):
         from inbox.contrib.tasks.retention import OldResults
         from inbox.housekeeping import remains
 
-        remains["task results"] = OldResults(model=Result, message="message_id", at="finished_at")
+        remains["task results"] = OldResults(model=Result, message="message_id", at="expires_at")

@@ -18,7 +18,7 @@ import outbox
 from exactly_once.sql.connections import is_inside_a_transaction
 from inbox.contrib.tasks.compat import BaseTaskBackend, InvalidTask, TaskResult, TaskResultStatus, task_enqueued
 from inbox.contrib.tasks.queues import options_of, topic_of
-from inbox.contrib.tasks.task import ExactlyOnceTask, NotImportable, call_of, load, named, own_options
+from inbox.contrib.tasks.task import KINDS, ExactlyOnceTask, NotImportable, call_of, load, named, own_options
 
 
 class ExactlyOnceBackend(BaseTaskBackend):  # type: ignore[misc] # it is Any, see `compat`
@@ -42,6 +42,9 @@ class ExactlyOnceBackend(BaseTaskBackend):  # type: ignore[misc] # it is Any, se
         """
         super().validate_task(task)
         own = own_options(task)
+        for name, (kinds, wanted) in KINDS.items():
+            if not isinstance(own[name], kinds):
+                raise InvalidTask(f"{name} is {own[name]!r}: it must be {wanted}.")
         if own["unique"] and own["biz_id"] is None:
             raise InvalidTask("unique=True needs a biz_id: without one every task has a name of its own.")
         if own["lease"] and self.given.of(task.queue_name).lease is None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 from django.apps import apps
 from django.core.checks import CheckMessage, Error
+from django.db import connections, router
+from django.utils.module_loading import import_string
 
 from exactly_once.wire.text import why_no_topic
 from inbox.contrib.tasks.compat import task_backends
-from inbox.contrib.tasks.queues import topic_of
-from inbox.handlers.registry import registry
+from inbox.contrib.tasks.models import Result
+from inbox.contrib.tasks.queues import LEASED, QueueOptions, topic_of
+
+_DAY = timedelta(days=1)
 
 
 def problems(backend: Any) -> Iterator[CheckMessage]:
-    """inbox_tasks.E001 to E004, of one backend."""
+    """inbox_tasks.E001 to E005, of one backend."""
     where = f"TASKS[{backend.alias!r}]"
     if not apps.is_installed("inbox.contrib.tasks"):
         yield Error(
@@ -36,18 +41,40 @@ def problems(backend: Any) -> Iterator[CheckMessage]:
             id="inbox_tasks.E002",
         )
     for queue in sorted(backend.queues):
-        if others := [alias for alias in task_backends if alias < backend.alias and queue in task_backends[alias].queues]:
-            if any(isinstance(task_backends[alias], type(backend)) for alias in others):
-                yield Error(
-                    f"{where} and TASKS[{others[0]!r}] have the queue {queue!r}, which can have one handler only.",
-                    hint="Give the queues of each backend names of their own in QUEUES.",
-                    id="inbox_tasks.E003",
-                )
-        elif reason := why_no_topic(topic_of(queue)):
-            yield Error(f"{where} has the queue {queue!r}, whose topic cannot be used: {reason}.", id="inbox_tasks.E002")
-        elif registry.get(topic_of(queue)) is None:
+        others = [alias for alias in task_backends if alias < backend.alias and _has(task_backends[alias], backend, queue)]
+        if others:
             yield Error(
-                f"{where} has the queue {queue!r}, but no handler {topic_of(queue)!r}, so no process runs its tasks.",
-                hint="The handlers are made at start from the setting TASKS. Call register_queues() after a change of it.",
-                id="inbox_tasks.E004",
+                f"{where} and TASKS[{others[0]!r}] have the queue {queue!r}, which can have one handler only.",
+                hint="Give the queues of each backend names of their own in QUEUES.",
+                id="inbox_tasks.E003",
             )
+        elif reason := _why_unusable(queue):
+            yield Error(f"{where} has the queue {queue!r}, whose topic cannot be used: {reason}.", id="inbox_tasks.E002")
+        yield from _of_results(f"{where}: the queue {queue!r}", backend.given.of(queue))
+
+
+def _why_unusable(queue: str) -> str | None:
+    return f"{LEASED} is the end of those of leased tasks" if queue.endswith(LEASED) else why_no_topic(topic_of(queue))
+
+
+def _has(other: Any, backend: Any, queue: str) -> bool:
+    return isinstance(other, type(backend)) and queue in other.queues
+
+
+def _of_results(name: str, options: QueueOptions) -> Iterator[CheckMessage]:
+    """inbox_tasks.E004 and E005, of one queue."""
+    # By its name: the inbox imports only public names of the outbox for publishing.
+    kept = import_string("outbox.conf.outbox_options")().KEEP_HISTORY
+    if kept is not None and options.keep_results < kept + _DAY:
+        yield Error(
+            f'{name} has keep_results={options.keep_results}, but OUTBOX["KEEP_HISTORY"] is {kept}: enqueue() with unique=True '
+            "finds messages whose results are deleted.",
+            hint="Make keep_results at least a day longer: history is deleted by whole days.",
+            id="inbox_tasks.E004",
+        )
+    if options.alias not in connections or not router.allow_migrate_model(options.alias, Result):
+        yield Error(
+            f"{name} has using={options.alias!r}, but that database has no table of results.",
+            hint="Allow inbox_tasks to be migrated there in the database routers, or set using to another alias.",
+            id="inbox_tasks.E005",
+        )

@@ -41,6 +41,7 @@ class Result(models.Model):
     started_at = models.DateTimeField(null=True)
     last_attempted_at = models.DateTimeField(null=True)
     finished_at = models.DateTimeField()
+    expires_at = models.DateTimeField()
 
     objects: ClassVar[models.Manager[Result]]
 
@@ -49,7 +50,10 @@ class Result(models.Model):
         verbose_name_plural = _("results of tasks")
         default_permissions = ("view",)
         permissions = (("retry_result", "Can retry a failed task"), ("enqueue_result", "Can enqueue a task again"))
-        indexes = (models.Index(fields=["finished_at"], name="inbox_tasks_finished"),)
+        indexes = (
+            models.Index(fields=["finished_at"], name="inbox_tasks_finished"),
+            models.Index(fields=["expires_at"], name="inbox_tasks_expires"),
+        )
 
     def __str__(self) -> str:
         return f"{self.task} ({self.status})"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
@@ -20,12 +21,12 @@ from django.utils import timezone
 from exactly_once.packages import label_of
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.wire.body import decode_payload
+from exactly_once.wire.body import Undecodable, decode_payload
 from exactly_once.wire.identity import uuid_in
 from inbox.contrib.tasks.compat import TaskError, TaskResult, TaskResultDoesNotExist, TaskResultStatus
 from inbox.contrib.tasks.models import Result, Status
-from inbox.contrib.tasks.queues import PREFIX, is_leased, queue_of
-from inbox.contrib.tasks.task import TaskCancelled, TaskNotRun, call_of, task_of
+from inbox.contrib.tasks.queues import PREFIX, QueueOptions, is_leased, queue_of
+from inbox.contrib.tasks.task import TaskCancelled, TaskNotRun, call_of, is_call, task_of
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage, Receipt, TrailEntry
 from inbox.states import DUE, State
@@ -136,7 +137,7 @@ def received(alias: str, row: InboxMessage) -> Any:
         if row.state != State.DEAD:
             errors = [*errors, _error(TaskCancelled, row.last_error or str(State(row.state).label))]
     given = {"started_at": _started_at(row), "last_attempted_at": row.failed_at, "finished_at": finished_at, "errors": errors}
-    payload = decode_payload(bytes(row.body), row.content_type)
+    payload = _call_in(row.body)
     return _result(row.message_id, queue_of(row.topic), payload, row.created_at, status=status, worker_ids=workers, **given)
 
 
@@ -146,7 +147,7 @@ def _waiting(sent: Any) -> Any:
     if sent.state in _WITHDRAWN:
         why = _error(TaskCancelled, sent.last_error or sent.get_state_display())
         given = {"status": TaskResultStatus.FAILED, "finished_at": sent.settled_at, "errors": [why]}
-    return _result(str(sent.message_id), queue_of(sent.topic), json.loads(bytes(sent.body)), sent.created_at, **given)
+    return _result(str(sent.message_id), queue_of(sent.topic), _call_in(sent.body), sent.created_at, **given)
 
 
 def ended(result: Any, value: Any) -> Any:
@@ -171,7 +172,7 @@ def running(message: Message, backend: str, alias: str, worker: str) -> Any:
     return _result(message.id, queue_of(message.topic), payload, message.created_at, status=TaskResultStatus.RUNNING, **given)
 
 
-def write(alias: str, result: Any, message: Message, value: Any = None) -> None:
+def write(options: QueueOptions, result: Any, message: Message, value: Any = None) -> None:
     """Write the result of a task that has ended. The success of one that had failed replaces its failure."""
     given = {name: getattr(result, name) for name in ("status", "worker_ids", *_TIMES)}
     if result.status == _SUCCESSFUL:
@@ -187,9 +188,10 @@ def write(alias: str, result: Any, message: Message, value: Any = None) -> None:
         errors=[asdict(error) for error in result.errors],
         key=message.key,
         leased=is_leased(message.topic),
+        expires_at=DatabaseTime(options.keep_results),
         **given,
     )
-    rows = Result.objects.using(alias)
+    rows = Result.objects.using(options.alias)
     if result.status == _SUCCESSFUL:
         changed = [field.name for field in Result._meta.fields if field.name not in {"id", "message_id"}]
         rows.bulk_create([row], update_conflicts=True, unique_fields=["message_id"], update_fields=changed)
@@ -199,7 +201,17 @@ def write(alias: str, result: Any, message: Message, value: Any = None) -> None:
         rows.bulk_create([row], ignore_conflicts=True)
 
 
+def _call_in(body: Any) -> Any:
+    """The call that is a message's body. None: another service has published something else to the topic of a queue."""
+    with suppress(Undecodable):
+        payload = decode_payload(bytes(body), "application/json")
+        return payload if is_call(payload) else None
+
+
 def _result(result_id: str, queue: str, payload: Any, enqueued_at: Any = None, **given: Any) -> Any:
+    """The result of a call. None: it is not one."""
+    if payload is None:
+        return None
     task, call = task_of(payload, queue), {name: payload[name] for name in ("args", "kwargs", "backend")}
     missing = {**dict.fromkeys(_TIMES), "enqueued_at": enqueued_at, "errors": [], "worker_ids": []}
     return TaskResult(task=task, id=result_id, **{**call, **missing, **given})

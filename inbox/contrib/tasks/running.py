@@ -76,20 +76,27 @@ def _call(message: Message, result: Any) -> Any:
     context = [ExactlyOnceContext(task_result=result, message=message)] if task.takes_context else []
     returned = task.call(*context, *result.args, **result.kwargs)
     try:
-        value = normalize_json(returned)
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        return _as_json(returned)
     except (TypeError, ValueError) as error:
         raise ResultNotJson(f"The task {task.module_path} returned {type(returned).__name__}, not JSON: {error}.") from error
+
+
+def _as_json(returned: Any) -> Any:
+    value = normalize_json(returned)
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    text.encode()
+    if r"\u0000" in text.replace(r"\\", ""):
+        raise ValueError("it has a NUL character, which PostgreSQL cannot store")
     return value
 
 
 def _end(backend: str, message: Message, result: Any, value: Any = None) -> None:
     """Write the result, and announce it after the commit."""
-    alias = _options(backend, message).alias
-    results.write(alias, result, message, value)
+    options = _options(backend, message)
+    results.write(options, result, message, value)
     announce = partial(_announce, backend, message, task_finished, result)
     if _is_heard(task_finished):
-        transaction.on_commit(announce, using=alias, robust=True)
+        transaction.on_commit(announce, using=options.alias, robust=True)
     else:
         announce()
 

@@ -19,6 +19,14 @@ from inbox.handlers.options import Retry
 _CHANGEABLE = ("priority", "queue_name", "run_after", "backend", "key", "biz_id", "unique", "lease")
 Named = str | Callable[..., str]
 """Text, or a function of the task's arguments that returns it."""
+KINDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "key": ((str, Callable), "text, or a function of the arguments that returns it"),
+    "biz_id": ((str, Callable, type(None)), "text, or a function of the arguments that returns it"),
+    "unique": ((bool,), "True or False"),
+    "retry": ((Retry, type(None)), "a Retry"),
+    "lease": ((bool,), "True or False"),
+}
+"""What a task adds to those of Django: the types, and how they are called."""
 
 
 @dataclass(frozen=True, kw_only=True)

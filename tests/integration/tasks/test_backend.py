@@ -12,6 +12,7 @@ from django.db import DatabaseError, connection, transaction
 
 from inbox.contrib.tasks.checks import problems
 from inbox.contrib.tasks.compat import (
+    PACKAGE,
     InvalidTask,
     TaskResultDoesNotExist,
     TaskResultStatus,
@@ -96,6 +97,8 @@ class TestOptions:
             ({"priority": 10}, "priority"),
             ({"queue_name": "nobody"}, "nobody"),
             ({"unique": True}, "needs a biz_id"),
+            ({"biz_id": 17}, "biz_id is 17: it must be text"),
+            ({"lease": "yes"}, "lease is 'yes'"),
         ],
     )
     def test_task_that_the_backend_cannot_run_is_invalid(self, tasked, changes, why):
@@ -151,8 +154,11 @@ class TestDamage:
             publish("tasks.default", {"order": 17})
         run_all()
 
-        assert "not the call of a task" in InboxMessage.objects.get(state="dead").last_error
+        dead = InboxMessage.objects.get(state="dead")
+        assert "not the call of a task" in dead.last_error
         assert not Result.objects.exists()
+        with pytest.raises(TaskResultDoesNotExist):
+            tasked.note.get_result(dead.message_id)
 
 
 class TestSignals:
@@ -210,10 +216,12 @@ class TestChecks:
         [
             ({"QUEUES": []}, "inbox_tasks.E002"),
             ({"QUEUES": ["default"]}, "inbox_tasks.E002"),  # OPTIONS for others
-            ({"QUEUES": ["default", "mail", "payments", "other"]}, "inbox_tasks.E004"),
+            ({"QUEUES": ["default", "mail", "payments", "mail.leased"]}, "inbox_tasks.E002"),
+            ({"OPTIONS": {"keep_results": "7d"}}, "inbox_tasks.E004"),
+            ({"OPTIONS": {"using": "nowhere"}}, "inbox_tasks.E005"),
         ],
     )
-    def test_queues_that_no_process_runs_are_reported(self, tasked, settings, changes, problem):
+    def test_queues_that_cannot_be_used_are_reported(self, tasked, settings, changes, problem):
         settings.TASKS = {**TASKS, "default": {**TASKS["default"], **changes}}
 
         assert {one.id for one in problems(task_backends["default"])} == {problem}
@@ -222,6 +230,12 @@ class TestChecks:
         settings.TASKS = {**TASKS, "second": {"BACKEND": "inbox.tasks.ExactlyOnceBackend", "QUEUES": ["mail"]}}
 
         assert [one.id for one in problems(task_backends["second"])] == ["inbox_tasks.E003"]
+
+    def test_backend_of_another_class_with_the_same_queue_does_not_hide_a_problem(self, tasked, settings):
+        other = {"BACKEND": f"{PACKAGE}.backends.immediate.ImmediateBackend", "QUEUES": ["mail.leased"]}
+        settings.TASKS = {"another": other, "default": {**TASKS["default"], "QUEUES": ["mail.leased"], "OPTIONS": {}}}
+
+        assert [one.id for one in problems(task_backends["default"])] == ["inbox_tasks.E002"]
 
     def test_missing_app_is_reported(self, tasked, settings):
         settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.contrib.tasks"]

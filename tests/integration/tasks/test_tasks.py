@@ -10,10 +10,12 @@ from django.utils import timezone
 
 from inbox.contrib.tasks.compat import TaskResultDoesNotExist, TaskResultStatus
 from inbox.contrib.tasks.models import Result
+from inbox.housekeeping import remains
 from inbox.models import InboxMessage, Receipt
 from inbox.testing import travel
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect
+from tests.support.apps.tasked import TASKS
 from tests.support.apps.tasked.provider import provider
 from tests.support.decisions import retry, skip
 from tests.support.inbox_rows import delete_messages
@@ -140,12 +142,13 @@ class TestFailed:
         retry("default", InboxMessage.objects.get(state="dead").pk)
         assert refreshed(result).status == READY
 
-    def test_result_that_is_not_json_fails_the_task_with_its_effect(self, tasked):
-        result = tasked.return_a_set.enqueue()
+    @pytest.mark.parametrize(("name", "kind"), [("return_a_set", "set"), ("return_a_nul", "str")])
+    def test_result_that_is_not_json_fails_the_task_with_its_effect(self, tasked, name, kind):
+        result = getattr(tasked, name).enqueue()
         run_all()
 
         assert refreshed(result).status == FAILED
-        assert "returned set, not JSON" in result.errors[0].traceback
+        assert f"returned {kind}, not JSON" in result.errors[0].traceback
         assert not Effect.objects.exists()
 
     def test_task_that_an_operator_skips_was_cancelled(self, tasked):
@@ -182,6 +185,16 @@ class TestFailed:
 
         assert failed == ("FAILED", 3)
         assert Result.objects.get().status == refreshed(result).status == SUCCESSFUL
+
+    def test_results_are_deleted_after_their_time_although_their_queue_was_removed(self, tasked, settings):
+        tasked.fail.enqueue("a")
+        run_all()
+        settings.TASKS = {"default": {**TASKS["default"], "QUEUES": ["default"], "OPTIONS": {}}}
+        travel(timedelta(days=13))
+        before = remains["task results"].count("default")
+        travel(timedelta(days=2))
+
+        assert (before, remains["task results"].count("default")) == (0, 1)
 
     def test_task_has_attempts_of_its_own(self, tasked):
         result = tasked.try_once.enqueue()

@@ -35,13 +35,14 @@ class Migration(migrations.Migration):
                 ('started_at', models.DateTimeField(null=True)),
                 ('last_attempted_at', models.DateTimeField(null=True)),
                 ('finished_at', models.DateTimeField()),
+                ('expires_at', models.DateTimeField()),
             ],
             options={
                 'verbose_name': 'result of a task',
                 'verbose_name_plural': 'results of tasks',
                 'permissions': (('retry_result', 'Can retry a failed task'), ('enqueue_result', 'Can enqueue a task again')),
                 'default_permissions': ('view',),
-                'indexes': [models.Index(fields=['finished_at'], name='inbox_tasks_finished')],
+                'indexes': [models.Index(fields=['finished_at'], name='inbox_tasks_finished'), models.Index(fields=['expires_at'], name='inbox_tasks_expires')],
             },
         ),
     ]

@@ -68,6 +68,12 @@ def return_a_set():
     return {1, 2}
 
 
+@task
+def return_a_nul():
+    Effect.objects.create(name="nul")
+    return "a\0b"
+
+
 @task(lease=True, takes_context=True, queue_name="payments")
 def charge(context, name):
     """At least once, with the message id as the idempotency key."""
