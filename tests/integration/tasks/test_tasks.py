@@ -8,11 +8,12 @@ import pytest
 from django.db import connection, transaction
 from django.utils import timezone
 
-from inbox.contrib.tasks.compat import TaskResultDoesNotExist, TaskResultStatus
+from inbox.contrib.tasks.compat import TaskResultDoesNotExist, TaskResultStatus, task_backends
 from inbox.contrib.tasks.models import Result
+from inbox.contrib.tasks.testing import task_message
 from inbox.housekeeping import remains
 from inbox.models import InboxMessage, Receipt
-from inbox.testing import travel
+from inbox.testing import deliver, travel
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.tasked import TASKS
@@ -185,6 +186,14 @@ class TestFailed:
 
         assert failed == ("FAILED", 3)
         assert Result.objects.get().status == refreshed(result).status == SUCCESSFUL
+
+    @pytest.mark.parametrize("name", ["fail", "reject", "return_a_set"])
+    def test_task_that_dies_in_its_first_delivery_from_a_broker_has_failed(self, tasked, name):
+        message = task_message(getattr(tasked, name), *([] if name == "return_a_set" else ["a"]))
+        deliver(message, raise_errors=False)
+
+        assert Result.objects.get().status == FAILED
+        assert task_backends["default"].get_result(message.id).status == FAILED
 
     def test_results_are_deleted_after_their_time_although_their_queue_was_removed(self, tasked, settings):
         tasked.fail.enqueue("a")
