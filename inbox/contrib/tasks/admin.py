@@ -1,7 +1,8 @@
 """The results of tasks in the admin. Tasks that have not ended are messages, on the pages of inbox and outbox."""
 
 import json
-from typing import Any, ClassVar
+from dataclasses import fields, replace
+from typing import Any
 
 from django.contrib import admin
 from django.core.exceptions import ImproperlyConfigured
@@ -13,7 +14,6 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action, NeededReasonForm, ReasonForm
-from exactly_once.console.admin.filters import ConditionFilter
 from exactly_once.console.admin.html import (
     Tone,
     age,
@@ -33,17 +33,37 @@ from exactly_once.console.operators.changes import each
 from exactly_once.console.operators.redaction import Redaction
 from inbox.conf import inbox_options
 from inbox.contrib.tasks.compat import InvalidTask
-from inbox.contrib.tasks.deciding import enqueue_again, retry
 from inbox.contrib.tasks.models import Result, Status
 from inbox.contrib.tasks.queues import topic_of
+from inbox.contrib.tasks.results import of_row
+from inbox.models import InboxMessage
+from inbox.operators.decisions import decide, retrying
 
 _TONES = {Status.SUCCESSFUL: Tone.DONE, Status.FAILED: Tone.STOPPED}
 
 
-class StatusFilter(ConditionFilter):
-    title = _("status")
-    parameter_name = "status"
-    fixed: ClassVar[Any] = {status.value: (status.label, Q(status=status)) for status in Status}
+def retry(alias: str, pk: int, *, by: str) -> bool:
+    """Retry the dead message of a failed task, under its id. False: it has none."""
+    row = Result.objects.using(alias).get(pk=pk)
+    topic = topic_of(row.queue, lease=row.leased)
+    dead = InboxMessage.objects.using(alias).filter(message_id=row.message_id, handler=topic, state="dead").first()
+    return dead is not None and not decide(alias, dead.pk, retrying(by)).unchanged
+
+
+def enqueue_again(alias: str, pk: int) -> bool:
+    """Enqueue a task with the same arguments, now and without its biz-id, so that it runs whatever became of the first.
+
+    Raises:
+        InvalidTask: Django's class, or that of the package: it cannot be imported, or is not valid any more.
+        ImproperlyConfigured: its backend was removed.
+    """
+    row = Result.objects.using(alias).get(pk=pk)
+    result = of_row(row)
+    own = {"key": row.key, "biz_id": None, "unique": False, "lease": row.leased}
+    known = own.keys() & {field.name for field in fields(result.task)}
+    task = replace(result.task, run_after=None, **{name: own[name] for name in known})
+    task.enqueue(*result.args, **result.kwargs)
+    return True
 
 
 RETRY = Action(
@@ -85,7 +105,7 @@ class ResultAdmin(ActingAdmin):
     refusals = (InvalidTask, ImproperlyConfigured)
     actions = (RETRY, ENQUEUE)
     ordering = ("-finished_at",)
-    list_filter = (StatusFilter,)
+    list_filter = ("status",)
     search_fields = ("message_id",)
     search_help_text = _("A message id, a function or a queue, exact.")
     list_display = ("state_badge", "task_and_queue", "attempts", "ended", "last_error")

@@ -33,7 +33,7 @@ class Result(models.Model):
     body = models.BinaryField()
     key = models.CharField(_("ordering key"), max_length=NAME_LENGTH, default="")
     leased = models.BooleanField(default=False)
-    status = NameField(max_length=12, choices=Status)
+    status = NameField(_("status"), max_length=12, choices=Status)
     return_value = models.JSONField(_("return value"), null=True)
     errors = models.JSONField(default=list)
     worker_ids = models.JSONField(_("attempts by"), default=list)

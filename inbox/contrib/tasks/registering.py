@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -14,22 +14,15 @@ from inbox.handlers.decorator import registering
 from inbox.handlers.kinds import PLAIN
 
 
-def backends() -> Iterator[ExactlyOnceBackend]:
-    """The backends of this project that are ours."""
-    for alias in task_backends:
-        backend = task_backends[alias]
-        if isinstance(backend, ExactlyOnceBackend):
-            yield backend
-
-
 def register_queues() -> None:
     """Register the handlers of all queues.
 
     Raises:
         TypeError, ValueError: as `idempotent_handler`, for the name of a queue and for OPTIONS.
     """
-    for backend in backends():
-        for queue in sorted(backend.queues):
+    for alias in task_backends:
+        backend = task_backends[alias]
+        for queue in sorted(backend.queues) if isinstance(backend, ExactlyOnceBackend) else ():
             _register(backend, queue)
 
 

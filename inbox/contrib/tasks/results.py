@@ -176,8 +176,8 @@ def write(options: QueueOptions, result: Any, message: Message, value: Any = Non
     """Write the result of a task that has ended. The success of one that had failed replaces its failure."""
     given = {name: getattr(result, name) for name in ("status", "worker_ids", *_TIMES)}
     if result.status == _SUCCESSFUL:
-        # Of this process, not of the database.
-        for name in ("last_attempted_at", "finished_at"):
+        # What is not earlier than this attempt is by the clock of this process.
+        for name in (name for name in _TIMES[1:] if given[name] >= result.last_attempted_at):
             given[name] = DatabaseTime(given[name] - result.finished_at)
     row = Result(
         message_id=result.id,

@@ -20,8 +20,8 @@ _CHANGEABLE = ("priority", "queue_name", "run_after", "backend", "key", "biz_id"
 Named = str | Callable[..., str]
 """Text, or a function of the task's arguments that returns it."""
 KINDS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "key": ((str, Callable), "text, or a function of the arguments that returns it"),
-    "biz_id": ((str, Callable, type(None)), "text, or a function of the arguments that returns it"),
+    "key": ((str, Callable), "text or a function that returns it"),
+    "biz_id": ((str, Callable, type(None)), "text or a function that returns it"),
     "unique": ((bool,), "True or False"),
     "retry": ((Retry, type(None)), "a Retry"),
     "lease": ((bool,), "True or False"),

@@ -27,7 +27,7 @@ class Migration(migrations.Migration):
                 ('body', models.BinaryField()),
                 ('key', models.CharField(default='', max_length=255, verbose_name='ordering key')),
                 ('leased', models.BooleanField(default=False)),
-                ('status', exactly_once.sql.fields.NameField(choices=[('SUCCESSFUL', 'Successful'), ('FAILED', 'Failed')], max_length=12)),
+                ('status', exactly_once.sql.fields.NameField(choices=[('SUCCESSFUL', 'Successful'), ('FAILED', 'Failed')], max_length=12, verbose_name='status')),
                 ('return_value', models.JSONField(null=True, verbose_name='return value')),
                 ('errors', models.JSONField(default=list)),
                 ('worker_ids', models.JSONField(default=list, verbose_name='attempts by')),
