@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from datetime import timedelta
+from dataclasses import replace
+from datetime import datetime, timedelta
+from importlib import import_module
 from unittest.mock import ANY
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, connection, transaction
 
@@ -37,6 +40,10 @@ from tests.support.tasks import run_all
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
 
 SIGNALS = {"enqueued": task_enqueued, "started": task_started, "finished": task_finished}
+
+
+def not_importable(name):
+    """A function whose path is not that of a task."""
 
 
 @pytest.fixture
@@ -112,6 +119,35 @@ class TestOptions:
     def test_wrong_options_are_refused_with_the_name_of_the_backend(self, given, why):
         with pytest.raises(ImproperlyConfigured, match=rf"TASKS\['mail'\]\['OPTIONS'\].*{why}"):
             options_of("mail", given)
+
+    @pytest.mark.parametrize(
+        ("changes", "why"),
+        [
+            ({"run_after": datetime(2030, 1, 1)}, "aware"),  # noqa: DTZ001 - naive
+            ({"func": lambda: None}, "module level|cannot be imported"),
+            ({"func": not_importable}, "tests.integration.tasks.test_backend.not_importable"),
+            ({"takes_context": True}, "context"),
+        ],
+    )
+    def test_task_that_django_would_refuse_is_refused(self, tasked, changes, why):
+        with pytest.raises(InvalidTask, match=why):
+            replace(tasked.note, **changes).enqueue("a")
+
+        assert not OutboxMessage.objects.exists()
+
+    def test_asynchronous_methods_are_those_of_the_synchronous(self, tasked):
+        result = async_to_sync(tasked.note.aenqueue)("a")
+        run_all()
+        async_to_sync(result.arefresh)()
+
+        assert result.status == TaskResultStatus.SUCCESSFUL
+        assert async_to_sync(tasked.note.aget_result)(result.id) == result
+
+    def test_result_of_another_task_is_a_mismatch(self, tasked):
+        result = tasked.note.enqueue("a")
+
+        with pytest.raises(import_module(f"{PACKAGE}.exceptions").TaskResultMismatch):
+            tasked.fail.get_result(result.id)
 
     def test_unknown_and_foreign_ids_have_no_result(self, tasked):
         with transaction.atomic():
