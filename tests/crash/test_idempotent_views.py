@@ -13,8 +13,8 @@ from tests.support.servers.private import LOOPBACK
 pytestmark = pytest.mark.every_database
 
 KILLED = {
-    "before exactly_once.contrib.views.store.Claim.insert": 0,
-    "after exactly_once.contrib.views.store.Claim.insert": 0,
+    "before exactly_once.contrib.views.answering.insert": 0,
+    "after exactly_once.contrib.views.answering.insert": 0,
     f"after {EFFECT}": 0,
     "before exactly_once.contrib.views.answering.keep": 0,
     "after exactly_once.contrib.views.answering.keep": 0,

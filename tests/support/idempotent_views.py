@@ -51,6 +51,10 @@ def end(request):
         raise ZeroDivisionError
     if plan.how in {"402", "409", "500", "503"}:
         return HttpResponse(plan.how, status=int(plan.how))
+    if plan.how == "204":
+        response = HttpResponse(status=204)
+        del response["Content-Type"]
+        return response
     if plan.how == "stream":
         return StreamingHttpResponse(["a", "b"])
     if plan.how == "large":
@@ -119,6 +123,8 @@ def end_rest(request):
         raise NotFound  # after an effect, without ATOMIC_REQUESTS
     if plan.how == "error":
         raise ZeroDivisionError
+    if plan.how == "204":
+        return Response(status=204)
     return Response({"payment": made.pk, "given": request.data}, status=201, headers={"Location": f"/payments/{made.pk}"})
 
 
@@ -130,6 +136,7 @@ def rest_function(request):
     return end_rest(request)
 
 
+@method_decorator(idempotent_view(scope=by_client), name="put")
 @method_decorator(idempotent_view(scope=by_client), name="post")
 class RestView(APIView):
     authentication_classes = ()
@@ -137,6 +144,8 @@ class RestView(APIView):
 
     def post(self, request):
         return end_rest(request)
+
+    put = post
 
 
 @method_decorator(idempotent_view, name="dispatch")
@@ -200,6 +209,7 @@ urlpatterns = [
     path("rest-users/", RestOfUsers.as_view()),
     path("tokens/", csrf_exempt(idempotent_view(scope=by_token)(end))),
     path("optional/", csrf_exempt(idempotent_view(scope=by_client, required=False, expires_in=timedelta(hours=1))(end))),
+    path("nested/", csrf_exempt(idempotent_view(scope=by_client)(function))),
     path("elsewhere/", csrf_exempt(elsewhere)),
     path("outside/", RestOutside.as_view()),
 ]

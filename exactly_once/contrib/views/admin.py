@@ -16,9 +16,6 @@ from exactly_once.contrib.views.models import IdempotentRequest
 class IdempotentRequestAdmin(ActingAdmin):
     """The latest first."""
 
-    kind = "idempotent request"
-    noun = _("idempotent request")
-    nouns = _("idempotent requests")
     nothing = _("No response is stored.")
     hint = _("Requests with an Idempotency-Key whose effect is committed. A repeated request gets the stored response.")
     large_columns = ("headers", "body")
@@ -26,9 +23,8 @@ class IdempotentRequestAdmin(ActingAdmin):
     ordering = ("-id",)
     search_fields = ("key",)  # Makes the search box appear; called() reads it.
     search_help_text = _("A key, a scope or a view, exact.")
-    list_display = ("state_badge", "name", "view_name", "when", "expires")
+    list_display = fields = ("state_badge", "name", "view_name", "when", "expires")
     list_display_links = ("name",)
-    fields = ("state_badge", "key_name", "scope_name", "view_name", "fingerprint_text", "when", "expires")
 
     def called(self, term: str) -> Q:
         return Q(key=term) | Q(scope=term) | Q(view=term)
@@ -37,9 +33,6 @@ class IdempotentRequestAdmin(ActingAdmin):
         return badge(gettext("unknown"), Tone.STOPPED) if row.status is None else badge(str(row.status), Tone.DONE)
 
     name = computed(_("key, scope"), lambda row: stacked(identifier(row.key), identifier(row.scope)))
-    key_name = shown(_("key"), "key", identifier)
-    scope_name = shown(_("scope"), "scope", identifier)
     view_name = shown(_("view"), "view", identifier)
-    fingerprint_text = shown(_("digest of the request"), "fingerprint", identifier)
     when = instant(_("time"), "at", age)
     expires = instant(_("expires"), "expires_at")

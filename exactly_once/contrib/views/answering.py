@@ -6,29 +6,24 @@ is killed at any step leaves both or neither, and the repeated request gets the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from http import HTTPStatus
 from typing import Any
 
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, transaction
-from django.http import HttpResponse
-from django.http.response import HttpResponseBase
+from django.http import HttpRequest, HttpResponse
+from django.http.response import HttpResponseBase, ResponseHeaders
 
-from exactly_once.contrib.views.requests import by_user, fingerprint, key_of, scope_name, view_name
-from exactly_once.contrib.views.store import Claim, keep
-from exactly_once.metrics import counter
+from exactly_once.contrib.views.models import IdempotentRequest
+from exactly_once.contrib.views.requests import by_user, fingerprint, key_of, view_name
+from exactly_once.contrib.views.store import insert, keep, stored
 from exactly_once.problems import RETRY_AFTER, Problem
 from exactly_once.sql.faults import is_collision
-from exactly_once.wire.text import describe
+from exactly_once.wire.text import describe, fit
 
 REPLAYED = "Idempotency-Replayed"
-DAY = timedelta(days=1)
-RESPONSE_LIMIT = 2**20
-"""Bytes."""
-REQUESTS = counter("exactly_once_idempotent_requests_total", "Requests to idempotent views, by outcome.", "view", "outcome")
-_Outcome = tuple[str, HttpResponseBase]
 _NEVER_STORED = {"connection", "content-length", "date", "keep-alive", "set-cookie", "transfer-encoding"}
 """Headers of one answer, and credentials. The cookies of a response are not among its headers."""
 
@@ -47,15 +42,15 @@ class Idempotency:
 
     scope: Callable[[Any], str] = by_user
     required: bool = True
-    expires_in: timedelta = DAY
-    store_errors: frozenset[int] = frozenset()
+    expires_in: timedelta = timedelta(days=1)
+    store_errors: Collection[int] = ()
     using: str = DEFAULT_DB_ALIAS
-    response_limit: int = RESPONSE_LIMIT
+    response_limit: int = 2**20
 
     def __post_init__(self) -> None:
         if self.expires_in <= timedelta():
             raise ValueError(f"expires_in is {self.expires_in}: it must be a positive timedelta.")
-        if unfit := self.store_errors - {*range(400, 500)}:
+        if unfit := {*self.store_errors} - {*range(400, 500)}:
             raise ValueError(f"store_errors has {sorted(unfit)}: only statuses from 400 to 499 can be stored as results.")
 
     def answer(self, request: Any, respond: Callable[[], HttpResponseBase]) -> HttpResponseBase:
@@ -64,96 +59,76 @@ class Idempotency:
         Raises:
             NotStorable, TransactionBroken: see there.
         """
+        http: HttpRequest = getattr(request, "_request", request)  # Django REST framework has another one around it
+        row = None
         try:
-            outcome, response = self._answer(request, respond)
-        except Problem as problem:
-            outcome, response = str(problem.status.value), problem.response
-        REQUESTS.add(1, view_name(request), outcome)
-        return response
-
-    def _answer(self, request: Any, respond: Callable[[], HttpResponseBase]) -> _Outcome:
-        key, row = key_of(request, required=self.required), None
-        if key is None:
-            return "unkeyed", respond()
-        scope = scope_name(self.scope(request))
-        claim = Claim(self.using, scope, key, view_name(request), fingerprint(request), self.expires_in)
-        try:
+            key = key_of(http, required=self.required)
+            if key is None:
+                return respond()
+            scope = fit(self.scope(request))
+            row = IdempotentRequest(scope=scope, key=key, view=view_name(http), fingerprint=fingerprint(http))
             with transaction.atomic(using=self.using):
-                row = claim.insert()
-                return _replayed(claim) if row is None else self._first(claim, row, request, respond)
+                insert(self.using, row, self.expires_in)
+                return self._first(row, request, respond) if row.pk else self._replayed(row)
+        except Problem as problem:
+            return problem.response
         except DatabaseError as error:
             # SQLite's lock timed out, or another isolation level than READ COMMITTED does not see the row of another request.
-            if row is not None or not is_collision(error):
+            if row is None or row.pk or not is_collision(error):
                 raise
-            raise _running() from error
+            return _running().response
 
-    def _first(self, claim: Claim, row: int, request: Any, respond: Callable[[], HttpResponseBase]) -> _Outcome:
+    def _first(self, row: IdempotentRequest, request: Any, respond: Callable[[], HttpResponseBase]) -> HttpResponseBase:
         """Call the view; store its response, or roll back."""
         savepoint = transaction.savepoint(using=self.using)
         response = respond()
-        status = response.status_code
-        if status >= HTTPStatus.BAD_REQUEST and status not in self.store_errors:
+        if response.status_code >= HTTPStatus.BAD_REQUEST and response.status_code not in self.store_errors:
             transaction.set_rollback(True, using=self.using)
-            return "failed", response
-        body = self._body(claim, request, response)
-        headers = {name: value for name, value in response.headers.items() if name.lower() not in _NEVER_STORED}
+            return response
+        row.status, row.body = response.status_code, self._body(row, request, response)
+        row.headers = {name: value for name, value in response.headers.items() if name.lower() not in _NEVER_STORED}
         try:
             # It fails in a transaction that cannot commit, and in another one than that which has inserted the row.
             transaction.savepoint_commit(savepoint, using=self.using)
-            if not keep(self.using, row, status, headers, body):
-                raise TransactionBroken(f"The row of the view {claim.view} was deleted while it ran. It was rolled back.")
+            keep(self.using, row)
         except (DatabaseError, InterfaceError) as error:
             if is_collision(error):
                 raise
             raise TransactionBroken(
-                f"The view {claim.view} has answered {status}, but its transaction cannot commit ({describe(error)}). What it "
-                "has not committed by itself was rolled back. Do not catch a database error without a `with "
+                f"The view {row.view} has answered {row.status}, but its transaction cannot commit ({describe(error)}). What "
+                "it has not committed by itself was rolled back. Do not catch a database error without a `with "
                 "transaction.atomic():` of its own around the statement, and do not close the connection or commit in the view."
             ) from error
-        return "stored", response
+        return response
 
-    def _body(self, claim: Claim, request: Any, response: Any) -> bytes:
-        if response.streaming:
-            raise NotStorable(f"The view {claim.view} answers with a stream, which is not stored: answer with its address.")
+    def _body(self, row: IdempotentRequest, request: Any, response: Any) -> bytes:
         if not getattr(response, "is_rendered", True):
-            _prepare_rest_framework(request, response)
+            if hasattr(request, "accepted_renderer"):  # as Django REST framework does later
+                response.accepted_renderer = request.accepted_renderer
+                response.accepted_media_type = request.accepted_media_type
+                response.renderer_context = request.parser_context["view"].get_renderer_context()
             response.render()
-        body: bytes = response.content
-        if len(body) > self.response_limit:
-            size = f"{len(body)} bytes, and response_limit is {self.response_limit}"
-            raise NotStorable(
-                f"The view {claim.view} answers with {size}: answer with the address of the content, or raise it."
-            )
-        return body
+        if response.streaming or len(response.content) > self.response_limit:
+            unfit = f"a stream, or more than {self.response_limit} bytes (response_limit), which is not stored"
+            raise NotStorable(f"The view {row.view} answers with {unfit}: answer with the address of the content.")
+        return bytes(response.content)
 
-
-def _replayed(claim: Claim) -> _Outcome:
-    found = claim.stored()
-    if found is None:
-        raise _running()
-    if found.fingerprint != claim.fingerprint:
-        raise Problem(
-            HTTPStatus.UNPROCESSABLE_ENTITY,
-            "Another request had this Idempotency-Key: its method, path or body differs. Nothing was done. Send a new key "
-            "with a new operation, and exactly the same request with the same key.",
-        )
-    if found.status is None:
-        raise TransactionBroken(
-            f"The view {claim.view} has committed by itself in the first request with the key {claim.key!r}, so its answer is "
-            "not known. It is not run again until the row expires."
-        )
-    response = HttpResponse(bytes(found.body or b""), status=found.status, headers=found.headers)
-    response[REPLAYED] = "true"
-    return "replayed", response
+    def _replayed(self, row: IdempotentRequest) -> HttpResponse:
+        found = stored(self.using, row)
+        if found is None:
+            raise _running()
+        if found.fingerprint != row.fingerprint:
+            detail = "Another request had this Idempotency-Key: its method, path or body differs. Nothing was done."
+            raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, f"{detail} Send a new key for another request.")
+        if found.status is None:
+            why = f"The view {row.view} has committed by itself in the first request, or calls another idempotent view"
+            raise TransactionBroken(f"{why}, so the answer to the key {row.key!r} is not known until it expires.")
+        response = HttpResponse(bytes(found.body or b""), status=found.status)
+        # Not Django's Content-Type if the first response had none.
+        response.headers = ResponseHeaders({**found.headers, REPLAYED: "true"})
+        return response
 
 
 def _running() -> Problem:
     detail = "A request with this Idempotency-Key is still running. Repeat it later: it then gets the answer of the first one."
     return Problem(HTTPStatus.CONFLICT, detail, headers=RETRY_AFTER)
-
-
-def _prepare_rest_framework(request: Any, response: Any) -> None:
-    """Give a response of Django REST framework what its renderer needs, as the framework itself does later."""
-    if hasattr(request, "accepted_renderer") and not hasattr(response, "accepted_renderer"):
-        response.accepted_renderer, response.accepted_media_type = request.accepted_renderer, request.accepted_media_type
-        response.renderer_context = request.parser_context["view"].get_renderer_context()

@@ -8,7 +8,6 @@ class ViewsConfig(AppConfig):
     name = "exactly_once.contrib.views"
     label = "exactly_once_views"
     verbose_name = _("Idempotent views")
-    default_auto_field = "django.db.models.BigAutoField"
 
     def import_models(self) -> None:
         require_installed(self)

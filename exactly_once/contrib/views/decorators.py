@@ -9,10 +9,9 @@ from inspect import isawaitable, unwrap
 from typing import Any, TypeVar, overload
 
 from asgiref.sync import async_to_sync, iscoroutinefunction, markcoroutinefunction, sync_to_async
-from django.db import DEFAULT_DB_ALIAS
 from django.http.response import HttpResponseBase
 
-from exactly_once.contrib.views.answering import DAY, RESPONSE_LIMIT, Idempotency, NotStorable, TransactionBroken
+from exactly_once.contrib.views.answering import Idempotency, NotStorable, TransactionBroken
 from exactly_once.contrib.views.requests import by_token, by_user
 
 __all__ = ["NotStorable", "TransactionBroken", "by_token", "by_user", "idempotent_view"]
@@ -31,7 +30,7 @@ def idempotent_view(view: _View, /) -> _View: ...
 @overload
 def idempotent_view(
     *,
-    scope: Callable[[Any], str] | None = ...,
+    scope: Callable[[Any], str] = ...,
     required: bool = ...,
     expires_in: timedelta = ...,
     store_errors: Collection[int] = ...,
@@ -40,38 +39,28 @@ def idempotent_view(
 ) -> Callable[[_View], _View]: ...
 
 
-def idempotent_view(
-    view: Callable[..., Any] | None = None,
-    /,
-    *,
-    scope: Callable[[Any], str] | None = None,
-    required: bool = True,
-    expires_in: timedelta = DAY,
-    store_errors: Collection[int] = (),
-    using: str = DEFAULT_DB_ALIAS,
-    response_limit: int = RESPONSE_LIMIT,
-) -> Any:
+def idempotent_view(view: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """Give repeated requests with the same `Idempotency-Key` one effect and one answer. GET, HEAD, OPTIONS and TRACE pass.
 
     Args:
         view: a function that takes the request, also an asynchronous one; or a method, by `method_decorator`.
         scope: takes the request; returns whose key it is, so that no client gets the answer of another. Default: `by_user`.
         required: a request without a key is answered with 400. False: it runs as without the decorator.
-        expires_in: how long a response is stored. After that the same request runs the view again.
+        expires_in: how long a response is stored, by default for a day. After that the same request runs the view again.
         store_errors: statuses from 400 to 499 that are results, such as 402: committed and stored like a success. Every other
             status of 400 and above rolls the view back, and is not stored.
         using: the database of the effect.
-        response_limit: maximum size of a stored response in bytes.
+        response_limit: maximum size of a stored response in bytes, by default 1 MiB.
 
     Raises:
-        ValueError: an argument is unfit.
+        TypeError, ValueError: an argument is unknown, or unfit.
         NotStorable: when the view is called: its response is a stream, or too large. It was rolled back.
         TransactionBroken: when the view is called: its transaction cannot commit. It was rolled back.
     """
-    options = Idempotency(scope or by_user, required, expires_in, frozenset(store_errors), using, response_limit)
+    idempotency = Idempotency(**options)
 
     def decorated(view: _View) -> _View:
-        declared.setdefault(using, f"{view.__module__}.{getattr(view, '__qualname__', view)}")
+        declared.setdefault(idempotency.using, f"{view.__module__}.{getattr(view, '__qualname__', view)}")
 
         @wraps(view)
         def idempotent(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,13 +69,12 @@ def idempotent_view(
 
             def respond() -> HttpResponseBase:
                 response = view(request, *args, **kwargs)
-                return _awaited(response) if isawaitable(response) else response
+                return async_to_sync(_awaited)(response) if isawaitable(response) else response
 
             # Django has no asynchronous transactions: this one is in a thread, which also runs the ORM calls of the view.
-            answer = sync_to_async(options.answer) if _is_async(view) else options.answer
+            answer = sync_to_async(idempotency.answer) if _is_async(view) else idempotency.answer
             return answer(request, respond)
 
-        idempotent.idempotency = options  # type: ignore[attr-defined] # for the checks
         if iscoroutinefunction(view):
             markcoroutinefunction(idempotent)
         return idempotent  # type: ignore[return-value] # it takes what the view takes
@@ -101,8 +89,5 @@ def _is_async(view: Any) -> bool:
     return iscoroutinefunction(view) or (is_dispatch and getattr(bound.__self__, "view_is_async", False))
 
 
-def _awaited(response: Awaitable[HttpResponseBase]) -> HttpResponseBase:
-    async def answered() -> HttpResponseBase:
-        return await response
-
-    return async_to_sync(answered)()
+async def _awaited(response: Awaitable[HttpResponseBase]) -> HttpResponseBase:
+    return await response

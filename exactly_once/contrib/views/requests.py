@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from hashlib import sha256
 from http import HTTPStatus
+from io import BytesIO
 from typing import Any
 
 from django.core.exceptions import RequestDataTooBig
-from django.http import HttpRequest
-from django.http.request import RawPostDataException
+from django.core.files.uploadedfile import UploadedFile
+from django.http import HttpRequest, QueryDict
+from django.http.multipartparser import MultiPartParser
+from django.utils.datastructures import MultiValueDict
 
 from exactly_once.problems import Problem
 from exactly_once.wire.text import NAME_LENGTH, fits
 
 HEADER = "Idempotency-Key"
-_MULTIPART = "multipart/form-data"
-_ADVICE = "Send a new UUID for each operation, and the same one when it is repeated."
-
-
-def django_request(request: Any) -> HttpRequest:
-    """The request of Django, also inside of Django REST framework, which has another one around it."""
-    found: HttpRequest = getattr(request, "_request", request)
-    return found
 
 
 def by_user(request: Any) -> str:
     """The scope of an authenticated user: the default.
 
     Raises:
-        Problem: the request is not authenticated.
+        Problem: the request is not authenticated, or its user has no primary key.
     """
     user = getattr(request, "user", None)
-    if user is None or not user.is_authenticated:
-        raise Problem(
-            HTTPStatus.FORBIDDEN,
-            f"A request with the header {HEADER} must be authenticated, because a key is valid for one user. A view that finds "
-            "its clients in another way has the argument scope.",
-        )
+    if user is None or not user.is_authenticated or user.pk is None:
+        detail = f"A request with the header {HEADER} must be authenticated, because a key is valid for one user."
+        raise Problem(HTTPStatus.FORBIDDEN, f"{detail} If it is: write @idempotent_view below @api_view, or give it a scope.")
     return f"user:{user.pk}"
 
 
@@ -47,79 +39,70 @@ def by_token(request: Any) -> str:
     Raises:
         Problem: the request does not have the header.
     """
-    header = django_request(request).headers.get("Authorization", "")
+    header = request.headers.get("Authorization", "")
     if not header:
         raise Problem(HTTPStatus.FORBIDDEN, f"A request with the header {HEADER} needs the header Authorization.")
     return f"token:{sha256(header.encode()).hexdigest()}"
 
 
-def key_of(request: Any, *, required: bool) -> str | None:
+def key_of(request: HttpRequest, *, required: bool) -> str | None:
     """The key in the header, in quotes as in the draft, or without; None if the request does not have the header.
 
     Raises:
         Problem: it is missing and required, or empty, too long, or not printable ASCII.
     """
-    given: str | None = django_request(request).headers.get(HEADER)
-    if given is None:
-        if required:
-            raise Problem(HTTPStatus.BAD_REQUEST, f"The header {HEADER} is required. {_ADVICE}")
+    given = request.headers.get(HEADER)
+    if given is None and not required:
         return None
-    key = given.strip()
+    key = (given or "").strip()
     if len(key) > 1 and key[0] == key[-1] == '"':
         key = key[1:-1]
     if not key.strip() or not fits(key):
-        detail = f"The {HEADER} must have 1 to {NAME_LENGTH} printable characters of ASCII. {_ADVICE}"
-        raise Problem(HTTPStatus.BAD_REQUEST, detail)
+        detail = f"The header {HEADER} is required, with 1 to {NAME_LENGTH} printable characters of ASCII."
+        raise Problem(HTTPStatus.BAD_REQUEST, f"{detail} Send a new UUID for each operation, and the same when it is repeated.")
     return key
 
 
-def scope_name(scope: str) -> str:
-    """The scope as its column has it: a digest of one that does not fit."""
-    return scope if fits(scope) else f"sha256:{sha256(scope.encode()).hexdigest()}"
-
-
-def view_name(request: Any) -> str:
+def view_name(request: HttpRequest) -> str:
     """The name of the view, for operators."""
-    match = django_request(request).resolver_match
+    match = request.resolver_match
     return (match.view_name if match else request.path)[:NAME_LENGTH]
 
 
-def fingerprint(request: Any) -> str:
+def fingerprint(request: HttpRequest) -> str:
     """A digest of method, path and body: another request has another one.
 
     A client may choose another boundary for the parts of a repeated form, so their values count.
 
     Raises:
         Problem: the body is larger than DATA_UPLOAD_MAX_MEMORY_SIZE.
-        RuntimeError: other code has read the body, and has not kept it.
+        RawPostDataException: other code has read the body as a stream. Let it use request.body.
     """
-    http = django_request(request)
+    try:
+        body = _form(request) if request.content_type == "multipart/form-data" else [request.body]
+    except RequestDataTooBig as error:
+        raise Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The body is too large: {error}") from error
     digest = sha256()
-    for part in (f"{http.method} {http.get_full_path()}".encode(), *_body(http)):
+    for part in (f"{request.method} {request.get_full_path()}".encode(), *body):
         digest.update(b"%d:" % len(part) + part)
     return digest.hexdigest()
 
 
-def _body(http: HttpRequest) -> Iterable[bytes]:
-    if http.content_type == _MULTIPART:
-        return _form(http)
-    try:
-        return [http.body]
-    except RequestDataTooBig as error:
-        raise Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The body is too large: {error}") from error
-    except RawPostDataException as error:
-        raise RuntimeError(
-            "@idempotent_view needs the body of the request, which was read as a stream before. Let that code use request.body."
-        ) from error
+def _form(request: HttpRequest) -> list[bytes]:
+    values: QueryDict = request.POST
+    files: MultiValueDict[str, UploadedFile[Any]] = request.FILES
+    if request.method != "POST" and not values and not files:
+        # Django parses only what is posted. The body stays for the view to parse.
+        parser = MultiPartParser(request.META, BytesIO(request.body), request.upload_handlers, request.encoding)
+        values, files = parser.parse()
+    return [repr(each).encode() for each in (*sorted(values.lists()), *_digests(files))]
 
 
-def _form(http: HttpRequest) -> Iterator[bytes]:
-    for name, values in sorted(http.POST.lists()):
-        yield repr((name, values)).encode()
-    for name, files in sorted(http.FILES.lists()):
+def _digests(uploads: MultiValueDict[str, UploadedFile[Any]]) -> Iterator[tuple[str | None, ...]]:
+    for name, files in sorted(uploads.lists()):
         for file in files:
             content = sha256()
             for chunk in file.chunks():
                 content.update(chunk)
             file.seek(0)
-            yield repr((name, file.name, file.content_type, content.hexdigest())).encode()
+            yield name, file.name, file.content_type, content.hexdigest()

@@ -8,9 +8,7 @@ wait for the commit at the unique index, as on SQLite, where a transaction waits
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
-from hashlib import sha256
 from typing import Any
 
 from django.db import connections, router
@@ -28,53 +26,31 @@ _CLAIM = (
     "ON CONFLICT (scope, key) DO UPDATE SET view = excluded.view, fingerprint = excluded.fingerprint, at = excluded.at, "
     "expires_at = excluded.expires_at, status = NULL WHERE held.expires_at <= excluded.at RETURNING id"
 )
+_LOCK = "pg_try_advisory_xact_lock(hashtextextended(%s, hashtextextended('idempotent view ' || %s, 0)))"
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A key of a scope, and the request that has it.
+def insert(alias: str, row: IdempotentRequest, expires_in: timedelta) -> None:
+    """Insert the row, or take over an expired one; set its pk. None: the key has a response, or is in use by a request."""
+    connection = connections[alias]
+    free, lock = (_LOCK, [row.key, row.scope]) if is_postgresql(connection) else ("TRUE", [])
+    sql = _CLAIM.format(table=connection.ops.quote_name(row._meta.db_table), now=now_after(connection), free=free)
+    found = fetch(connection, sql, [row.scope, row.key, row.view, row.fingerprint, 0, expires_in.total_seconds(), *lock])
+    row.pk = next((pk for (pk,) in found), None)
 
-    Attributes:
-        alias: of the database.
-        view: the name of the view.
-        expires_in: how long the response is stored.
+
+def stored(alias: str, row: IdempotentRequest) -> IdempotentRequest | None:
+    """The row of the same key, with its response. None: a request with it is running."""
+    rows = IdempotentRequest.objects.using(alias)
+    return rows.filter(scope=row.scope, key=row.key, expires_at__gt=DatabaseTime()).first()
+
+
+def keep(alias: str, row: IdempotentRequest) -> None:
+    """Store the response in the transaction that inserted the row.
+
+    Raises:
+        django.db.DatabaseError: the row does not exist.
     """
-
-    alias: str
-    scope: str
-    key: str
-    view: str
-    fingerprint: str
-    expires_in: timedelta
-
-    @property
-    def _lock(self) -> int:
-        table = IdempotentRequest._meta.db_table
-        return int.from_bytes(sha256(repr((table, self.scope, self.key)).encode()).digest()[:8], signed=True)
-
-    def insert(self) -> int | None:
-        """Insert the row, or take over an expired one. None: the key has a response, or a request with it is running."""
-        connection = connections[self.alias]
-        locks = is_postgresql(connection)
-        sql = _CLAIM.format(
-            table=connection.ops.quote_name(IdempotentRequest._meta.db_table),
-            now=now_after(connection),
-            free="pg_try_advisory_xact_lock(%s)" if locks else "%s = 0",
-        )
-        row = [self.scope, self.key, self.view, self.fingerprint, 0, self.expires_in.total_seconds()]
-        given = [*row, self._lock if locks else 0]
-        return next((row for (row,) in fetch(connection, sql, given)), None)
-
-    def stored(self) -> IdempotentRequest | None:
-        """The row of the key, with its response. None: a request with it is running."""
-        rows = IdempotentRequest.objects.using(self.alias)
-        return rows.filter(scope=self.scope, key=self.key, expires_at__gt=DatabaseTime()).first()
-
-
-def keep(alias: str, row: int, status: int, headers: dict[str, str], body: bytes) -> bool:
-    """Store the response in the transaction that inserted the row. False: the row does not exist."""
-    rows = IdempotentRequest.objects.using(alias).filter(pk=row)
-    return rows.update(status=status, headers=headers, body=body) == 1
+    row.save(using=alias, update_fields=["status", "headers", "body"])
 
 
 def expired(alias: str) -> Iterator[OldRows]:

@@ -13,15 +13,16 @@ from asgiref.sync import sync_to_async
 from django.contrib.auth import get_user_model
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.db import connection, connections, transaction
-from django.test import AsyncClient, Client, override_settings
+from django.test import AsyncClient, Client, RequestFactory, override_settings
 from django.urls import reverse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from exactly_once.contrib.views import NotStorable, idempotent_view
+from exactly_once.contrib.views import NotStorable, TransactionBroken, by_user, idempotent_view
 from exactly_once.contrib.views.checks import check_views
 from exactly_once.contrib.views.decorators import declared
 from exactly_once.contrib.views.models import IdempotentRequest
+from exactly_once.problems import Problem
 from exactly_once.process.clock import utcnow
 from tests.support.admin_pages import Page, staff_client
 from tests.support.apps.effects.models import Effect
@@ -117,6 +118,23 @@ def test_exception_of_django_and_error_of_the_server_are_not_stored(how):
     assert effects() == IdempotentRequest.objects.count() == 0
 
 
+@pytest.mark.parametrize("path", ["/function/", "/rest/"])
+def test_answer_without_a_content_type_is_repeated_without_one(path):
+    plan.how = "204"
+    first, second = post(path), post(path)
+
+    assert (first.status_code, second.status_code, second[REPLAYED]) == (204, 204, "true")
+    assert "Content-Type" not in first
+    assert "Content-Type" not in second
+
+
+@pytest.mark.usefixtures("_atomic_requests")
+def test_idempotent_view_inside_of_another_is_named():
+    with pytest.raises(TransactionBroken, match="calls another idempotent view"):
+        Client().post("/nested/", headers={"Idempotency-Key": "k-1", "Client": "shop"})
+    assert effects() == IdempotentRequest.objects.count() == 0
+
+
 @pytest.mark.usefixtures("_atomic_requests")
 def test_error_that_is_a_result_is_committed_and_stored():
     plan.how = "402"
@@ -184,6 +202,14 @@ def test_by_default_a_key_is_that_of_an_authenticated_user(path):
     assert effects() == 2
 
 
+def test_users_without_a_primary_key_do_not_share_a_key():
+    unsaved = RequestFactory().post("/users/")
+    unsaved.user = get_user_model()()
+
+    with pytest.raises(Problem, match="must be authenticated"):
+        by_user(unsaved)
+
+
 def test_csrf_token_is_checked_before_a_stored_answer_is_given():
     user, client = get_user_model().objects.create_user("ada"), Client(enforce_csrf_checks=True)
     client.force_login(user)
@@ -203,7 +229,9 @@ def test_key_of_a_token():
     assert "Bearer" not in "".join(IdempotentRequest.objects.values_list("scope", flat=True))
 
 
-def test_form_is_the_same_whatever_its_boundary_is_and_another_with_another_file():
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+@pytest.mark.parametrize("path", ["/function/", "/rest-class/"])
+def test_form_is_the_same_whatever_its_boundary_is_and_another_with_another_file(path, method):
     def send(content, boundary):
         file = SimpleUploadedFile("a.txt", content)
         headers = {"Idempotency-Key": "k-1", "Client": "shop"}
@@ -211,16 +239,20 @@ def test_form_is_the_same_whatever_its_boundary_is_and_another_with_another_file
             f'--{boundary}\r\nContent-Disposition: form-data; name="amount"\r\n\r\n10\r\n--{boundary}\r\nContent-Disposition: '
         )
         body += f'form-data; name="file"; filename="a.txt"\r\n\r\n{file.read().decode()}\r\n--{boundary}--\r\n'
-        return Client().generic("POST", "/rest/", body, f"multipart/form-data; boundary={boundary}", headers=headers)
+        return Client().generic(method, path, body, f"multipart/form-data; boundary={boundary}", headers=headers)
 
-    assert [send(*given).status_code for given in ((b"a", "one"), (b"a", "two"), (b"b", "one"))] == [201, 201, 422]
+    answers = [send(*given) for given in ((b"a", "one"), (b"a", "two"), (b"b", "one"))]
+    assert [answer.status_code for answer in answers] == [201, 201, 422]
+    assert path == "/function/" or answers[0].json()["given"]["amount"] == "10"
     assert effects() == 1
 
 
-def test_body_that_is_too_large_is_answered_with_413(settings):
+@pytest.mark.parametrize(("method", "content_type"), [("POST", "application/json"), ("PUT", "multipart/form-data; boundary=x")])
+def test_body_that_is_too_large_is_answered_with_413(settings, method, content_type):
     settings.DATA_UPLOAD_MAX_MEMORY_SIZE = 100
+    headers = {"Client": "shop", "Idempotency-Key": "k-1"}
 
-    assert is_problem(post(body={"text": "x" * 200}), 413)
+    assert is_problem(Client().generic(method, "/function/", "x" * 200, content_type, headers=headers), 413)
 
 
 @pytest.mark.parametrize("how", ["stream", "large"])
@@ -384,17 +416,23 @@ def test_arguments_that_make_no_sense_are_refused():
             idempotent_view(**arguments)
 
 
-def test_check_names_a_view_outside_of_rest_framework_and_a_database_that_does_not_exist(monkeypatch):
-    [warning] = check_views(None)
-    assert (warning.id, "RestOutside" in warning.msg) == ("exactly_once_views.W001", True)
+def test_user_of_rest_framework_is_not_known_outside_of_it():
+    answer = post("/outside/")
+
+    assert is_problem(answer, 403)
+    assert "below @api_view" in answer.json()["detail"]
+
+
+def test_check_names_a_database_that_does_not_exist(monkeypatch):
+    assert check_views(None) == []
 
     monkeypatch.setitem(declared, "nowhere", "shop.views.pay")
-    error, _ = check_views(None)
+    [error] = check_views(None)
     assert (error.id, "shop.views.pay" in error.msg) == ("exactly_once_views.E001", True)
 
     monkeypatch.delitem(declared, "nowhere")
     monkeypatch.setattr("django.db.router.allow_migrate_model", lambda alias, model: alias == "default")
-    error, _ = check_views(None)
+    [error] = check_views(None)
     assert (error.id, "'other'" in error.msg) == ("exactly_once_views.E001", True)
 
 
