@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 
 from django.db import IntegrityError, transaction
@@ -13,6 +14,11 @@ from tests.support.apps.tasked.provider import provider
 
 task = import_module(PACKAGE).task
 not_a_task = len
+
+
+def task_with(*, takes_context=False, queue_name="default", **own):
+    """`@task` with options of the backend's own, which the decorator of Django 6.0 does not take."""
+    return lambda function: replace(task(takes_context=takes_context, queue_name=queue_name)(function), **own)
 
 
 @task
@@ -47,7 +53,7 @@ def fail(name):
     raise KeyError(name)
 
 
-@task(retry=Retry(max_attempts=1))
+@task_with(retry=Retry(max_attempts=1))
 def try_once():
     raise TimeoutError
 
@@ -74,7 +80,7 @@ def return_a_nul():
     return "a\0b"
 
 
-@task(lease=True, takes_context=True, queue_name="payments")
+@task_with(lease=True, takes_context=True, queue_name="payments")
 def charge(context, name):
     """At least once, with the message id as the idempotency key."""
     answer = context.message.step("charge", lambda: provider.charge(context.message.id))
