@@ -18,15 +18,6 @@ SPRING, AUTUMN = datetime(2026, 3, 29, tzinfo=UTC), datetime(2026, 10, 25, tzinf
 EXPRESSIONS = ["30 2 * * *", "0 3 * * *", "30 1,2,3 * * *", "*/20 * * * *", "15 * * * *", "*/30 2 * * *", "0 0 1 * *"]
 
 
-@pytest.fixture(autouse=True)
-def _declared_here():
-    before = dict(declarations)
-    yield
-    declarations.clear()
-    declarations.update(before)
-    problems.clear()
-
-
 def nightly(tick):
     """A function of a schedule."""
 

@@ -27,12 +27,9 @@ on_the_list = partial(act, page=LIST)
 @pytest.fixture
 def schedule():
     """A schedule of this process, with a row that a relay has made a day ago."""
-    before = dict(declarations)
     recurring(every=timedelta(hours=7), name=NAME)(lambda tick: Draft(NAME, {"at": tick.at}))
     ago = DatabaseTime(-timedelta(days=1))
-    yield Schedule.objects.create(name=NAME, recurrence="every 7:00:00", position=ago, due_at=ago)
-    declarations.clear()
-    declarations.update(before)
+    return Schedule.objects.create(name=NAME, recurrence="every 7:00:00", position=ago, due_at=ago)
 
 
 def test_list_shows_state_ticks_and_why_one_fails(schedule):

@@ -110,7 +110,7 @@ class TestHandingOver:
     def test_biz_id_that_fails_as_in_an_outage_or_hangs_holds_up_no_other_message_and_is_called_again(
         self, handles, monkeypatch
     ):
-        monkeypatch.setattr(reading, "_LONGEST_IDENTIFYING", SHORT)
+        monkeypatch.setattr(reading, "_LONGEST_READING", SHORT)
         calls = Counter()
 
         def identified(message):
