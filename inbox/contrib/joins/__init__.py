@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from inbox.contrib import looked_up
+from exactly_once.packages import looked_up
 from inbox.handlers.message import Message
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import ClassVar
 from django.db import models
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.packages import require_app
 from exactly_once.sql.fields import NameField
 from exactly_once.wire.text import NAME_LENGTH
-from inbox.contrib import require_app
 from inbox.models import InboxMessage
 
 require_app("inbox.contrib.joins")

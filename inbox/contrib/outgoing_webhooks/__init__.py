@@ -19,7 +19,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from inbox.contrib import looked_up
+from exactly_once.packages import looked_up
 
 if TYPE_CHECKING:
     from inbox.contrib.outgoing_webhooks.fanning_out import send_webhooks

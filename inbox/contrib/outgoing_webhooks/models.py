@@ -12,9 +12,9 @@ from django.db import models
 from django.db.models.functions import Now
 from django.utils.translation import gettext_lazy as _
 
+from exactly_once.packages import require_app
 from exactly_once.sql.fields import NameField
 from exactly_once.wire.text import NAME_LENGTH, why_no_topic
-from inbox.contrib import require_app
 from inbox.contrib.outgoing_webhooks.addresses import LONGEST_URL, why_no_url
 
 require_app("inbox.contrib.outgoing_webhooks")
