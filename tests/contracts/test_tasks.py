@@ -19,6 +19,8 @@ from pytest_obligation.integrations import task_queues
 from pytest_obligation.integrations.django import django_host
 from pytest_obligation.integrations.django.receivers import django_receiver_breaker
 from pytest_obligation.integrations.task_queues import TaskOutcome
+from pytest_obligation.profiles.bounded_ownership import FencedOwnership
+from pytest_obligation.profiles.crash_ambiguity import AmbiguityAware
 from pytest_obligation.profiles.durable_retention import Retention
 from pytest_obligation.profiles.job_retry_limits import BoundedRetry
 
@@ -30,8 +32,14 @@ from inbox.conf import inbox_options
 from inbox.consumer.runner import Runner
 from inbox.contrib.tasks.compat import TaskResultDoesNotExist, task_backends, task_finished, task_started
 from inbox.contrib.tasks.models import Result
+from inbox.contrib.tasks.queues import topic_of
+from inbox.handlers.registry import registry
+from inbox.leases.stores import lease_store
 from inbox.models import InboxMessage
-from inbox.store import claims, due
+from inbox.operators.decisions import decide, skipping
+from inbox.receiving.reading import stored_arrival
+from inbox.store import claims, due, lease_rows
+from inbox.store.message_rows import Failure
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.tasked.provider import provider
 from tests.support.relaying import drained
@@ -43,6 +51,9 @@ configure(
 
 DONE, FAILED = TaskOutcome(status="SUCCESSFUL", effect=1), TaskOutcome(status="FAILED", effect=0)
 NAMES = itertools.count()
+PAYMENTS = topic_of("payments", lease=True)
+LEASES = {}
+"""Of `claim`, by row and fence."""
 
 
 @pytest.fixture
@@ -174,6 +185,92 @@ def started_by_recovery():
     return started
 
 
+def claim():
+    """What a worker does first; the row and the fence of its lease."""
+    stored = claims.claim_due("default", [PAYMENTS], timedelta(hours=1))
+    if stored is None:
+        return None
+    lease = lease_store(inbox_options()).acquire(stored_arrival(registry.get(PAYMENTS), stored))
+    LEASES[stored.pk, lease.fence] = lease
+    return stored.pk, lease.fence
+
+
+def claim_a_new_one():
+    received("charge_once")
+    return claim()
+
+
+def consume(row, fence):
+    return lease_store(inbox_options()).consume(LEASES[row, fence])
+
+
+def free(row, fence):
+    failure = Failure(error="ValueError: no", traceback="", retry_after=timedelta(hours=1), attempts=1)
+    return lease_store(inbox_options()).free(LEASES[row, fence], failure)
+
+
+def begin_step(row, fence):
+    return lease_store(inbox_options()).remember(LEASES[row, fence], "charge", None)
+
+
+def extend(row, fence):
+    return lease_store(inbox_options()).extend(LEASES[row, fence], timedelta(minutes=1))
+
+
+def end_lease(row):
+    InboxMessage.objects.filter(pk=row).update(next_attempt_at=utcnow() - timedelta(seconds=1))
+
+
+def state_of(row):
+    return str(InboxMessage.objects.get(pk=row).state)
+
+
+def ownership():
+    def observe(row):
+        seen = InboxMessage.objects.values_list("state", "next_attempt_at", "settled_at", "failed_at").get(pk=row)
+        return seen, lease_rows.steps_of("default", row)
+
+    return FencedOwnership(
+        name="a task under a lease",
+        make_claimable=lambda: received("charge"),  # ARRANGE
+        claim=claim,  # REAL PRODUCTION
+        fenced_write=consume,
+        other_fenced_writes={"free": free, "remember": begin_step},
+        renew_lease=extend,
+        expire_lease=end_lease,  # EXTERNAL SEAM
+        # What the claim of the next worker finds: there is no sweep.
+        reclaim_stalled=lambda row: due.due_handlers("default", [PAYMENTS]),
+        no_disposition=[],
+        observe=observe,  # OBSERVE
+    )
+
+
+def ambiguity():
+    def recovered(row):
+        work()
+        return state_of(row)
+
+    def looked_up(row):
+        decide("default", row, skipping("the provider has charged it"))
+        return state_of(row)
+
+    return AmbiguityAware(
+        name="a step that must not be repeated",
+        claim=claim_a_new_one,  # ARRANGE
+        start_attempt=begin_step,  # REAL PRODUCTION
+        open_attempt=lambda row: None in lease_rows.steps_of("default", row).values() or None,  # OBSERVE
+        expire_lease=end_lease,  # EXTERNAL SEAM
+        resolve_stalled=recovered,  # REAL PRODUCTION
+        ambiguous_disposition="dead",
+        retryable_disposition="done",
+        state_of=state_of,  # OBSERVE
+        ambiguous_state="dead",
+        terminal_states=("done", "skipped"),
+        apply_late_evidence=looked_up,  # REAL PRODUCTION
+        due_work_ids=lambda: due.longest_due("default"),
+    )
+
+
 NOTE = history("note")
 CHARGE = history("charge", external_calls=[ExternalCall(provider, "charge")])
 FAIL = history("fail", expected=FAILED)
@@ -187,14 +284,8 @@ CONTRACT = ObligationContract(
             "There is no sweep beside the worker: the claim that finds due work finds that of a dead worker, too, and nothing "
             "is dispatched by a message that could be lost. The histories below prove it, and the extra proof."
         ),
-        Profile.B: NotApplicable(
-            "A transactional task has no lease: its worker holds a lock of its row, which ends with its connection. The leases "
-            "of tasks with lease=True are those of leased handlers, whose contract is test_lease_stores.py beside this file."
-        ),
-        Profile.C: NotApplicable(
-            "The effect of a transactional task is in the transaction of its result, so no answer can be lost between them. A "
-            "leased task that must not repeat a call takes Message.step(repeatable=False), which tests/crash proves."
-        ),
+        Profile.B: Claim(),
+        Profile.C: Claim(),
         Profile.D: Claim(),
         Profile.E: task_queues.settled_by_one_worker("task"),
         Profile.F: task_queues.the_obligation_is_the("message"),
@@ -203,6 +294,8 @@ CONTRACT = ObligationContract(
         Profile.I: task_queues.application_admission("django-exactly-once"),
         Profile.J: Claim(),
     },
+    ownership=ownership,
+    ambiguity=ambiguity,
     retention=retention,
     retry=retry,
     handoffs=(NOTE, CHARGE, FAIL),

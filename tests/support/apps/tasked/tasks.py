@@ -88,6 +88,12 @@ def charge(context, name):
     return answer
 
 
+@task_with(lease=True, takes_context=True, queue_name="payments")
+def charge_once(context, name):
+    """By a provider without idempotency keys."""
+    return context.message.step("charge", lambda: provider.charge(name), repeatable=False)
+
+
 @task(takes_context=True, queue_name="payments")
 def charge_in_a_transaction(context, name):
     return provider.charge(context.message.id)
