@@ -15,12 +15,15 @@ from datetime import timedelta
 from functools import partial, update_wrapper
 from importlib import import_module
 from itertools import chain, product
+from typing import NoReturn
 
 from exactly_once.process.clock import utcnow
 from exactly_once.wire.formats import PUBLISHED_SETS
+from inbox.conf import inbox_options
 from inbox.contrib.joins import store
 from inbox.errors import Reject, RetryLater
 from inbox.handlers.decorator import database_of, registering
+from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
 
@@ -51,7 +54,7 @@ def _finish(alias: str, by: Sequence[str], message: Message) -> None:
     """
     Raises:
         RetryLater: a message is not handled.
-        Reject: a handler, or one for a topic of the set, does not exist in this database.
+        Reject: a handler, or one for a topic of the set, does not exist in this database; or see `_wait`.
     """
     handlers = [handler for handler in registry.all() if handler.name in by and handler.using == alias]
     members: dict[str, list[tuple[str, str]]] = message.payload["members"]
@@ -60,7 +63,23 @@ def _finish(alias: str, by: Sequence[str], message: Message) -> None:
         raise Reject(f"when_handled() counts no handler of {sorted(lacking)} in the database {alias!r}. Correct its by=.")
     for handler, topic in product(handlers, members):
         for start in range(0, len(members[topic]) if topic in handler.topics else 0, _AT_ONCE):
-            if why := store.why_unhandled(alias, handler, topic, dict(members[topic][start : start + _AT_ONCE])):
-                age = utcnow() - (message.created_at or utcnow())
-                raise RetryLater(min(max(age / 10, _SOONEST), _LATEST), f"waits in {handler.name} for {why}")
+            if found := store.first_unhandled(alias, handler, topic, dict(members[topic][start : start + _AT_ONCE])):
+                _wait(handler, message, *found)
     import_module("outbox").publish(**message.payload["on_done"], using=alias)
+
+
+def _wait(handler: Handler, message: Message, missing: str, state: str) -> NoReturn:
+    """
+    Raises:
+        RetryLater: this message is not handled.
+        Reject: nobody can tell any more whether it is: the row of a message whose handler chooses the biz-id is deleted with
+            the history, and its receipt does not have the biz-id that it was published with.
+    """
+    age, kept = utcnow() - (message.created_at or utcnow()), inbox_options().keeps
+    if handler.biz_id is not None and not state and age > kept:
+        raise Reject(
+            f"{handler.name} has no message {missing}: it has not come, or was handled more than KEEP_HISTORY ({kept}) ago. "
+            "Look its effect up. If it is there, publish the end by hand and skip this message; otherwise retry this one later."
+        )
+    which = f"which is {state}" if state else "which has not come"
+    raise RetryLater(min(max(age / 10, _SOONEST), _LATEST), f"waits in {handler.name} for message {missing}, {which}")

@@ -167,8 +167,8 @@ def _receipts(alias: str, topics: Mapping[str, str]) -> QuerySet[Receipt]:
     return Receipt.objects.using(alias).filter(handler__in=topics.keys(), topic__in=topics.values())
 
 
-def why_unhandled(alias: str, handler: Handler, topic: str, members: Mapping[str, str]) -> str:
-    """The first of these messages that is not settled in this handler, with its state; "" if all are.
+def first_unhandled(alias: str, handler: Handler, topic: str, members: Mapping[str, str]) -> tuple[str, str] | None:
+    """The id of the first of these messages that is not settled in this handler, and its state, "" if it is not there.
 
     A message has the row of its biz-id, which may be that of another message; or of its message id, if the handler chooses the
     biz-id, or has refused the message. A correction is open as long as the row that it has made.
@@ -185,6 +185,6 @@ def why_unhandled(alias: str, handler: Handler, topic: str, members: Mapping[str
     pks = {**dict(by_id.order_by("pk").values_list("message_id", "pk")), **pks}
     for name in members:
         if name not in pks:
-            return f"message {name}, which has not come"
-    unsettled = rows.filter(Q(pk__in=[*pks.values()]) | Q(replaces__in=[*pks.values()]), day=LIVE).order_by("state").first()
-    return f"message {unsettled.message_id}, which is {unsettled.state}" if unsettled else ""
+            return name, ""
+    open_ones = rows.filter(Q(pk__in=[*pks.values()]) | Q(replaces__in=[*pks.values()]), day=LIVE).order_by("state")
+    return open_ones.values_list("message_id", "state").first()

@@ -7,6 +7,7 @@ from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
+from exactly_once.testing.database import travel
 from inbox import Reject
 from inbox.contrib.joins import when_handled
 from inbox.models import InboxMessage, Receipt
@@ -189,6 +190,24 @@ def test_set_that_no_handler_counts_for_is_a_dead_letter(handler, by):
 
     row = the_row(handler="published-set.never")
     assert (row.state, "Correct its by=" in row.last_error) == (State.DEAD, True)
+
+
+@pytest.mark.parametrize("age", [timedelta(days=6), timedelta(days=8)], ids=["within", "beyond"])
+def test_set_whose_history_is_deleted_is_a_dead_letter_once_nobody_can_tell_what_was_handled(handles, age):
+    """With a biz-id of its own the handler leaves nothing that names the message as it was published."""
+    handles(takes, topic=LINE, name=NAME, biz_id="line")
+    fails.add("7")
+    a_set("1", "7")
+    relayed()
+    InboxMessage.objects.filter(handler=NAME, state=State.DONE).delete()
+    travel(age)
+    again()
+
+    row = the_row(handler=SET)
+    assert (row.state, "waits" in row.last_error, "KEEP_HISTORY" in row.last_error) == (
+        (State.RETRYING, True, False) if age < timedelta(days=7) else (State.DEAD, False, True)
+    )
+    assert not ends()
 
 
 @pytest.mark.parametrize("on_done", [Draft(DONE, {1, 2}), Draft("", {}), Draft(DONE, {}, delay="2h"), Draft(DONE, {}, key=5)])
