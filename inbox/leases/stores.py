@@ -119,7 +119,9 @@ def renew(lease: Lease) -> bool:
 def store_as_owner(
     lease: Lease, what: str, write: Callable[Concatenate[Lease, _P], T], *given: _P.args, **named: _P.kwargs
 ) -> T:
-    """Call a method of its store, which gets the lease first; while the store is unavailable, retry until the lease has ended.
+    """Call a method of its store, which gets the lease first; while the store is unavailable, retry up to its limit.
+
+    A lease that ends meanwhile is renewed after that, if nobody has taken it over: see `renew`.
 
     Raises:
         DatabaseUnavailable: the store was unavailable for longer.
@@ -130,9 +132,9 @@ def store_as_owner(
             return write(lease, *given, **named)
         except DatabaseUnavailable as outage:
             lease.without_store = True
-            if lease.is_over:
+            if lease.lost or monotonic() >= lease.limit_at:
                 raise
-            logger.warning("%s: %s cannot be stored now; this is retried until its lease ends: %s", lease, what, outage)
+            logger.warning("%s: %s cannot be stored now; this is retried until the run has its limit: %s", lease, what, outage)
             time.sleep(pause.next_seconds())
 
 

@@ -268,7 +268,7 @@ class TestOutageDuringSteps:
     def restarting(self, handles, mortal_postgres, migrated_default):
         """A handler whose steps each stop the database once; which attempts were run, and which steps have stopped it."""
 
-        def register(lease, steps=3):
+        def register(steps=3, **lease):
             def handle(message):
                 ran.append(message.attempt)
                 for number in range(steps):
@@ -281,12 +281,12 @@ class TestOutageDuringSteps:
                     mortal_postgres.kill()
 
             ran, stopped = [], []
-            return handles(handle, lease=Lease(duration=lease)), ran, stopped
+            return handles(handle, lease=Lease(**lease)), ran, stopped
 
         return register
 
     def test_step_waits_for_its_database_and_no_attempt_is_counted(self, restarting, mortal_postgres, caplog):
-        handler, ran, stopped = restarting(timedelta(minutes=10))
+        handler, ran, stopped = restarting(duration=timedelta(minutes=10))
         with InAThread(lambda: deliver(handler, given=options(MAX_ATTEMPTS=1))) as run:
             for number in range(3):
                 wait_until(lambda number=number: f"the step 'step {number}' cannot be stored now" in caplog.text)
@@ -295,8 +295,21 @@ class TestOutageDuringSteps:
         connection.close()
         assert (run.answer, ran, stopped, the_row().attempts) == (Outcome.HANDLED, [1], [0, 1, 2], 1)
 
-    def test_outage_longer_than_the_lease_counts_no_attempt_of_a_stored_message(self, restarting, mortal_postgres, caplog):
-        handler, ran, _ = restarting(timedelta(seconds=1), steps=1)
+    def test_step_is_not_taken_again_after_an_outage_longer_than_the_lease(self, restarting, mortal_postgres, caplog):
+        handler, ran, stopped = restarting(duration=timedelta(seconds=1), steps=1)
+        handed_over(handler)
+        with InAThread(lambda: drain(options(MAX_ATTEMPTS=1))):
+            wait_until(lambda: "cannot be stored now" in caplog.text)
+            since = monotonic()
+            wait_until(lambda: monotonic() > since + 1)
+            mortal_postgres.start()
+
+        connection.close()
+        assert (the_row().state, the_row().attempts, ran, stopped) == (State.DONE, 1, [1], [0])
+        assert "its lease is lost" not in caplog.text
+
+    def test_outage_longer_than_the_limit_counts_no_attempt_of_a_stored_message(self, restarting, mortal_postgres, caplog):
+        handler, ran, _ = restarting(duration=timedelta(seconds=1), limit=timedelta(seconds=1), steps=1)
         handed_over(handler)
         with InAThread(lambda: drain(options(MAX_ATTEMPTS=1))):
             wait_until(lambda: "its lease is lost" in caplog.text)
