@@ -15,14 +15,18 @@ from datetime import datetime
 from typing import Any
 
 from django.apps import apps
+from django.db import connections
 from django.db.models import F, QuerySet
 from django.utils import timezone
 
 from exactly_once.packages import label_of
+from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.transport.broker import is_local
 from exactly_once.wire.body import Undecodable, decode_payload
 from exactly_once.wire.identity import uuid_in
+from inbox.conf import inbox_options
 from inbox.contrib.tasks.compat import TaskError, TaskResult, TaskResultDoesNotExist, TaskResultStatus
 from inbox.contrib.tasks.models import Result, Status
 from inbox.contrib.tasks.queues import PREFIX, QueueOptions, is_leased, queue_of
@@ -38,7 +42,9 @@ _SUCCESSFUL = TaskResultStatus.SUCCESSFUL
 _TIMES = ("enqueued_at", "started_at", "last_attempted_at", "finished_at")
 _SENT = "published"
 _UNKNOWN = "unknown"
-"""The worker of an attempt whose process died."""
+"""The worker of an attempt that runs, or whose process died."""
+_MARK = "hashtextextended(%s, hashtextextended('run of a task', 0))"
+"""The key of an advisory lock."""
 _FAILED_ATTEMPT = {"was__in": ["", *DUE], "became__in": [State.RETRYING, State.DEAD]}
 
 
@@ -69,9 +75,10 @@ def _present(alias: str, result_id: str) -> Any:
 def _at_the_broker(alias: str, sent: Any) -> Any:
     """The result of a published message that had not arrived; or that of the task whose biz-id it has."""
     result_id = str(sent.message_id)
+    started_at = _marked_since(alias, result_id)
     receipt = Receipt.objects.using(alias).filter(handler=sent.topic, topic=sent.topic, biz_id=sent.biz_id).first()
     if receipt is None:
-        return _waiting(sent)
+        return _waiting(sent, started_at)
     if receipt.message_id == result_id:
         # It has arrived since. Or its result is deleted.
         return _arrived(alias, result_id)
@@ -141,10 +148,33 @@ def received(alias: str, row: InboxMessage) -> Any:
     return _result(row.message_id, queue_of(row.topic), payload, row.created_at, status=status, worker_ids=workers, **given)
 
 
-def _waiting(sent: Any) -> Any:
-    """The result of a message that is not published yet, or never will be."""
+def mark(alias: str, message: Message) -> None:
+    """Let other sessions see that this transaction runs a task of which they see no row before it commits."""
+    if is_postgresql(connections[alias]) and not is_local(inbox_options().broker_url):
+        fetch(connections[alias], f"SELECT pg_advisory_xact_lock_shared({_MARK})", [message.id])
+
+
+def _marked_since(alias: str, result_id: str) -> datetime | None:
+    """When the transaction that has marked this task as running began; None: there is none."""
+    if not is_postgresql(connections[alias]):
+        return None
+    # Not a try of the lock, which could hold up a run.
+    sql = (
+        "SELECT min(COALESCE(a.xact_start, now())) FROM pg_locks l JOIN pg_stat_activity a USING (pid) "  # noqa: S608 - our own name
+        "WHERE l.database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND l.locktype = 'advisory' "
+        f"AND l.objsubid = 1 AND (l.classid::int8 << 32) + l.objid::int8 = {_MARK}"
+    )
+    since: datetime | None = fetch(connections[alias], sql, [result_id])[0][0]
+    return since
+
+
+def _waiting(sent: Any, running_since: datetime | None = None) -> Any:
+    """The result of a message that is not published yet, or never will be; or that runs for the first time."""
     given: dict[str, Any] = {"status": TaskResultStatus.READY}
-    if sent.state in _WITHDRAWN:
+    if running_since is not None:
+        times = dict.fromkeys(("started_at", "last_attempted_at"), running_since)
+        given = {"status": TaskResultStatus.RUNNING, "worker_ids": [_UNKNOWN], **times}
+    elif sent.state in _WITHDRAWN:
         why = _error(TaskCancelled, sent.last_error or sent.get_state_display())
         given = {"status": TaskResultStatus.FAILED, "finished_at": sent.settled_at, "errors": [why]}
     return _result(str(sent.message_id), queue_of(sent.topic), _call_in(sent.body), sent.created_at, **given)

@@ -36,7 +36,10 @@ def run(backend: str, message: Message) -> None:
     if not is_call(message.payload):
         raise Reject("It is not the call of a task: enqueue tasks with their enqueue().")
     load(message.payload["task"])
-    result = results.running(message, backend, _options(backend, message).alias, process_name())
+    alias = _options(backend, message).alias
+    if message.attempt == 1 and not is_leased(message.topic):
+        results.mark(alias, message)
+    result = results.running(message, backend, alias, process_name())
     _announce(backend, message, task_started, result)
     call = partial(_call, message, result)
     value = message.step(_STEP, call) if is_leased(message.topic) else call()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 from django.db import connection, transaction
 from django.utils import timezone
 
+from exactly_once.sql.days import day_of
+from exactly_once.sql.now import DatabaseTime
 from inbox.contrib.tasks.compat import TaskResultDoesNotExist, TaskResultStatus, task_backends
 from inbox.contrib.tasks.models import Result
 from inbox.contrib.tasks.testing import task_message
@@ -22,6 +26,8 @@ from tests.support.decisions import retry, skip
 from tests.support.inbox_rows import delete_messages
 from tests.support.relaying import drained
 from tests.support.tasks import run_all
+from tests.support.threads import InAThread
+from tests.support.waiting import A_WHILE
 
 READY, RUNNING = TaskResultStatus.READY, TaskResultStatus.RUNNING
 FAILED, SUCCESSFUL = TaskResultStatus.FAILED, TaskResultStatus.SUCCESSFUL
@@ -194,6 +200,25 @@ class TestFailed:
 
         assert Result.objects.get().status == FAILED
         assert task_backends["default"].get_result(message.id).status == FAILED
+
+    def test_first_delivery_from_a_broker_is_running_until_it_commits(self, tasked, settings, monkeypatch):
+        """Only its own transaction has a row of it."""
+        settings.INBOX = {"BROKER_URL": "memory://"}
+        result = tasked.charge_in_a_transaction.enqueue("a")
+        sent = OutboxMessage.objects.get()
+        OutboxMessage.objects.update(state="published", settled_at=DatabaseTime(), day=day_of("default"))
+        charging, go_on = threading.Event(), threading.Event()
+        monkeypatch.setattr(provider, "charge", lambda key: charging.set() or go_on.wait(A_WHILE))
+        message = replace(task_message(tasked.charge_in_a_transaction, "a"), id=result.id, biz_id=sent.biz_id)
+
+        with InAThread(lambda: deliver(message)):
+            assert charging.wait(A_WHILE)
+            during = refreshed(result)
+            seen = during.status, during.started_at is not None, during.attempts
+            go_on.set()
+
+        assert seen == ((RUNNING, True, 1) if connection.vendor == "postgresql" else (READY, False, 0))
+        assert refreshed(result).status == SUCCESSFUL
 
     def test_results_are_deleted_after_their_time_although_their_queue_was_removed(self, tasked, settings):
         tasked.fail.enqueue("a")
