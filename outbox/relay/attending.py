@@ -23,6 +23,7 @@ from typing import Protocol
 
 from django.db import connections, transaction
 
+from exactly_once.conf.settings import redacted_error
 from exactly_once.process import work
 from exactly_once.process.clock import awake, monotonic
 from exactly_once.process.logs import Reminder, escaping_logger
@@ -30,7 +31,7 @@ from exactly_once.process.loop import Bell, StopRequest
 from exactly_once.process.main_thread import stack_of
 from exactly_once.process.outage import Outage, OutageLog
 from exactly_once.sql.connections import drop_unusable_connections
-from exactly_once.sql.faults import is_outage
+from exactly_once.sql.faults import is_collision, is_outage
 from exactly_once.sql.turns import Turns
 from exactly_once.wire.text import describe
 from outbox.conf import OutboxOptions
@@ -41,6 +42,8 @@ logger = escaping_logger(__name__)
 _SHORTEST_POLL_SECONDS = 0.5
 _LONGEST_POLL_SECONDS = 5.0
 _REPORT_SECONDS = 60.0
+PAUSE = timedelta(seconds=1)
+"""Delay after an outage, a deadlock or a conflict with SQLite's other writer, which are not the function's fault."""
 _SHARE_OF_THE_GRACE = 0.8
 """The share of SHUTDOWN_GRACE for running calls; the remainder is for the rest of the shutdown."""
 
@@ -80,17 +83,22 @@ class _Running:
 
 
 def call_bounded(
-    alias: str, limit: timedelta, call: Callable[[], None], failed: Callable[[BaseException, timedelta], None]
+    alias: str,
+    options: OutboxOptions,
+    number: int,
+    call: Callable[[], None],
+    failed: Callable[[BaseException, str, timedelta], None],
 ) -> None:
-    """Call it in a transaction, which the server ends after `limit`. With an error, roll back, and call `failed`.
+    """Call it in a transaction, which the server ends after CALLBACK_TIMEOUT. With an error, roll back, and call `failed`.
 
     Args:
-        failed: takes the error, also a SystemExit, and how long the call took.
+        number: of this attempt, counted from 1.
+        failed: takes the error, also a SystemExit, what may be stored of it, and the delay before the next attempt.
 
     Raises:
         django.db.Error: the database became unavailable before the limit. The call has not failed.
     """
-    began_at = monotonic()
+    limit, began_at = options.CALLBACK_TIMEOUT, monotonic()
     try:
         with transaction.atomic(using=alias, durable=True):
             begin_bounded(alias, limit)
@@ -100,7 +108,10 @@ def call_bounded(
         if is_outage(error) and took < limit:
             raise
         drop_unusable_connections()
-        failed(error, took)
+        reason = redacted_error(options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")
+        if took >= limit:
+            reason += f" (it took {took.total_seconds():.1f} s, and CALLBACK_TIMEOUT is {limit.total_seconds():g} s)"
+        failed(error, reason, PAUSE if is_collision(error) else options.retry.delay(number))
 
 
 class Attendant:

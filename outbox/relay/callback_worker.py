@@ -23,7 +23,6 @@ from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.outage import OutageLog
 from exactly_once.sql.connections import drop_unusable_connections
-from exactly_once.sql.faults import is_collision
 from exactly_once.sql.fields import value_of
 from exactly_once.wire.text import describe
 from outbox import signals
@@ -39,8 +38,6 @@ logger = escaping_logger(__name__)
 
 _LEASE_MARGIN = timedelta(seconds=30)
 """A call is claimed for CALLBACK_TIMEOUT plus this margin; after that, a call claimed by a dead process is due again."""
-_AFTER_A_COLLISION = timedelta(seconds=1)
-"""Delay after a deadlock or a conflict with SQLite's other writer, which are not the callback's fault."""
 
 
 def callers(alias: str, options: OutboxOptions, *, database_log: OutageLog | None = None) -> Sequence[Attendant]:
@@ -99,20 +96,14 @@ class _Callback:
         return self.call.callback
 
     def run(self) -> None:
-        call_bounded(self.call.alias, self.options.CALLBACK_TIMEOUT, self._call, self._defer)
+        call_bounded(self.call.alias, self.options, self.call.number, self._call, self._defer)
 
     def _call(self) -> None:
         registry.call(self.call.callback, pending_callbacks.begin_call(self.call))
         pending_callbacks.finish_call(self.call)
 
-    def _defer(self, error: BaseException, took: timedelta) -> None:
-        options = self.options
-        reason = redacted_error(options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")
-        if took >= options.CALLBACK_TIMEOUT:
-            limit = options.CALLBACK_TIMEOUT.total_seconds()
-            reason += f" (it took {took.total_seconds():.1f} s, and CALLBACK_TIMEOUT is {limit:g} s)"
-        delay = _AFTER_A_COLLISION if is_collision(error) else options.retry.delay(self.call.number)
-        level = logging.ERROR if options.retry.exhausted(self.call.number) else logging.WARNING
+    def _defer(self, error: BaseException, reason: str, delay: timedelta) -> None:
+        level = logging.ERROR if self.options.retry.exhausted(self.call.number) else logging.WARNING
         became = "The callback %s failed and is called again: %s."
         if not pending_callbacks.defer_call(self.call, reason, delay):
             level = logging.WARNING

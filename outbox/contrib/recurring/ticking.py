@@ -6,7 +6,7 @@ row another one has locked. The database's clock decides what is due: if it is s
 published.
 
 A function that raises delays its own schedule only, and is called again with the delays of a failed message; after a collision
-or an outage, perhaps of another database, with `_PAUSE`. One that hangs occupies a thread, and is reported with its stack, see
+or an outage, perhaps of another database, with `PAUSE`. One that hangs occupies a thread, and is reported with its stack, see
 `relay.attending`.
 """
 
@@ -23,22 +23,18 @@ from typing import Any
 from django.db import transaction
 from django.db.models import QuerySet
 
-from exactly_once.conf.settings import redacted_error
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.outage import OutageLog
 from exactly_once.sql.faults import is_collision
 from exactly_once.sql.now import DatabaseTime
-from exactly_once.wire.text import ERROR_LENGTH, describe, printable
+from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.contrib.recurring.declarations import GRACE, Declaration, declarations
 from outbox.contrib.recurring.models import Schedule
-from outbox.relay.attending import Attendant, call_bounded
+from outbox.relay.attending import PAUSE, Attendant, call_bounded
 from outbox.store.dialect import database_of
 
 logger = escaping_logger(__name__)
-
-_PAUSE = timedelta(seconds=1)
-"""Delay after an outage or a collision, which are not the function's fault."""
 
 
 def attendants(alias: str, options: OutboxOptions, *, database_log: OutageLog | None = None) -> Sequence[Attendant]:
@@ -78,7 +74,7 @@ class _Run:
 
     def run(self) -> None:
         try:
-            call_bounded(self.alias, outbox_options().CALLBACK_TIMEOUT, self._tick, self._defer)
+            call_bounded(self.alias, outbox_options(), self.number, self._tick, self._defer)
         finally:
             self.running.discard(self.group)
 
@@ -99,12 +95,8 @@ class _Run:
         due_at = next(chain(ticks[1:], when.upcoming(max(position, now))), None)
         self._update(recurrence=when.expression, position=position, due_at=due_at, failures=0, error="")
 
-    def _defer(self, error: BaseException, took: timedelta) -> None:
-        options = outbox_options()
-        level, delay = logging.ERROR, options.retry.delay(self.number)
-        if is_collision(error):
-            level, delay = logging.WARNING, _PAUSE
-        reason = redacted_error(options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")
+    def _defer(self, error: BaseException, reason: str, delay: timedelta) -> None:
+        level = logging.WARNING if is_collision(error) else logging.ERROR
         self._update(error=printable(reason, ERROR_LENGTH), failures=self.number, due_at=DatabaseTime(delay))
         logger.log(level, "recurring: %s failed, and is called again in %s: %s.", self, delay, reason, exc_info=error)
 
@@ -118,7 +110,7 @@ class _Run:
         """After an outage, which the attendant has logged: pause, or the function would be called without end."""
         with transaction.atomic(using=self.alias):
             if any(_is_due(row, self.schedule) for row in _unlocked(self.alias, name=self.group)):
-                self._update(error="A database became unavailable: see the relay's log.", due_at=DatabaseTime(_PAUSE))
+                self._update(error="A database became unavailable: see the relay's log.", due_at=DatabaseTime(PAUSE))
 
 
 def _rows(alias: str, **which: Any) -> QuerySet[Any]:

@@ -13,6 +13,7 @@ from outbox.contrib.recurring import recurring, ticking
 from outbox.contrib.recurring.declarations import declarations
 from outbox.contrib.recurring.models import Schedule
 from outbox.models import OutboxMessage
+from outbox.relay import attending
 from outbox.relay.service import serve
 from tests.support.apps.effects.models import Effect
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
@@ -213,7 +214,8 @@ def locked_elsewhere(tick):
 def test_an_outage_of_another_database_or_a_collision_delays_the_next_call_and_is_shown(
     recurs, caplog, monkeypatch, function, why, expression
 ):
-    monkeypatch.setattr(ticking, "_PAUSE", LONG["every"])
+    for module in (attending, ticking):
+        monkeypatch.setattr(module, "PAUSE", LONG["every"])
     Effect.objects.create(name="locked")
     ticks = recurs(function, every=timedelta(seconds=1))
     ticks.clear()  # one may have been due at once
