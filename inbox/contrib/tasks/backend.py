@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any
+from uuid import UUID
 
 from django.core.checks import CheckMessage
 from django.db import transaction
@@ -81,26 +82,23 @@ class ExactlyOnceBackend(BaseTaskBackend):  # type: ignore[misc] # it is Any, se
 
     def _publish(self, result: Any, using: str) -> outbox.PublishedMessage:
         task, own = result.task, own_options(result.task)
-        deliver_at = task.run_after
-        if deliver_at is not None and timezone.is_naive(deliver_at):
-            deliver_at = timezone.make_aware(deliver_at)
         return outbox.publish(
             topic_of(task.queue_name, lease=own["lease"]),
             call_of(task, result.args, result.kwargs, self.alias),
             key=named(own["key"], result.args, result.kwargs) or "",
             biz_id=named(own["biz_id"], result.args, result.kwargs),
             unique=own["unique"],
-            deliver_at=deliver_at,
+            deliver_at=task.run_after,
             using=using,
         )
 
-    def get_result(self, result_id: str) -> Any:
+    def get_result(self, result_id: str | UUID) -> Any:
         """The present result of a task.
 
         Raises:
             TaskResultDoesNotExist: Django's class, or that of the package: there is no such task, or its result is deleted.
         """
-        return import_module("inbox.contrib.tasks.results").get_result(self, result_id)
+        return import_module("inbox.contrib.tasks.results").get_result(self, str(result_id))
 
     def check(self, **kwargs: Any) -> list[CheckMessage]:
         """See `inbox.contrib.tasks.checks`."""

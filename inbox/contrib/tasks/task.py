@@ -74,7 +74,7 @@ class NotImportable(InboxError):
     """The function of a task cannot be imported, or is not a task. A failed attempt: a later release may have it."""
 
 
-class ResultNotJson(Reject):
+class ResultNotJson(Reject, TypeError):
     """A task returned a value that JSON cannot represent. Its effect is rolled back and it is not run again."""
 
 
