@@ -5,11 +5,9 @@ from __future__ import annotations
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
-from importlib import import_module
 from unittest.mock import ANY
 
 import pytest
-from asgiref.sync import async_to_sync
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, connection, transaction
 
@@ -134,20 +132,6 @@ class TestOptions:
             replace(tasked.note, **changes).enqueue("a")
 
         assert not OutboxMessage.objects.exists()
-
-    def test_asynchronous_methods_are_those_of_the_synchronous(self, tasked):
-        result = async_to_sync(tasked.note.aenqueue)("a")
-        run_all()
-        async_to_sync(result.arefresh)()
-
-        assert result.status == TaskResultStatus.SUCCESSFUL
-        assert async_to_sync(tasked.note.aget_result)(result.id) == result
-
-    def test_result_of_another_task_is_a_mismatch(self, tasked):
-        result = tasked.note.enqueue("a")
-
-        with pytest.raises(import_module(f"{PACKAGE}.exceptions").TaskResultMismatch):
-            tasked.fail.get_result(result.id)
 
     def test_unknown_and_foreign_ids_have_no_result(self, tasked):
         with transaction.atomic():

@@ -61,12 +61,6 @@ class TestEnqueue:
             tasked.note.get_result(lost.id)
         assert not run_all()
 
-    def test_arguments_that_are_not_json_are_refused(self, tasked):
-        with pytest.raises(TypeError, match="object"):
-            tasked.note.enqueue(object())
-
-        assert not OutboxMessage.objects.exists()
-
 
 class TestRun:
     def test_effect_result_and_receipt_of_a_task_are_one_commit(self, tasked):

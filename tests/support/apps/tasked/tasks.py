@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 from dataclasses import replace
+from functools import reduce
 from importlib import import_module
 
 from django.db import IntegrityError, transaction
 
 from inbox import Reject, Retry, RetryLater
-from inbox.contrib.tasks.compat import PACKAGE
+from inbox.contrib.tasks.compat import PACKAGE, TaskContext
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.tasked.provider import provider
 
@@ -51,6 +53,19 @@ def note_attempt(context, name):
 def fail(name):
     Effect.objects.create(name=name)
     raise KeyError(name)
+
+
+@task(queue_name="mail")
+def fail_with(names, text):
+    """Raise a built-in exception; with several names each is the argument of the next."""
+    Effect.objects.create(name=text)
+    raise reduce(lambda argument, name: getattr(builtins, name)(argument), names, text)
+
+
+@task(takes_context=True)
+def describe_run(context):
+    given = context.task_result
+    return [given.id, given.status, context.attempt, isinstance(context, TaskContext)]
 
 
 @task_with(retry=Retry(max_attempts=1))
