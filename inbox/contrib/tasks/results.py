@@ -19,6 +19,7 @@ from django.db import connections
 from django.db.models import F, QuerySet
 from django.utils import timezone
 
+from exactly_once.failures import DEFERRED, REFUSED
 from exactly_once.packages import label_of
 from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.days import LIVE
@@ -258,7 +259,7 @@ def _failures(row: InboxMessage) -> list[Any]:
 def _error(kind: str | type[Exception], traceback: str) -> Any:
     """An error with the path of a class; what has none, as an attempt whose process died, is `TaskNotRun`."""
     path = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
-    if not all(part.isidentifier() for part in path.split(".")) or path in {"", "refused", "deferred"}:
+    if " " in path or path in {"", REFUSED, DEFERRED}:
         path = f"{TaskNotRun.__module__}.{TaskNotRun.__qualname__}"
     return TaskError(exception_class_path=path if "." in path else f"builtins.{path}", traceback=traceback)
 

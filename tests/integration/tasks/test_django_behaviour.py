@@ -351,6 +351,13 @@ class TestFailure:
         assert_in_order(result)
         assert not Effect.objects.exists()
 
+    def test_class_that_cannot_be_imported_is_named_all_the_same(self, tasked):
+        result = tasked.fail_with_a_local_class.enqueue()
+        run_due()
+        result.refresh()
+
+        assert result.errors[0].exception_class_path.endswith("fail_with_a_local_class.<locals>.LocalError")
+
     def test_value_that_is_not_json_is_a_type_error(self, tasked):
         result = tasked.return_a_set.enqueue()
         run_due()

@@ -62,6 +62,14 @@ def fail_with(names, text):
     raise reduce(lambda argument, name: getattr(builtins, name)(argument), names, text)
 
 
+@task(queue_name="mail")
+def fail_with_a_local_class():
+    class LocalError(Exception):
+        pass
+
+    raise LocalError
+
+
 @task(takes_context=True)
 def describe_run(context):
     given = context.task_result
