@@ -29,24 +29,16 @@ class PeerUnavailable(Exception):
 
 
 @dataclass(frozen=True)
-class Peer:
-    """One other implementation.
+class Installation:
+    """A virtual environment.
 
     Attributes:
-        name: its package, which is also the name of its side.
-        requirements: what is installed for it, pinned.
-        driver: the module in `benchmarks.peers`.
-        options: of its `drain`, the fastest last known first. All are tried; the fastest is measured.
-        unit: of its rate.
-        read: records what it sent to the broker; None if it uses none.
+        name: of its directory.
+        requirements: what is installed in it, pinned.
     """
 
     name: str
     requirements: Sequence[str]
-    driver: str
-    options: Sequence[Mapping[str, Any]]
-    unit: str = "msg/s"
-    read: Callable[[Arrivals, amqp.Message], None] | None = None
 
     def install(self) -> None:
         """
@@ -60,7 +52,7 @@ class Peer:
         say(f"installing {self.name}")
         for command in (
             [sys.executable, "-m", "venv", "--clear", str(self._directory)],
-            [str(self._python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *self.requirements],
+            [self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *self.requirements],
         ):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
@@ -68,25 +60,42 @@ class Peer:
         marker.write_text(wanted)
 
     def versions(self) -> dict[str, str]:
-        command = [str(self._python), "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"]
+        command = [self.python, "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         return {entry["name"]: entry["version"] for entry in json.loads(listing)}
 
-    def drain(self, project: Project, count: int, options: Mapping[str, Any], **environ: str) -> dict[str, Any]:
-        """Run the driver to its end; its answer."""
-        command = [str(self._python), "-m", f"benchmarks.peers.{self.driver}", str(count), json.dumps(options)]
-        with running(command, replace(project, extra=environ), ends=True) as process:
-            wait_for_end(process, project)
-            answer: dict[str, Any] = process.answer()
-        return answer
+    @property
+    def python(self) -> str:
+        return str(self._directory / "bin" / "python")
 
     @property
     def _directory(self) -> Path:
         return PLACE / self.name
 
-    @property
-    def _python(self) -> Path:
-        return self._directory / "bin" / "python"
+
+@dataclass(frozen=True)
+class Peer(Installation):
+    """One other implementation; its name is its package, and the name of its side.
+
+    Attributes:
+        driver: the module in `benchmarks.peers`.
+        options: of its `drain`, the fastest last known first. All are tried; the fastest is measured.
+        unit: of its rate.
+        read: records what it sent to the broker; None if it uses none.
+    """
+
+    driver: str
+    options: Sequence[Mapping[str, Any]]
+    unit: str = "msg/s"
+    read: Callable[[Arrivals, amqp.Message], None] | None = None
+
+    def drain(self, project: Project, count: int, options: Mapping[str, Any], **environ: str) -> dict[str, Any]:
+        """Run the driver to its end; its answer."""
+        command = [self.python, "-m", f"benchmarks.peers.{self.driver}", str(count), json.dumps(options)]
+        with running(command, replace(project, extra=environ), ends=True) as process:
+            wait_for_end(process, project)
+            answer: dict[str, Any] = process.answer()
+        return answer
 
 
 def _read_task(arrivals: Arrivals, message: amqp.Message) -> None:
