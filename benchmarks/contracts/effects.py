@@ -1,4 +1,4 @@
-"""The tasks of every queue, which are those of `tests/contracts/test_tasks.py`, and what is seen of them."""
+"""The tasks of every queue, after those of `tests/contracts/test_tasks.py`, and what is seen of them."""
 
 from __future__ import annotations
 
