@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections import Counter, defaultdict
 from importlib.metadata import version
 from pathlib import Path
@@ -97,4 +98,9 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or [OURS, *PEERS])
+    parser = ArgumentParser(prog="python -m benchmarks.contracts", description="What the harness says of queues of tasks.")
+    parser.add_argument("names", nargs="*", default=[OURS, *PEERS], help=f"default: {OURS} {' '.join(PEERS)}")
+    given = parser.parse_args().names
+    if unknown := {*given} - {OURS, *PEERS}:
+        parser.error(f"there is no queue {min(unknown)!r}; these are: {', '.join([OURS, *PEERS])}")
+    main(given)
