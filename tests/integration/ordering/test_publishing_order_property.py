@@ -30,11 +30,13 @@ from exactly_once.transport.interface import BrokerUnavailable
 from outbox import pause, publish, resume
 from outbox.models import SHARDS, OutboxMessage, PausedTopic
 from outbox.relay import passes
+from outbox.relay.floors import Floors
 from outbox.relay.pass_size import BatchSize
 from outbox.relay.passes import Pass
 from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE, RESTORE, State
-from outbox.store import claiming, decision_rows, looking, messages, paused_topics, reading, settling
+from outbox.store import claiming, decision_rows, looking, messages, paused_topics, reading, set_aside, settling
 from tests.integration.ordering.actors import Actor, Killed, gates
+from tests.support.clock import Clock
 from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import SECONDS, TOPIC, connected, ids, published, quick, relay_for, set_columns, state_of
 
@@ -47,19 +49,15 @@ NEIGHBOUR = next(name for name in map(str, range(10**6)) if zlib.crc32(name.enco
 HOUR = timedelta(hours=1)
 
 
-class Time:
-    """The clock of a relay's floors: the real one, which the test can move forward."""
-
-    def __init__(self):
-        self.leapt = 0.0
-
-    def __call__(self):
-        return monotonic() + self.leapt
-
-
 @pytest.fixture
 def time():
-    return Time()
+    return Clock()
+
+
+def clocked(relay, time):
+    """Give the relay's floors this clock."""
+    relay._floors = Floors(relay._shards, relay._floors._writers, time)
+    return relay
 
 
 @pytest.fixture
@@ -68,8 +66,7 @@ def relay_of(peer, time):
     relays = []
 
     def make(**options):
-        relay = relay_for(peer.url, StopRequest(), **options)
-        relay._floors._clock = time
+        relay = clocked(relay_for(peer.url, StopRequest(), **options), time)
         relay._transport.connect()
         relays.append(relay)
         return relay
@@ -94,7 +91,7 @@ def rounds(relay, number, time, seconds=0.3):
     for _ in range(number):
         relay._release._due_at = 0.0
         relay._work(drain=False)
-        time.leapt += seconds
+        time.now += seconds
 
 
 class TestKnownWaysToOvertake:
@@ -233,7 +230,7 @@ class RelayActor(Actor):
         def gated(messages, deadline, **options):
             self.stop_at("before send")
             # The time that others took while this one stood at a gate is none of the schedule's.
-            return send(messages, monotonic() + LATE_SECONDS)
+            return send(messages, monotonic() + self.machine.seconds_to_confirm)
 
         relay._transport.send = gated
         return relay
@@ -255,7 +252,7 @@ class Machine:
         self.chance = random.Random(seed)
         self.peer = peer
         self.step = 0
-        self.time = Time()
+        self.time = Clock()
         self.wrong = []
         self._answers = random.Random(f"{seed}-answers")
         self._late = []
@@ -269,15 +266,18 @@ class Machine:
     def __str__(self):
         return f"seed {self.seed}, step {self.step}"
 
+    @property
+    def seconds_to_confirm(self):
+        return SECONDS if self._all_taken else LATE_SECONDS
+
     def new_relay(self):
-        relay = relay_for(self.peer.url, StopRequest(), BACKOFF=(HOUR, HOUR), MAX_ATTEMPTS=2)
-        relay._floors._clock = self.time
-        return relay
+        return clocked(relay_for(self.peer.url, StopRequest(), BACKOFF=(HOUR, HOUR), MAX_ATTEMPTS=2), self.time)
 
     def run(self):
         """Take all steps, then confirm every message; the faults are in `wrong`."""
         self.peer.script = self._arrived
         with ExitStack() as stack:
+            stack.enter_context(pytest.MonkeyPatch.context()).setattr(set_aside, "monotonic", self.time)
             stack.callback(self._abandon)
             self._actors = [RelayActor(self) for _ in range(3)]
             steps = [self._relay, self._write, self._commit, self._tick, self._make_due, self._operate, self._kill]
@@ -370,7 +370,7 @@ class Machine:
             self.chance.choice(busy).dies()
 
     def _tick(self):
-        self.time.leapt += self.chance.choice([0.3, 1.1])
+        self.time.now += self.chance.choice([0.3, 1.1])
 
     def _make_due(self):
         undecided = [position for position, _ in self._undecided.values()]
@@ -509,8 +509,9 @@ class Machine:
             if self.wrong or not OutboxMessage.objects.filter(state__in=OPEN).exists():
                 break
             self.step += 1
-            self.time.leapt += 2.5
+            self.time.now += 2.5
             OutboxMessage.objects.filter(state__in=[State.RETRYING, State.SCHEDULED]).update(available_at=DatabaseTime())
+            PausedTopic.objects.exclude(probe_at=None).update(probe_at=DatabaseTime())
             for position in OutboxMessage.objects.filter(state=State.DEAD).values_list("pk", flat=True):
                 decision_rows.decide("default", RESTORE, [position])
             for actor in self._actors:
@@ -519,8 +520,9 @@ class Machine:
         states = dict(OutboxMessage.objects.values_list("pk", "state"))
         for one in self._messages.values():
             due = (State.CANCELLED if one.cancelled else State.PUBLISHED) if one.committed_at < float("inf") else None
-            if states.pop(one.position, None) != due or (due is State.PUBLISHED and not one.taken):
-                self.wrong.append(f"{one} ended wrongly; {self}")
+            state = states.pop(one.position, None)
+            if state != due or (due is State.PUBLISHED and not one.taken):
+                self.wrong.append(f"{one} ended as {state}; {self}")
         assert not states
 
     def _end_transactions(self):
