@@ -22,6 +22,7 @@ from exactly_once.upkeep.minutes import database_time
 from exactly_once.wire.formats import CELERY_TOPICS
 from inbox.conf import inbox_options
 from inbox.consumer.topology import queues_of
+from inbox.deaths import SUFFIX
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, PausedHandler
 from inbox.operators import accounting
@@ -123,7 +124,7 @@ def _of_handlers(alias: str) -> Iterator[Attention]:
 
 
 def _names(alias: str, most: int) -> list[str]:
-    known = [handler.name for handler in registry.all() if handler.using == alias]
+    known = [handler.name for handler in registry.all() if handler.using == alias and not handler.name.endswith(SUFFIX)]
     return [*known, *(name for name, _topic in handlers_with_topics(alias, most))]
 
 

@@ -32,13 +32,16 @@ class TopicsAndHandlersAdmin(PageAdmin):
     template = "exactly_once/traffic.html"
 
     def content(self, request: HttpRequest) -> dict[str, Any]:
+        prefix = request.GET.get("prefix", "")
         return {
-            "parts": [self._part(request, half) for half in visible_halves(request.user)],
+            "parts": [self._part(request, half, prefix) for half in visible_halves(request.user)],
+            "prefix": prefix,
+            "all_url": request.path,
             "action_checkbox_name": ACTION_CHECKBOX_NAME,
             "minutes": LATELY // timedelta(minutes=1),
         }
 
-    def _part(self, request: HttpRequest, half: Half) -> dict[str, Any]:
+    def _part(self, request: HttpRequest, half: Half, prefix: str) -> dict[str, Any]:
         alias, now, section = self.using, database_time(self.using), half.section
         counts = section.traffic(alias)
         paused = {getattr(row, section.kind): row for row in section.paused.objects.using(alias)}
@@ -47,7 +50,7 @@ class TopicsAndHandlersAdmin(PageAdmin):
         names = dict.fromkeys([*sorted(busy), *section.names(alias, _MOST + 1)])
         depths, remarks = section.depths(alias), section.remarks(alias)
         rows = []
-        for name in names:
+        for name in (name for name in names if name.startswith(prefix)):
             of_name = {state: _count(each, name) for state, each in counts.items()}
             rows.append(_Row(name, of_name, section.backlog, paused.get(name), remarks.get(name, ""), depths.get(name)))
         rows.sort(key=lambda row: row.rank)

@@ -117,6 +117,27 @@ def test_failing_and_paused_ones_come_first_and_lead_to_the_filtered_list():
     assert [row.topic for row in listed] == [SMS]
 
 
+def test_page_with_a_prefix_shows_the_names_that_begin_with_it(handles):
+    handles(print, name="tasks.mail", topic="tasks.mail")
+    handles(print, name=RESERVE, topic=PLACED)
+    a_message(State.READY, topic=PLACED)
+
+    response = staff_client(*VIEW).get(reverse(PAGE, query={"prefix": "tasks."}))
+
+    assert list(rows(response)) == ["tasks.mail"]
+    assert "None." in Page(response).text  # no topic
+    assert Page(response).all("a", href=reverse(PAGE))
+
+
+def test_handler_of_dead_letters_is_shown_once_it_has_messages(handles):
+    handles(print, name=CHARGE, topic=PLACED, on_dead=print)
+    before = rows(opened())
+    a_handled(f"{CHARGE}.on_dead", "order-1", state="received")
+
+    assert list(before) == [CHARGE]
+    assert list(rows(opened())) == [f"{CHARGE}.on_dead", CHARGE]
+
+
 def test_more_messages_than_are_counted_are_marked_also_where_none_was_counted(monkeypatch):
     monkeypatch.setattr(counts, "LIMIT", 3)
     for _ in range(5):
