@@ -10,8 +10,9 @@ from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action, ReasonForm
-from exactly_once.console.admin.html import Tone, badge, headline, identifier, text
-from exactly_once.console.admin.pages import instant, shown
+from exactly_once.console.admin.html import NOTHING, Tone, badge, headline, identifier, labelled, moment, stacked, text
+from exactly_once.console.admin.pages import computed, instant, shown
+from exactly_once.console.display import number
 from exactly_once.console.operators.changes import each
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.minutes import database_time
@@ -19,6 +20,7 @@ from exactly_once.upkeep.operation_rows import Given
 from outbox.contrib.recurring.declarations import declarations
 from outbox.contrib.recurring.models import Schedule
 
+_LAST, _NEXT = _("last tick or beginning"), _("next tick or attempt")
 _BEGIN_NOW = {"paused_at": None, "position": DatabaseTime(), "due_at": DatabaseTime(), "failures": 0, "error": ""}
 
 
@@ -73,9 +75,9 @@ class ScheduleAdmin(ActingAdmin):
     actions = (PAUSE, RESUME, RUN)
     named_by = "name"
     ordering = ("name",)
-    list_display = ("state_badge", "name", "recurrence_name", "last", "next", "why")
-    list_display_links = ("name",)
-    fields = ("state_badge", "name", "recurrence_name", "last", "next", "error_text")
+    list_display = ("state_badge", "name_and_recurrence", "last", "next", "error_line")
+    list_display_links = ("name_and_recurrence",)
+    fields = ("state_badge", "name", "recurrence_name", "last", "next", "paused", "failed_attempts", "error_text")
 
     def badge_of(self, row: Any) -> SafeString:
         if row.name not in declarations:
@@ -84,8 +86,13 @@ class ScheduleAdmin(ActingAdmin):
             return badge(gettext("Paused"), Tone.LATER)
         return badge(gettext("Failing"), Tone.FAILING) if row.error else badge(gettext("Active"), Tone.DONE)
 
+    name_and_recurrence = computed(
+        _("name, schedule"), lambda row: stacked(identifier(row.name), identifier(row.recurrence) if row.recurrence else "")
+    )
     recurrence_name = shown(_("schedule"), "recurrence", identifier)
-    last = instant(_("last tick or beginning"), "position")
-    next = instant(_("next tick or attempt"), "due_at")
-    why = shown(_("why"), "error", headline)
-    error_text = shown(_("why"), "error", text)
+    last = instant(_LAST, "position", lambda at, now: labelled(_LAST, moment(at, now)))
+    next = computed(_NEXT, lambda row: labelled(_NEXT, NOTHING if row.paused_at else moment(row.due_at, row.database_now)))
+    paused = instant(_("paused"), "paused_at")
+    failed_attempts = shown(_("failed attempts"), "failures", lambda failures: number(failures) if failures else NOTHING)
+    error_line = shown(_("last error"), "error", headline)
+    error_text = shown(_("last error"), "error", text)
