@@ -1,19 +1,21 @@
-"""The results of tasks in the admin. Tasks that have not ended are messages, on the pages of inbox and outbox."""
+"""The results of tasks in the admin. Tasks that have not ended are messages: a link leads to topics and handlers of queues."""
 
 import json
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from django.contrib import admin
 from django.core.exceptions import ImproperlyConfigured
 from django.db.models import Q
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
+from django.utils.html import format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from exactly_once.console.admin.acting import ActingAdmin
 from exactly_once.console.admin.actions import Action, NeededReasonForm, ReasonForm
+from exactly_once.console.admin.filters import ConditionFilter
 from exactly_once.console.admin.html import (
     Tone,
     age,
@@ -28,13 +30,15 @@ from exactly_once.console.admin.html import (
     text,
 )
 from exactly_once.console.admin.pages import computed, instant, shown
+from exactly_once.console.admin.sections import listed
 from exactly_once.console.display import number, visible
 from exactly_once.console.operators.changes import each
 from exactly_once.console.operators.redaction import Redaction
+from exactly_once.models import TopicsAndHandlers
 from inbox.conf import inbox_options
 from inbox.contrib.tasks.compat import InvalidTask
 from inbox.contrib.tasks.models import Result, Status
-from inbox.contrib.tasks.queues import topic_of
+from inbox.contrib.tasks.queues import PREFIX, topic_of
 from inbox.contrib.tasks.results import of_row
 from inbox.models import InboxMessage
 from inbox.operators.decisions import decide, retrying
@@ -43,11 +47,15 @@ _TONES = {Status.SUCCESSFUL: Tone.DONE, Status.FAILED: Tone.STOPPED}
 
 
 def retry(alias: str, pk: int, *, by: str) -> bool:
-    """Retry the dead message of a failed task, under its id. False: it has none."""
-    row = Result.objects.using(alias).get(pk=pk)
+    """Retry the dead message of a failed task, under its id, and delete the result: it has not ended. False: it has none."""
+    rows = Result.objects.using(alias).filter(pk=pk)
+    row = rows.get()
     topic = topic_of(row.queue, lease=row.leased)
     dead = InboxMessage.objects.using(alias).filter(message_id=row.message_id, handler=topic, state="dead").first()
-    return dead is not None and not decide(alias, dead.pk, retrying(by)).unchanged
+    is_retried = dead is not None and not decide(alias, dead.pk, retrying(by)).unchanged
+    if is_retried:
+        rows.filter(status=Status.FAILED).delete()  # not the success that a process whose lease had ended writes now
+    return is_retried
 
 
 def enqueue_again(alias: str, pk: int) -> bool:
@@ -70,9 +78,7 @@ RETRY = Action(
     name="retry",
     label=_("Retry"),
     done=_("retried"),
-    perform=each(
-        Result, lambda alias, pk, given: retry(alias, pk, by=given.text), _("its message is not a dead letter any more")
-    ),
+    perform=each(Result, lambda alias, pk, given: retry(alias, pk, by=given.text), _("its message is not a dead letter")),
     offered=lambda row: row.status == Status.FAILED,
     question=_("Retry these tasks?"),
     button=_("Retry the tasks"),
@@ -87,6 +93,12 @@ ENQUEUE = Action(
     button=_("Enqueue the tasks"),
     form=NeededReasonForm,
 )
+
+
+class StatusFilter(ConditionFilter):
+    title = _("state")
+    parameter_name = "status"
+    fixed: ClassVar[Any] = {status: (label, Q(status=status)) for status, label in Status.choices}
 
 
 @admin.register(Result)
@@ -105,15 +117,20 @@ class ResultAdmin(ActingAdmin):
     refusals = (InvalidTask, ImproperlyConfigured)
     actions = (RETRY, ENQUEUE)
     ordering = ("-finished_at",)
-    list_filter = ("status",)
+    list_filter = (StatusFilter,)
     search_fields = ("message_id",)
     search_help_text = _("A message id, a function or a queue, exact.")
     list_display = ("state_badge", "task_and_queue", "attempts", "ended", "last_error")
     list_display_links = ("task_and_queue",)
     fields = (
-        *("state_badge", "function", "queue_name", "message_name", "attempts", "enqueued", "started", "finished"),
+        *("state_badge", "function", "queue_name", "message_name", "attempts", "workers", "enqueued", "started", "finished"),
         *("last_error", "given", "returned", "tracebacks"),
     )
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        url = listed(TopicsAndHandlers, prefix=PREFIX).url(self.admin_site, request)
+        links = [(_("Queues, and what waits or fails"), url)] if url else []
+        return super().changelist_view(request, {"page_links": links, **(extra_context or {})})
 
     def called(self, term: str) -> Q:
         return Q(message_id=term) | Q(task=term) | Q(queue=term)
@@ -141,24 +158,29 @@ class ResultAdmin(ActingAdmin):
     ended = computed(_("ended"), lambda row: labelled(_("ended"), age(row.finished_at, row.database_now)))
     enqueued, started = instant(_("enqueued"), "enqueued_at"), instant(_("first attempt"), "started_at")
     finished = instant(_("ended"), "finished_at")
-    last_error = computed(_("last error"), lambda row: headline(_last_line(row)))
-
-    @admin.display(description=_("arguments"))
-    def given(self, row: Any) -> SafeString:
-        return _hidden(row, gettext("Show the arguments"), bytes(row.body))
-
-    @admin.display(description=_("return value"))
-    def returned(self, row: Any) -> SafeString:
-        return _hidden(row, gettext("Show the return value"), json.dumps(row.return_value).encode())
-
-    @admin.display(description=_("failed attempts"))
-    def tracebacks(self, row: Any) -> SafeString:
-        return stacked(*(text(error["traceback"]) for error in row.errors))
+    workers = shown(_("attempts by"), "worker_ids", lambda names: stacked(*map(identifier, names)))
+    last_error = computed(_("last error"), lambda row: headline(_raised(row.errors[-1]) if row.errors else ""))
+    given = computed(_("arguments"), lambda row: _hidden(row, gettext("Show the arguments"), bytes(row.body)))
+    returned = computed(_("return value"), lambda row: _returned(row) if row.status == Status.SUCCESSFUL else "")
+    tracebacks = computed(_("failed attempts"), lambda row: _tracebacks(row.errors))
 
 
-def _last_line(row: Any) -> str:
-    lines = row.errors[-1]["traceback"].strip().splitlines() if row.errors else []
-    return lines[-1] if lines else ""
+def _raised(error: Any) -> str:
+    """The line of a traceback that names the exception. Its message may have others."""
+    path = str(error["exception_class_path"]).removeprefix("builtins.")
+    lines = str(error["traceback"]).strip().splitlines() or [path]
+    return next((line for line in reversed(lines) if line.startswith(path)), lines[-1])
+
+
+def _tracebacks(errors: Any) -> SafeString:
+    """That of each failed attempt, the latest first, which is unfolded."""
+    latest = (text(error["traceback"]) for error in errors[-1:])
+    earlier = (folded(headline(_raised(error)), text(error["traceback"])) for error in errors[-2::-1])
+    return format_html_join("", "{}", ((part,) for part in (*latest, *earlier)))
+
+
+def _returned(row: Any) -> SafeString:
+    return _hidden(row, gettext("Show the return value"), json.dumps(row.return_value).encode())
 
 
 def _hidden(row: Any, summary: str, content: bytes) -> SafeString:

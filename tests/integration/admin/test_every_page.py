@@ -40,3 +40,14 @@ def test_text_from_outside_adds_no_element_or_attribute(label, admin_client):
         shapes.append(sorted([element for element in page.shape if element != ("wbr",)] for page in pages))
 
     assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("label", sorted(label for label, page in PAGES.items() if page.list_filter))
+def test_every_choice_of_a_filter_opens(label, admin_client):
+    model = PAGES[label].model
+    address = reverse(f"admin:{model._meta.app_label}_{model._meta.model_name}_changelist")
+    for _title, choices, _chosen in admin_client.get(address).context["cl"].filter_bar:
+        for choice in choices:
+            response = admin_client.get(f"{address}{choice['query_string']}")
+            assert response.status_code == 200, choice
+            assert "e=1" not in response.request["QUERY_STRING"]
