@@ -4,8 +4,8 @@ There are several threads because an unresponsive server blocks its caller.
 
 Each lease is extended after a third of its duration, so two failures cost nothing, and never beyond the limit of its handler. A
 lost lease is logged and marked; its owner can settle nothing, and its next step is refused. If the store is unavailable, the
-extension is retried up to the limit, because a lease that has ended meanwhile is renewed if nobody has taken it over. When the
-process is asked to stop, each lease is extended at once, because its row then says so: see `receiving.in_hand`.
+extension is retried up to the limit: a lease that has ended meanwhile is renewed if nobody has taken it over. When the process
+is asked to stop, each lease is extended at once, because its row then says so: see `receiving.in_hand`.
 """
 
 from collections.abc import Iterator
@@ -44,11 +44,11 @@ def _extend(lease: Lease) -> None:
     ends_at = min(now + lease.terms.duration.total_seconds(), lease.limit_at)
     if ends_at <= max(lease.ends_at, now):
         reason = f"the limit of its Lease is {lease.terms.limit}; raise it if runs may take longer"
-        if lease.is_over:
-            _mark_lost(lease, reason)
-        else:
+        if not lease.is_over:
             lease.next_at = lease.ends_at
             _not_extended(lease, reason)
+        elif not lease.settling:
+            _mark_lost(lease, "its store was unavailable until the limit of its Lease" if lease.without_store else reason)
         return
     try:
         extended = lease.store.extend(lease, timedelta(seconds=ends_at - now), stopping=lease.stopping)
@@ -67,7 +67,10 @@ def _extend(lease: Lease) -> None:
 def _not_extended(lease: Lease, reason: str) -> None:
     if not lease.is_reported:
         lease.is_reported = True
-        logger.warning("%s: its lease is not extended and ends in %.0f s: %s.", lease, lease.ends_at - monotonic(), reason)
+        left = lease.ends_at - monotonic()
+        logger.warning(
+            "%s: its lease is not extended and %s: %s.", lease, f"ends in {left:.0f} s" if left > 0 else "has ended", reason
+        )
 
 
 def _mark_lost(lease: Lease, why: str) -> None:

@@ -61,7 +61,7 @@ class Lease:
         without_store: its store was unavailable when it was to be extended or written to, so that it may have ended for that.
         is_reported: it is logged that it cannot be extended.
         stopping: the process has been asked to stop.
-        next_at: when it is to be extended, monotonic; never beyond `limit_at`.
+        next_at: when it is to be extended, monotonic.
         interrupted: a database that became unavailable has ended the run, so it is not counted as an attempt.
         following: the lease of the next message, which was granted in the commit that has consumed this one.
     """
@@ -101,7 +101,7 @@ class Lease:
 def renew(lease: Lease) -> bool:
     """Extend a lease that has ended, up to its limit. False: another owner has taken it, or it is at its limit.
 
-    Its process, or all of its machine, was frozen for too long.
+    Its process was frozen for too long, or its store was unavailable.
 
     Raises:
         DatabaseUnavailable: the store does not answer.
@@ -112,16 +112,14 @@ def renew(lease: Lease) -> bool:
         return False
     if not lease.store.extend(lease, timedelta(seconds=ends_at - now), stopping=lease.stopping):
         return False
-    lease.ends_at = ends_at
+    lease.ends_at, lease.without_store, lease.is_reported = ends_at, False, False
     return True
 
 
 def store_as_owner(
     lease: Lease, what: str, write: Callable[Concatenate[Lease, _P], T], *given: _P.args, **named: _P.kwargs
 ) -> T:
-    """Call a method of its store, which gets the lease first; while the store is unavailable, retry up to its limit.
-
-    A lease that ends meanwhile is renewed after that, if nobody has taken it over: see `renew`.
+    """Call a method of its store, which gets the lease first; while the store is unavailable, retry until the lease has ended.
 
     Raises:
         DatabaseUnavailable: the store was unavailable for longer.
@@ -132,9 +130,9 @@ def store_as_owner(
             return write(lease, *given, **named)
         except DatabaseUnavailable as outage:
             lease.without_store = True
-            if lease.lost or monotonic() >= lease.limit_at:
+            if lease.is_over:
                 raise
-            logger.warning("%s: %s cannot be stored now; this is retried until the run has its limit: %s", lease, what, outage)
+            logger.warning("%s: %s cannot be stored now; this is retried until its lease ends: %s", lease, what, outage)
             time.sleep(pause.next_seconds())
 
 
@@ -228,7 +226,7 @@ class DatabaseLeases:
     def extend(self, lease: Lease, by: timedelta, *, stopping: bool = False) -> bool:
         if _committed(lease, lease_rows.extend, by, stopping):
             return True
-        return _committed(lease, lease_rows.renew, by, lease.arrival.exclusive_key)
+        return _committed(lease, lease_rows.renew, by, stopping, lease.arrival.exclusive_key)
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
         return _committed(lease, lease_rows.remember, step, result)

@@ -120,15 +120,20 @@ def extend(alias: str, pk: int, fence: int, lease: timedelta, stopping: bool = F
     return bool(_owned(alias, pk, fence).update(next_attempt_at=DatabaseTime(lease), stopping=stopping))
 
 
-def renew(alias: str, pk: int, fence: int, lease: timedelta, exclusive_key: OrderedKey | None = None) -> bool:
+def renew(
+    alias: str, pk: int, fence: int, lease: timedelta, stopping: bool = False, exclusive_key: OrderedKey | None = None
+) -> bool:
     """running, past its lease → running, until `lease` from now. False: another claim or a decision has changed the fence.
 
     Also False if another message of the `exclusive_key` has a lease.
+
+    Args:
+        stopping: as of `extend`.
     """
     with suppress(KeyBusy), deciding(alias, LONGEST_LOCK_WAIT):
         _refuse_concurrent_run(alias, pk, exclusive_key)
         ours = InboxMessage.objects.using(alias).filter(pk=pk, day=LIVE, fence=fence, state=State.RUNNING)
-        return bool(ours.update(next_attempt_at=DatabaseTime(lease)))
+        return bool(ours.update(next_attempt_at=DatabaseTime(lease), stopping=stopping))
     return False
 
 

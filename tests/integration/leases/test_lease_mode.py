@@ -779,14 +779,14 @@ class TestUnavailableStore:
         assert deliver(handler, envelope, given=in_redis(redis_url)) is Outcome.DUPLICATE
         assert effects() == 1
 
-    def test_run_is_repeated_when_the_store_is_unavailable_past_its_limit(self, leased, redis_server, redis_url):
+    def test_run_is_repeated_when_the_store_is_unavailable_past_its_lease(self, leased, redis_server, redis_url):
         def handle_and_kill_the_store(message):
             the_effect(message)
             if message.attempt == 1:
                 redis_server.kill()
 
         # As long as it takes to kill a server, and more.
-        handler, envelope = leased(handle_and_kill_the_store, LASTING, limit=LASTING), an_envelope()
+        handler, envelope = leased(handle_and_kill_the_store, LASTING), an_envelope()
         with pytest.raises(LeaseStoreUnavailable):
             deliver(handler, envelope, given=in_redis(redis_url))
         redis_server.start()

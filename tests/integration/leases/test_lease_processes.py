@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 from django.core.management import call_command
-from django.db import connection
+from django.db import OperationalError, connection
 
 from exactly_once.process.clock import monotonic, utcnow
 from inbox import Lease
@@ -263,16 +263,23 @@ def test_unavailable_database_as_lease_store_starts_no_run_and_delays_the_settle
     assert ran == [1]
 
 
+GIVEN_UP = "given up"
+
+
 class TestOutageDuringSteps:
     @pytest.fixture
     def restarting(self, handles, mortal_postgres, migrated_default):
         """A handler whose steps each stop the database once; which attempts were run, and which steps have stopped it."""
 
-        def register(steps=3, **lease):
+        def register(lease, steps=3):
             def handle(message):
                 ran.append(message.attempt)
-                for number in range(steps):
-                    message.step(f"step {number}", lambda number=number: stop(number))
+                try:
+                    for number in range(steps):
+                        message.step(f"step {number}", lambda number=number: stop(number))
+                except DatabaseUnavailable:
+                    stopped.append(GIVEN_UP)
+                    raise
                 the_effect(message)
 
             def stop(number):
@@ -281,12 +288,12 @@ class TestOutageDuringSteps:
                     mortal_postgres.kill()
 
             ran, stopped = [], []
-            return handles(handle, lease=Lease(**lease)), ran, stopped
+            return handles(handle, lease=Lease(duration=lease)), ran, stopped
 
         return register
 
     def test_step_waits_for_its_database_and_no_attempt_is_counted(self, restarting, mortal_postgres, caplog):
-        handler, ran, stopped = restarting(duration=timedelta(minutes=10))
+        handler, ran, stopped = restarting(timedelta(minutes=10))
         with InAThread(lambda: deliver(handler, given=options(MAX_ATTEMPTS=1))) as run:
             for number in range(3):
                 wait_until(lambda number=number: f"the step 'step {number}' cannot be stored now" in caplog.text)
@@ -295,24 +302,42 @@ class TestOutageDuringSteps:
         connection.close()
         assert (run.answer, ran, stopped, the_row().attempts) == (Outcome.HANDLED, [1], [0, 1, 2], 1)
 
-    def test_step_is_not_taken_again_after_an_outage_longer_than_the_lease(self, restarting, mortal_postgres, caplog):
-        handler, ran, stopped = restarting(duration=timedelta(seconds=1), steps=1)
+    def test_run_goes_on_after_an_outage_longer_than_its_lease(self, handles, mortal_postgres, migrated_default, caplog):
+        is_back, ran = threading.Event(), []
+
+        def handle(message):
+            ran.append(message.attempt)
+            mortal_postgres.kill()
+            assert is_back.wait(A_WHILE)
+            wait_until(lambda: is_extended(message))
+            connection.close()
+            the_effect(message)
+
+        def is_extended(message):
+            try:
+                return InboxMessage.objects.get(message_id=message.id).next_attempt_at > utcnow()
+            except OperationalError:
+                connection.close()
+                return False
+
+        handler = handles(handle, lease=Lease(duration=timedelta(seconds=1)))
         handed_over(handler)
         with InAThread(lambda: drain(options(MAX_ATTEMPTS=1))):
-            wait_until(lambda: "cannot be stored now" in caplog.text)
+            wait_until(lambda: "its store is unavailable" in caplog.text)
             since = monotonic()
             wait_until(lambda: monotonic() > since + 1)
             mortal_postgres.start()
+            is_back.set()
 
         connection.close()
-        assert (the_row().state, the_row().attempts, ran, stopped) == (State.DONE, 1, [1], [0])
+        assert (the_row().state, the_row().attempts, ran) == (State.DONE, 1, [1])
         assert "its lease is lost" not in caplog.text
 
-    def test_outage_longer_than_the_limit_counts_no_attempt_of_a_stored_message(self, restarting, mortal_postgres, caplog):
-        handler, ran, _ = restarting(duration=timedelta(seconds=1), limit=timedelta(seconds=1), steps=1)
+    def test_outage_longer_than_the_lease_counts_no_attempt_of_a_stored_message(self, restarting, mortal_postgres):
+        handler, ran, stopped = restarting(timedelta(seconds=1), steps=1)
         handed_over(handler)
         with InAThread(lambda: drain(options(MAX_ATTEMPTS=1))):
-            wait_until(lambda: "its lease is lost" in caplog.text)
+            wait_until(lambda: GIVEN_UP in stopped)
             mortal_postgres.start()
 
         connection.close()
