@@ -76,7 +76,7 @@ def _wait(handler: Handler, message: Message, missing: str, state: str) -> NoRet
             the history, and its receipt does not have the biz-id that it was published with.
     """
     age, kept = utcnow() - (message.created_at or utcnow()), inbox_options().keeps
-    if handler.biz_id is not None and not state and age > kept:
+    if handler.biz_id is not None and not state and age > kept and not store.is_unsent(handler.using, missing):
         raise Reject(
             f"{handler.name} has no message {missing}: it has not come, or was handled more than KEEP_HISTORY ({kept}) ago. "
             "Look its effect up. If it is there, publish the end by hand and skip this message; otherwise retry this one later."

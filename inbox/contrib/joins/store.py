@@ -12,14 +12,16 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
+from django.apps import apps
 from django.db import connections
 from django.db.models import F, Q, QuerySet
 
+from exactly_once.packages import label_of
 from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.envelope import JSON
-from exactly_once.wire.identity import new_message_id
+from exactly_once.wire.identity import new_message_id, uuid_in
 from inbox.contrib.joins.models import Part, Run
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
@@ -188,3 +190,9 @@ def first_unhandled(alias: str, handler: Handler, topic: str, members: Mapping[s
             return name, ""
     open_ones = rows.filter(Q(pk__in=[*pks.values()]) | Q(replaces__in=[*pks.values()]), day=LIVE).order_by("state")
     return open_ones.values_list("message_id", "state").first()
+
+
+def is_unsent(alias: str, message_id: str) -> bool:
+    """Is this message still in the outbox, as a delayed one or that of a paused topic?"""
+    outbox: QuerySet[Any] = QuerySet(apps.get_model(label_of("outbox"), "OutboxMessage"), using=alias)
+    return outbox.filter(message_id=uuid_in(message_id), day=LIVE).exists()

@@ -210,6 +210,21 @@ def test_set_whose_history_is_deleted_is_a_dead_letter_once_nobody_can_tell_what
     assert not ends()
 
 
+def test_set_waits_for_a_message_that_is_delayed_for_longer_than_history_is_kept(handles):
+    handles(takes, topic=LINE, name=NAME, biz_id="line")
+    a_set(drafts=[Draft(LINE, {"line": "1"}, delay=timedelta(days=10))])
+    relayed()
+    travel(timedelta(days=8))
+    again()
+    assert "which has not come" in why_waiting()
+
+    travel(timedelta(days=3))
+    relayed()
+    again()
+    again()
+    assert len(ends()) == 1
+
+
 @pytest.mark.parametrize("on_done", [Draft(DONE, {1, 2}), Draft("", {}), Draft(DONE, {}, delay="2h"), Draft(DONE, {}, key=5)])
 def test_invalid_end_is_refused_before_anything_is_written(on_done):
     with transaction.atomic(), pytest.raises(InvalidMessage):
