@@ -21,6 +21,8 @@ NEVER_ENDED = "attempt never ended"
 """The class of a message whose attempts ended with their process."""
 COMMITTED_BY_ITSELF = "handler committed by itself"
 """The class of a message whose handler ended the transaction and failed afterwards."""
+RAN_FOR = "exactly_once_ran_for"
+"""The attribute of an exception that says for how many seconds the function ran that raised it."""
 
 _PACKAGES = ("site-packages", "dist-packages")
 _LIBRARY = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})

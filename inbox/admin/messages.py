@@ -247,8 +247,8 @@ class InboxMessageAdmin(MessageAdmin):
 
     def _waits_for(self, row: Any) -> SafeString | str:
         """What a stored message waits for, if the heartbeats of the consumers show it."""
-        if process := where_run(self.using, row.handler, row.message_id):
-            return format_html(gettext("A thread of {} runs it now: see the page Busy."), identifier(str(process)))
+        if run := where_run(self.using, row.handler, row.message_id):
+            return format_html(gettext("A thread of {} runs it now: see the page Busy."), identifier(str(run.process)))
         if row.handler in unattended(self.using):
             return gettext("No consumer is running for its handler. %(remedy)s") % {"remedy": what_to_start()}
         if (busy := hanging(self.using).get(row.handler)) and busy.fills:

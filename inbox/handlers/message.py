@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Generic, Self
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ class FailedAttempt:
     """An attempt that failed.
 
     Attributes:
-        at: when, by the database's clock.
+        at: when it had failed, by the database's clock.
+        lasted: how long the handler ran; None if it was not called, or its process died.
         attempt: its number, counted from 1.
         error_class: the dotted name of the exception's class, of a built-in one its name alone; words if there was none.
         error: the reason, in words.
@@ -29,6 +30,7 @@ class FailedAttempt:
     """
 
     at: datetime
+    lasted: timedelta | None = None
     attempt: int
     error_class: str
     error: str
@@ -38,7 +40,8 @@ class FailedAttempt:
     def from_row(cls, stored: Mapping[str, Any]) -> Self:
         """As its row has it."""
         given = {name: stored[name] for name in ("attempt", "error", "traceback")}
-        return cls(**given, error_class=stored["class"], at=datetime.fromisoformat(stored["at"]))
+        lasted = None if stored.get("seconds") is None else timedelta(seconds=stored["seconds"])
+        return cls(**given, error_class=stored["class"], at=datetime.fromisoformat(stored["at"]), lasted=lasted)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Consumer processes as operators see them: which handlers no process runs, and what to start."""
 
 from collections.abc import Sequence
-from typing import Any
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
 
 from django.utils.translation import gettext
 
@@ -38,11 +39,20 @@ def _is_waited_for(alias: str, handler: str, messages: Sequence[str]) -> bool:
     return bool(keys) and in_order.filter(key__in=keys, state=State.WAITING).exists()
 
 
-def where_run(alias: str, handler: str, message_id: str) -> Any | None:
-    """The live process in which a thread runs this message, as its heartbeat says."""
+class Run(NamedTuple):
+    """A run of a message, as a heartbeat says: the process, the thread in it, and when the run began."""
+
+    process: Any
+    thread: str
+    since: datetime
+
+
+def where_run(alias: str, handler: str, message_id: str) -> Run | None:
+    """The run of this message in a live process."""
     for process in consumers.rows(alias).filter(silent=False):
-        if any(run["what"] == handler and run["message"] == message_id for run in process.running):
-            return process
+        for run in process.running:
+            if (run["what"], run["message"]) == (handler, message_id):
+                return Run(process, run["thread"], process.started_at + timedelta(seconds=run["began"]))
     return None
 
 

@@ -11,7 +11,7 @@ from django.db import DatabaseError, InterfaceError
 from django.dispatch import Signal
 
 from exactly_once.conf.settings import redacted_error
-from exactly_once.failures import DEFERRED, NEVER_ENDED, class_of, own_frames, place_of
+from exactly_once.failures import DEFERRED, NEVER_ENDED, RAN_FOR, class_of, own_frames, place_of
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.faults import SERIALIZATION_FAILURE, is_collision, sqlstate_of
 from exactly_once.wire.retry import RetryPolicy
@@ -221,6 +221,7 @@ def failure_from(raised: BaseException, **outcome: Any) -> Failure:
         error_place=place_of(raised),
         own_frames=own_frames(raised),
         traceback="".join(traceback.format_exception(raised)),
+        seconds=getattr(raised, RAN_FOR, None),
         **outcome,
     )
 

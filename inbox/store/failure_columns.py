@@ -121,6 +121,7 @@ def _attempt(failure: Failure) -> str:
     return json.dumps(
         {
             "attempt": failure.attempts,
+            "seconds": failure.seconds,
             "error": printable(failure.error, ERROR_LENGTH),
             "class": printable(failure.error_class, NAME_LENGTH),
             "place": printable(failure.error_place, NAME_LENGTH),

@@ -240,6 +240,7 @@ class Failure:
         deferred: the handler deferred it; this is not an error.
         quarantined: the maximum message age refused it; only an operator's override runs it.
         is_stored: it is already in its row.
+        seconds: how long the handler ran; None if it was not called, or it is not known.
     """
 
     error: str
@@ -252,6 +253,7 @@ class Failure:
     deferred: bool = False
     quarantined: bool = False
     is_stored: bool = False
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

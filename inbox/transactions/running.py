@@ -18,6 +18,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
+from exactly_once.failures import RAN_FOR
 from exactly_once.process import work
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.logs import escaping_logger
@@ -380,6 +381,11 @@ def call(handler: Handler, given: Sequence[tuple[Message, Envelope]]) -> object:
     try:
         with _span(handler, envelopes) if tracing.is_recording() else nullcontext():
             result = handler.call(*messages)
+    except BaseException as error:
+        with suppress(AttributeError):  # of a class that has slots only
+            setattr(error, RAN_FOR, monotonic() - began_at)
+        raise
+    else:
         if metrics.LAG.is_attached:
             _count_lag(handler, envelopes)
         return result

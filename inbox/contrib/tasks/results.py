@@ -19,7 +19,7 @@ from django.db import connections
 from django.db.models import F, QuerySet
 from django.utils import timezone
 
-from exactly_once.failures import DEFERRED, REFUSED
+from exactly_once.failures import DEFERRED, NEVER_ENDED, REFUSED
 from exactly_once.packages import label_of
 from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.days import LIVE
@@ -32,8 +32,9 @@ from inbox.contrib.tasks.compat import TaskError, TaskResult, TaskResultDoesNotE
 from inbox.contrib.tasks.models import Result, Status
 from inbox.contrib.tasks.queues import PREFIX, QueueOptions, is_leased, queue_of
 from inbox.contrib.tasks.task import TaskCancelled, TaskNotRun, call_of, is_call, task_of
-from inbox.handlers.message import Message
+from inbox.handlers.message import FailedAttempt, Message
 from inbox.models import InboxMessage, Receipt, TrailEntry
+from inbox.operators.processes import Run, where_run
 from inbox.states import DUE, State
 from inbox.store import claims
 
@@ -76,10 +77,11 @@ def _present(alias: str, result_id: str) -> Any:
 def _at_the_broker(alias: str, sent: Any) -> Any:
     """The result of a published message that had not arrived; or that of the task whose biz-id it has."""
     result_id = str(sent.message_id)
-    started_at = _marked_since(alias, result_id)
+    run = where_run(alias, sent.topic, result_id)
+    started_at = run.since if run else _marked_since(alias, result_id)
     receipt = Receipt.objects.using(alias).filter(handler=sent.topic, topic=sent.topic, biz_id=sent.biz_id).first()
     if receipt is None:
-        return _waiting(sent, started_at)
+        return _waiting(sent, started_at, _worker(run))
     if receipt.message_id == result_id:
         # It has arrived since. Or its result is deleted.
         return _arrived(alias, result_id)
@@ -136,17 +138,23 @@ def of_row(row: Result) -> Any:
 
 def received(alias: str, row: InboxMessage) -> Any:
     """The result of a message in the inbox that is not done: open, dead, skipped or shed."""
-    errors, workers = _failures(row), _workers(alias, row.message_id, row.handler, row.attempts)
-    status, finished_at = TaskResultStatus.READY, row.settled_at
+    errors, workers = _failures(row), _workers(alias, row, row.attempts)
+    begun, status, finished_at = _begun(row), TaskResultStatus.READY, row.settled_at
     if claims.is_held(alias, row):
         status = TaskResultStatus.RUNNING
+        if run := where_run(alias, row.handler, row.message_id):
+            begun, workers = [*begun, run.since], [*workers[:-1], _worker(run)]
     elif finished_at is not None:
         status = TaskResultStatus.FAILED
         if row.state != State.DEAD:
             errors = [*errors, _error(TaskCancelled, row.last_error or str(State(row.state).label))]
-    given = {"started_at": _started_at(row), "last_attempted_at": row.failed_at, "finished_at": finished_at, "errors": errors}
-    payload = _call_in(row.body)
-    return _result(row.message_id, queue_of(row.topic), payload, row.created_at, status=status, worker_ids=workers, **given)
+    times = {"started_at": min(begun, default=None), "last_attempted_at": max(begun, default=None), "finished_at": finished_at}
+    given = {"status": status, "worker_ids": workers, "errors": errors}
+    return _result(row.message_id, queue_of(row.topic), _call_in(row.body), row.created_at, **given, **times)
+
+
+def _worker(run: Run | None) -> str:
+    return f"{run.process.host}:{run.process.pid}:{run.thread}" if run else _UNKNOWN
 
 
 def mark(alias: str, message: Message) -> None:
@@ -169,12 +177,12 @@ def _marked_since(alias: str, result_id: str) -> datetime | None:
     return since
 
 
-def _waiting(sent: Any, running_since: datetime | None = None) -> Any:
+def _waiting(sent: Any, running_since: datetime | None = None, worker: str = "") -> Any:
     """The result of a message that is not published yet, or never will be; or that runs for the first time."""
     given: dict[str, Any] = {"status": TaskResultStatus.READY}
     if running_since is not None:
         times = dict.fromkeys(("started_at", "last_attempted_at"), running_since)
-        given = {"status": TaskResultStatus.RUNNING, "worker_ids": [_UNKNOWN], **times}
+        given = {"status": TaskResultStatus.RUNNING, "worker_ids": [worker], **times}
     elif sent.state in _WITHDRAWN:
         why = _error(TaskCancelled, sent.last_error or sent.get_state_display())
         given = {"status": TaskResultStatus.FAILED, "finished_at": sent.settled_at, "errors": [why]}
@@ -192,12 +200,12 @@ def running(message: Message, backend: str, alias: str, worker: str) -> Any:
     errors: list[Any] = []
     earlier: Sequence[str] = []
     now = timezone.now()
-    started_at: datetime | None = now
+    started_at = now
     if message.attempt > 1:
         rows = InboxMessage.objects.using(alias).filter(message_id=message.id, handler=message.topic, day=LIVE)
         if (row := rows.first()) is not None:
-            errors, started_at = _failures(row), _started_at(row) or now
-        earlier = _workers(alias, message.id, message.topic, message.attempt - 1)
+            errors, started_at = _failures(row), min(_begun(row), default=now)
+            earlier = _workers(alias, row, message.attempt - 1)
     given = {"started_at": started_at, "last_attempted_at": now, "errors": errors, "worker_ids": [*earlier, worker]}
     payload = {**message.payload, "backend": backend}
     return _result(message.id, queue_of(message.topic), payload, message.created_at, status=TaskResultStatus.RUNNING, **given)
@@ -256,6 +264,12 @@ def _failures(row: InboxMessage) -> list[Any]:
     return [_error(name, text) for name, text in kept]
 
 
+def _begun(row: InboxMessage) -> list[datetime]:
+    """When the latest failed attempts began, as far as it is known how long they lasted."""
+    attempts = map(FailedAttempt.from_row, row.failures or ())
+    return [attempt.at - attempt.lasted for attempt in attempts if attempt.lasted is not None]
+
+
 def _error(kind: str | type[Exception], traceback: str) -> Any:
     """An error with the path of a class; what has none, as an attempt whose process died, is `TaskNotRun`."""
     path = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
@@ -264,16 +278,14 @@ def _error(kind: str | type[Exception], traceback: str) -> Any:
     return TaskError(exception_class_path=path if "." in path else f"builtins.{path}", traceback=traceback)
 
 
-def _workers(alias: str, message_id: str, handler: str, attempts: int) -> Sequence[str]:
+def _workers(alias: str, row: InboxMessage, attempts: int) -> list[str]:
     """Who ran the latest attempts, by the trail, which does not know those whose process died."""
     if not attempts:
         return []
-    entries = TrailEntry.objects.using(alias).filter(message_id=message_id, handler=handler, **_FAILED_ATTEMPT)
-    known = [*entries.order_by("pk").values_list("process", flat=True)][-attempts:]
+    entries = TrailEntry.objects.using(alias).filter(message_id=row.message_id, handler=row.handler, **_FAILED_ATTEMPT)
+    known = [*entries.order_by("pk").values_list("process", flat=True)]
+    if row.state == State.DEAD and row.error_class == NEVER_ENDED:
+        # Who made it a dead letter has not run it.
+        del known[-1:]
+    known = known[-attempts:]
     return [*known, *[_UNKNOWN] * (attempts - len(known))]
-
-
-def _started_at(row: InboxMessage) -> datetime | None:
-    """When its first attempt is known to have run."""
-    first = next((one["at"] for one in row.failures or ()), None)
-    return None if first is None else datetime.fromisoformat(first)

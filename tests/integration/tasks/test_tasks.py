@@ -10,6 +10,7 @@ import pytest
 from django.db import connection, transaction
 from django.utils import timezone
 
+from exactly_once.process.clock import monotonic
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
 from inbox.contrib.tasks.compat import TaskResultDoesNotExist, TaskResultStatus, task_backends
@@ -17,6 +18,7 @@ from inbox.contrib.tasks.models import Result
 from inbox.contrib.tasks.testing import task_message
 from inbox.housekeeping import remains
 from inbox.models import InboxMessage, Receipt
+from inbox.store import claims
 from inbox.testing import deliver, travel
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect
@@ -27,7 +29,7 @@ from tests.support.inbox_rows import delete_messages
 from tests.support.relaying import drained
 from tests.support.tasks import run_all
 from tests.support.threads import InAThread
-from tests.support.waiting import A_WHILE
+from tests.support.waiting import A_WHILE, wait_until
 
 READY, RUNNING = TaskResultStatus.READY, TaskResultStatus.RUNNING
 FAILED, SUCCESSFUL = TaskResultStatus.FAILED, TaskResultStatus.SUCCESSFUL
@@ -194,6 +196,33 @@ class TestFailed:
 
         assert Result.objects.get().status == FAILED
         assert task_backends["default"].get_result(message.id).status == FAILED
+
+    def test_times_of_a_failed_task_are_those_at_which_its_attempts_began(self, tasked, monkeypatch):
+        def fail_after_a_while(key):
+            since = monotonic()
+            wait_until(lambda: monotonic() > since + 0.2)
+            raise ConnectionError
+
+        monkeypatch.setattr(provider, "charge", fail_after_a_while)
+        result = tasked.charge_in_a_transaction.enqueue("a")
+        for _ in range(3):
+            travel(timedelta(hours=3))
+            run_all()
+
+        assert refreshed(result).status == FAILED
+        assert result.finished_at - result.last_attempted_at >= timedelta(seconds=0.2)
+        assert result.last_attempted_at - result.started_at >= timedelta(seconds=0.4)
+
+    def test_workers_of_a_task_whose_processes_died_are_unknown(self, tasked):
+        result = tasked.fail.enqueue("a")
+        drained("local://")
+        for _ in range(2):
+            claims.claim_due("default", ["tasks.mail"], timedelta(seconds=1))
+            travel(timedelta(minutes=1))
+        run_all()
+
+        assert refreshed(result).status == FAILED
+        assert (result.worker_ids, result.started_at) == (["unknown"] * 2, None)
 
     def test_first_delivery_from_a_broker_is_running_until_it_commits(self, tasked, settings, monkeypatch):
         """Only its own transaction has a row of it."""
