@@ -54,6 +54,7 @@ INBOX_SIDE = (
     "effect_latency",
     "rate_limit",
     "celery",
+    "tasks",
     "days",
 )
 NAMES = (*RELAY_SIDE, *TIME_SIDE, *INBOX_SIDE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -35,15 +36,17 @@ class Installation:
     Attributes:
         name: of its directory.
         requirements: what is installed in it, pinned.
+        oldest: Python that it runs on.
     """
 
     name: str
     requirements: Sequence[str]
+    oldest: tuple[int, int] = (3, 0)
 
     def install(self) -> None:
         """
         Raises:
-            PeerUnavailable: pip could not.
+            PeerUnavailable: pip could not, or there is no Python that is new enough.
         """
         wanted = "\n".join(self.requirements)
         marker = self._directory / "installed.txt"
@@ -51,7 +54,7 @@ class Installation:
             return
         say(f"installing {self.name}")
         for command in (
-            [sys.executable, "-m", "venv", "--clear", str(self._directory)],
+            [_interpreter(self.oldest), "-m", "venv", "--clear", str(self._directory)],
             [self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *self.requirements],
         ):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -73,7 +76,7 @@ class Installation:
         return PLACE / self.name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Peer(Installation):
     """One other implementation; its name is its package, and the name of its side.
 
@@ -96,6 +99,26 @@ class Peer(Installation):
             wait_for_end(process, project)
             answer: dict[str, Any] = process.answer()
         return answer
+
+
+def _interpreter(oldest: tuple[int, int]) -> str:
+    """This Python, or the next version of it on PATH or of pyenv, if that is too old."""
+    if sys.version_info >= oldest:
+        return sys.executable
+    for name in (f"python{oldest[0]}.{minor}" for minor in range(oldest[1], oldest[1] + 4)):
+        for known in ["", *_said("pyenv", "whence", name).split()]:
+            if found := _said(name, "-c", "import sys; print(sys.executable)", PYENV_VERSION=known):
+                return found
+    raise PeerUnavailable(f"there is no Python {oldest[0]}.{oldest[1]} or newer")
+
+
+def _said(*command: str, **environ: str) -> str:
+    """The output of a program; "" if there is none or it fails."""
+    try:
+        done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
 
 
 def _read_task(arrivals: Arrivals, message: amqp.Message) -> None:
@@ -134,8 +157,11 @@ OUTBOX_PATTERN = Peer(
 )
 PROCRASTINATE = Peer(
     name="procrastinate",
-    requirements=("procrastinate==3.10.0", f"psycopg[binary,pool]=={version('psycopg')}"),
+    requirements=("procrastinate[django]==3.10.0", f"psycopg[binary,pool]=={version('psycopg')}", *SAME_DJANGO),
     driver="procrastinate_worker",
     options=[{"concurrency": 16}, {"concurrency": 4}, {"concurrency": 50}],
     unit="jobs/s",
 )
+SAME_TASKS = (f"django-tasks=={version('django-tasks')}", *SAME_DJANGO)
+TASKS_DB = Installation("django-tasks-db", ("django-tasks-db==0.13.0", *SAME_TASKS))
+OX = Installation("django-ox", ("django-ox==1.9.1", *SAME_TASKS), oldest=(3, 12))

@@ -22,23 +22,26 @@ def configure_django(*apps: str, **settings: Any) -> None:
     import django  # noqa: PLC0415 - one of the peers does without
     from django.conf import settings as django_settings  # noqa: PLC0415
 
+    django_settings.configure(
+        SECRET_KEY="benchmarks",
+        USE_TZ=True,
+        DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
+        INSTALLED_APPS=apps,
+        DATABASES={"default": database()},
+        **settings,
+    )
+    django.setup()
+
+
+def database() -> dict[str, Any]:
     where = urlsplit(os.environ["DATABASE_URL"])
-    database = {
+    return {
         "ENGINE": "django.db.backends.postgresql",
         "NAME": where.path[1:],
         "USER": where.username,
         "HOST": where.hostname,
         "PORT": where.port,
     }
-    django_settings.configure(
-        SECRET_KEY="benchmarks",
-        USE_TZ=True,
-        DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
-        INSTALLED_APPS=apps,
-        DATABASES={"default": database},
-        **settings,
-    )
-    django.setup()
 
 
 def migrate() -> None:
