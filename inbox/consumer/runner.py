@@ -15,7 +15,7 @@ from django.db import connections
 
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import Reminder, escaping_logger
-from exactly_once.process.loop import StopRequest
+from exactly_once.process.loop import Bell, StopRequest
 from inbox.conf import InboxOptions, has_outbox
 from inbox.consumer.names import Unattended
 from inbox.handlers.handler import Handler
@@ -118,10 +118,11 @@ class Runner:
 
     def run(self, stop: StopRequest) -> None:
         """Work on this thread until asked to stop."""
-        self.stop = stop
+        self.stop, bell = stop, Bell()
+        self.on_ring = bell.ring
         while not stop:
             if left := self.seconds_left(monotonic()):
-                stop.wait(min(left, _LONGEST_WAIT_SECONDS))
+                bell.wait(left, stop)
             else:
                 self.turn()
         connections.close_all()

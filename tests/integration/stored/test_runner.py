@@ -1,6 +1,7 @@
 """The runner: a stored message is run once, when it is due, by a process that has its handler."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -9,6 +10,7 @@ from django.db import OperationalError, connections
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.loop import StopRequest
 from inbox import housekeeping
+from inbox.consumer import runner as runner_module
 from inbox.consumer.runner import Runner
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
@@ -19,6 +21,7 @@ from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
     A_WHILE,
     OPTIONS,
+    InAThread,
     Slow,
     an_envelope,
     at_once,
@@ -38,6 +41,8 @@ from tests.support.inbox_rows import settle
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+
+A_LONG_TIME = 10 * A_WHILE
 
 
 def test_due_messages_are_run_oldest_first(handles):
@@ -225,3 +230,16 @@ def test_messages_of_an_unknown_handler_are_logged_once_the_database_is_availabl
 
     assert not failures
     assert "1 stored message waits for the handler 'tests.old_name'" in caplog.text
+
+
+def test_ring_ends_the_wait_of_a_runner_for_its_next_poll(handles, monkeypatch):
+    for every_other_wait in ("_SHORTEST_POLL_SECONDS", "_LONGEST_WAIT_SECONDS"):
+        monkeypatch.setattr(runner_module, every_other_wait, A_LONG_TIME)
+    handler, stop = handles(the_effect), StopRequest()
+    runner = Runner(replace(OPTIONS, POLL_INTERVAL=timedelta(seconds=A_LONG_TIME)))
+    with InAThread(lambda: runner.run(stop)):
+        wait_until(lambda: runner.seconds_left(monotonic()) > A_WHILE)
+        stored_due(handler, an_envelope())
+        runner.ring()
+        wait_until(lambda: effects() == 1)
+        stop.set()
