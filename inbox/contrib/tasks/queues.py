@@ -54,7 +54,7 @@ class QueueOptions:
 
     def of(self, queue: str) -> QueueOptions:
         """Those of one queue."""
-        return replace(self, **self.queues.get(queue, {}))
+        return replace(self, **self.queues[queue]) if queue in self.queues else self
 
 
 def options_of(alias: str, given: Mapping[str, Any]) -> QueueOptions:
