@@ -61,6 +61,8 @@ FROM shop_effect effect JOIN shop_sale sale USING (number) WHERE number >= %s
 COMMITTED_AT = "SELECT extract(epoch FROM pg_xact_commit_timestamp(xmin))::float8 FROM shop_sale WHERE number = %s"
 LONGEST_PAUSE = 0.15
 WARM = 100
+HISTORY = 500
+"""Tasks that have been run before, so that PostgreSQL plans with statistics of each side's tables."""
 START_SECONDS = 60.0
 
 
@@ -88,7 +90,7 @@ class Side:
 
     @contextmanager
     def working(self, form: str) -> Iterator[list[Process]]:
-        """Its workers, each of which has run a task; at the end all tasks have been run, and are judged."""
+        """Its workers, idle after some tasks; at the end all tasks have been run, and are judged."""
         self.empty()
         commands, processes = WORKERS[self.name][form], FOUR if form == "four processes" else len(WORKERS[self.name][form])
         with ExitStack() as stack:
@@ -96,7 +98,9 @@ class Side:
                 stack.enter_context(running([str(self.python), "-m", "django", *command], self.project)) for command in commands
             ]
             until("every worker has run a task", lambda: self._have_run(processes), *workers, seconds=START_SECONDS)
+            self.enqueue(HISTORY, together=HISTORY)
             self.wait(workers)
+            self.project.database.connection.execute("VACUUM (ANALYZE)")
             yield workers
             self.wait(workers)
             for worker in workers:
@@ -124,7 +128,7 @@ class Side:
 
 
 def measure(lab: Lab, plan: Plan, record: Record) -> None:
-    count = plan.choose(full=2_000, quick=200)
+    count = plan.choose(full=1_500, quick=200)
     with ExitStack() as stack:
         sides = list(_sides(lab, stack, record))
         for run in plan.each_run(record.name):
