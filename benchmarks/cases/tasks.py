@@ -1,8 +1,8 @@
 """How fast are django.tasks on the outbox and the inbox beside the other backends and procrastinate?
 
 Every side has a table of its own design in a database of its own, and its worker is its own command. The task inserts one row.
-Ours has no broker (`local://`): `outbox_relay` runs the tasks, one at a time; four threads are its own and three of
-`inbox_consume`.
+Ours has no broker (`local://`): `outbox_relay` runs the tasks, one at a time; the three others of four threads or processes are
+those of `inbox_consume`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORKERS: Mapping[str, Mapping[str, Sequence[Sequence[str]]]] = {
     OURS: {
         "one worker": [["outbox_relay"]],
         "four threads": [["outbox_relay"], ["inbox_consume", f"--concurrency={FOUR - 1}"]],
-        "four processes": [["outbox_relay"]] * FOUR,
+        "four processes": [["outbox_relay"], *[["inbox_consume", "--concurrency=1"]] * (FOUR - 1)],
     },
     TASKS_DB.name: {
         "one worker": [["db_worker", POLL, "--verbosity=0"]],
