@@ -1,4 +1,4 @@
-"""The client of the benchmark `tasks`: it makes the tables, then enqueues what it is told to in lines of JSON.
+"""The client of the benchmark `tasks`: it makes the tables, then enqueues as orders in lines of JSON say.
 
 An order has the numbers `first` to `first + count - 1`, how many are enqueued in each transaction, together with a sale for
 each, and the longest pause between two transactions. None in a transaction: in autocommit, and without sales. The answer is
