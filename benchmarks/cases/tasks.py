@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from benchmarks.cases.latency import PERCENTS
 from benchmarks.lab.deliveries import effects
@@ -71,7 +70,7 @@ class Side:
     """One project with its client. `enqueued` is how many tasks it has since it was last empty."""
 
     name: str
-    python: str | Path
+    python: str
     project: Project
     client: Process
     record: Record
@@ -95,7 +94,7 @@ class Side:
         commands, processes = WORKERS[self.name][form], FOUR if form == "four processes" else len(WORKERS[self.name][form])
         with ExitStack() as stack:
             workers = [
-                stack.enter_context(running([str(self.python), "-m", "django", *command], self.project)) for command in commands
+                stack.enter_context(running([self.python, "-m", "django", *command], self.project)) for command in commands
             ]
             until("every worker has run a task", lambda: self._have_run(processes), *workers, seconds=START_SECONDS)
             self.enqueue(HISTORY, together=HISTORY)
@@ -161,7 +160,7 @@ def _sides(lab: Lab, stack: ExitStack, record: Record) -> Iterator[Side]:
             yield _side(lab, stack, record, peer.name, peer.python)
 
 
-def _side(lab: Lab, stack: ExitStack, record: Record, name: str, python: str | Path) -> Side:
+def _side(lab: Lab, stack: ExitStack, record: Record, name: str, python: str) -> Side:
     environ = {"DJANGO_SETTINGS_MODULE": "benchmarks.peers.task_settings", "TASKS_SIDE": name}
     project = replace(lab.blank_project(lab.rabbit), extra=environ)
     client = stack.enter_context(running([str(python), "-m", "benchmarks.peers.task_client"], project))
