@@ -26,6 +26,7 @@ from exactly_once.transport.interface import (
     Verdict,
 )
 from exactly_once.upkeep.executing import Operations
+from exactly_once.wire.formats import PUBLISHED_SETS
 from exactly_once.wire.text import describe
 from inbox.conf import inbox_options, outbox_keeps_history
 from inbox.consumer.heartbeat import RunnerHeartbeats
@@ -140,10 +141,10 @@ class LocalTransport(Transport):
         if not handlers:
             if message.queue:
                 return Verdict(PublishOutcome.RETURNED, f"unroutable: no handler here has the queue {message.queue!r}")
-            return Verdict(
-                PublishOutcome.RETURNED,
-                f"unroutable: no handler is registered for the topic {topic!r}; define it in an installed app's handlers.py",
-            )
+            end = topic.removeprefix(PUBLISHED_SETS)
+            what = "define it" if end == topic else f"declare when_handled({end!r}, by=[...])"
+            why = f"unroutable: no handler is registered for the topic {topic!r}; {what} in an installed app's handlers.py"
+            return Verdict(PublishOutcome.RETURNED, why)
         if elsewhere := self._elsewhere(handlers):
             return Verdict(
                 PublishOutcome.REFUSED,

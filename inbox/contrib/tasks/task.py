@@ -56,7 +56,7 @@ class ExactlyOnceTask(Task):  # type: ignore[misc] # it is Any, see `compat`
         """
         if unknown := changes.keys() - {*_CHANGEABLE}:
             raise TypeError(f"using() has no argument {min(unknown)!r}. {did_you_mean(min(unknown), _CHANGEABLE)}".rstrip())
-        return replace(self, **{name: value for name, value in changes.items() if value is not None})
+        return replace(self, **{name: value for name, value in changes.items() if value is not None or name == "biz_id"})
 
 
 @dataclass(frozen=True, kw_only=True)

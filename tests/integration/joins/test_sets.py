@@ -210,6 +210,15 @@ def test_set_whose_history_is_deleted_is_a_dead_letter_once_nobody_can_tell_what
     assert not ends()
 
 
+def test_set_whose_end_no_service_declares_says_what_is_missing(handler):
+    with transaction.atomic():
+        publish_many(lines("1"), on_done=Draft("shop.other.done", {}))
+    relayed()
+
+    unsent = OutboxMessage.objects.get(topic="published-set.shop.other.done")
+    assert "declare when_handled('shop.other.done', by=[...])" in unsent.last_error
+
+
 def test_set_waits_for_a_message_that_is_delayed_for_longer_than_history_is_kept(handles):
     handles(takes, topic=LINE, name=NAME, biz_id="line")
     a_set(drafts=[Draft(LINE, {"line": "1"}, delay=timedelta(days=10))])

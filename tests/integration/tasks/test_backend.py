@@ -75,6 +75,14 @@ class TestOptions:
         assert (second.status, second.return_value) == (TaskResultStatus.SUCCESSFUL, {"noted": ["a", ""]})
         assert first.id != second.id
 
+    def test_biz_id_of_a_task_can_be_taken_away(self, tasked):
+        named = tasked.note.using(biz_id="one")
+        for task in (named, named.using(biz_id=None), named.using(queue_name=None)):
+            task.enqueue("a")
+
+        names = [*OutboxMessage.objects.order_by("pk").values_list("biz_id", flat=True)]
+        assert [name == "one" for name in names] == [True, False, True]
+
     def test_unique_task_is_enqueued_once(self, tasked):
         unique = tasked.note.using(biz_id="one", unique=True)
         first = unique.enqueue("a")
