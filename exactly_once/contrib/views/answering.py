@@ -18,7 +18,7 @@ from django.http.response import HttpResponseBase, ResponseHeaders
 
 from exactly_once.contrib.views.models import IdempotentRequest
 from exactly_once.contrib.views.requests import by_user, fingerprint, key_of, view_name
-from exactly_once.contrib.views.store import insert, keep, stored
+from exactly_once.contrib.views.store import insert, stored
 from exactly_once.problems import RETRY_AFTER, Problem
 from exactly_once.sql.faults import is_collision
 from exactly_once.wire.text import describe, fit
@@ -90,7 +90,7 @@ class Idempotency:
         try:
             # It fails in a transaction that cannot commit, and in another one than that which has inserted the row.
             transaction.savepoint_commit(savepoint, using=self.using)
-            keep(self.using, row)
+            row.save(using=self.using, update_fields=["status", "headers", "body"])
         except (DatabaseError, InterfaceError) as error:
             if is_collision(error):
                 raise

@@ -44,15 +44,6 @@ def stored(alias: str, row: IdempotentRequest) -> IdempotentRequest | None:
     return rows.filter(scope=row.scope, key=row.key, expires_at__gt=DatabaseTime()).first()
 
 
-def keep(alias: str, row: IdempotentRequest) -> None:
-    """Store the response in the transaction that inserted the row.
-
-    Raises:
-        django.db.DatabaseError: the row does not exist.
-    """
-    row.save(using=alias, update_fields=["status", "headers", "body"])
-
-
 def expired(alias: str) -> Iterator[OldRows]:
     """What housekeeping deletes in this database."""
     if router.allow_migrate_model(alias, IdempotentRequest):
