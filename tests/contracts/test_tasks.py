@@ -7,43 +7,66 @@ each hook after a commit fails. All of them must end as if nothing had happened.
 from __future__ import annotations
 
 import itertools
+import json
+import threading
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
+from unittest import mock
 
 import pytest
 from django.core.management import call_command
+from django.db import connection, transaction
+from django.http import JsonResponse
+from django.test import RequestFactory
 from pytest_obligation import configure, due_work_contract_suite
 from pytest_obligation.contract import Claim, ExtraProof, NotApplicable, ObligationContract, Profile
 from pytest_obligation.crash_histories import CallableDelivery, ExternalCall
-from pytest_obligation.gap_probes import MissingReclaim
 from pytest_obligation.integrations import task_queues
 from pytest_obligation.integrations.django import django_host
+from pytest_obligation.integrations.django.admission import AdmissionInterrupted, interrupt_after_statement
+from pytest_obligation.integrations.django.commits import django_worker_killer
 from pytest_obligation.integrations.django.receivers import django_receiver_breaker
 from pytest_obligation.integrations.task_queues import TaskOutcome
+from pytest_obligation.profiles import automatic_recovery as recovery
 from pytest_obligation.profiles.bounded_ownership import FencedOwnership
 from pytest_obligation.profiles.crash_ambiguity import AmbiguityAware
 from pytest_obligation.profiles.durable_retention import Retention
+from pytest_obligation.profiles.gated_execution import ExecutionGate
+from pytest_obligation.profiles.harmless_replay import ReplaySafeEffect
+from pytest_obligation.profiles.indivisible_admission import AdmissionAtomicity, AdmissionPublication
 from pytest_obligation.profiles.job_retry_limits import BoundedRetry
+from pytest_obligation.worker_death import WorkerDied
 
+from exactly_once.contrib.views import by_token, idempotent_view
+from exactly_once.contrib.views.models import IdempotentRequest
 from exactly_once.management.commands import exactly_once_purge
 from exactly_once.process.clock import utcnow
 from exactly_once.process.loop import StopRequest
+from exactly_once.sql.connections import fetch
 from exactly_once.testing.database import travel
 from inbox.conf import inbox_options
 from inbox.consumer.runner import Runner
-from inbox.contrib.tasks.compat import TaskResultDoesNotExist, task_backends, task_finished, task_started
+from inbox.contrib.tasks.compat import TaskResultDoesNotExist, task_backends, task_enqueued, task_finished, task_started
 from inbox.contrib.tasks.models import Result
 from inbox.contrib.tasks.queues import topic_of
 from inbox.handlers.registry import registry
 from inbox.leases.stores import lease_store
 from inbox.models import InboxMessage
+from inbox.operators.accounting import open_states
 from inbox.operators.decisions import decide, skipping
+from inbox.operators.handler_pauses import pause, resume
 from inbox.receiving.reading import stored_arrival
 from inbox.store import claims, due, lease_rows
+from inbox.store.dialect import TABLE
 from inbox.store.message_rows import Failure
+from inbox.testing.deliveries import run_due, runner_of
+from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.tasked.provider import provider
 from tests.support.relaying import drained
 from tests.support.tasks import tasks
+from tests.support.threads import SECONDS, in_threads
 
 configure(
     django_host({"exactly_once", "inbox", "outbox"}, receiver_breaker=django_receiver_breaker(task_started, task_finished))
@@ -60,34 +83,58 @@ LEASES = {}
 def heard(tasked):
     """Both signals have a receiver."""
 
-    def receive(**given):
-        pass
-
-    for signal in (task_started, task_finished):
-        signal.connect(receive)
-    yield
-    for signal in (task_started, task_finished):
-        signal.disconnect(receive)
+    provider.asked.clear()
+    with hearing(task_started, lambda **given: None), hearing(task_finished, lambda **given: None):
+        yield
     provider.is_down = False
+
+
+@contextmanager
+def hearing(signal, receive):
+    signal.connect(receive)
+    yield
+    signal.disconnect(receive)
+
+
+@contextmanager
+def after_each_answer(act):
+    """Call `act` when the provider has answered, before its caller goes on."""
+    ask = provider.charge
+
+    def charge(key):
+        answer = ask(key)
+        act()
+        return answer
+
+    with mock.patch.object(provider, "charge", charge):
+        yield
 
 
 def result_of(task_id):
     return task_backends["default"].get_result(task_id)
 
 
-def enqueue(name="note"):
-    return getattr(tasks(), name).enqueue(f"task {next(NAMES)}").id
+def enqueue(name="note", **using):
+    return getattr(tasks(), name).using(**using).enqueue(f"task {next(NAMES)}").id
 
 
-def received(name):
+def received(name, **using):
     """Enqueue a task and hand it over to the inbox, where it is due: its row."""
-    task_id = enqueue(name)
+    task_id = enqueue(name, **using)
     drained("local://")
     return InboxMessage.objects.get(message_id=task_id).pk
 
 
+def message_of(row):
+    return InboxMessage.objects.get(pk=row).message_id
+
+
 def effects(task_id):
     return Effect.objects.filter(name=result_of(task_id).args[0]).count()
+
+
+def status_of(task_id):
+    return str(result_of(task_id).status)
 
 
 def work(*_):
@@ -109,7 +156,7 @@ def history(name, expected=DONE, **given):
         enqueue=lambda: enqueue(name),
         effect=effects,
         expected=expected,
-        status_of=lambda task_id: str(result_of(task_id).status),
+        status_of=status_of,
         run_worker=work,
         **given,
     )
@@ -149,9 +196,6 @@ def retry():
         provider.is_down = True  # EXTERNAL SEAM
         return row
 
-    def message_of(row):
-        return InboxMessage.objects.get(pk=row).message_id
-
     return BoundedRetry(
         name="a queue with max_attempts=3",
         max_executions=3,
@@ -161,28 +205,8 @@ def retry():
         advance_to_due=lambda row: travel(timedelta(hours=3)),
         is_terminal=lambda row: result_of(message_of(row)).is_finished,
         failure_attempt_count=lambda row: provider.asked[message_of(row)],
-        observe=lambda row: (str(result_of(message_of(row)).status), result_of(message_of(row)).attempts),  # OBSERVE
+        observe=lambda row: (status_of(message_of(row)), result_of(message_of(row)).attempts),  # OBSERVE
     )
-
-
-def stranded():
-    """A task that a worker has claimed before it died."""
-    row = received("note")
-    claims.claim_due("default", ["tasks.default"], timedelta(seconds=10))
-    travel(timedelta(minutes=1))
-    return InboxMessage.objects.get(pk=row).message_id
-
-
-def started_by_recovery():
-    started = []
-
-    def record(task_result, **given):
-        started.append(task_result.id)
-
-    task_started.connect(record)
-    recover()
-    task_started.disconnect(record)
-    return started
 
 
 def claim():
@@ -271,6 +295,185 @@ def ambiguity():
     )
 
 
+def sweep():
+    """A worker that looks for due work once: it runs the task that its claim finds, if any."""
+    claim_next = partial(claims.claim_due, "default", [handler.name for handler in registry.all()], timedelta(hours=1))
+    started = []
+
+    def claimed():
+        """The due rows, in the order in which workers claim them."""
+        with transaction.atomic():
+            rows = [*iter(claim_next, None)]
+            transaction.set_rollback(True)
+        return rows
+
+    def make_owed(name="note", age=timedelta()):
+        rows = InboxMessage.objects.filter(pk=received(name))
+        rows.update(next_attempt_at=utcnow() - age)
+        return rows.get()
+
+    def stranded(age):
+        row = make_owed()
+        claim_next()
+        travel(timedelta(hours=1) + age)
+        return row
+
+    def make_terminal(age):
+        rows = [received(name, queue_name="mail") for name in ("note", "fail", "fail")]
+        run_due(registry.selected(topic_of("mail", lease=False)))
+        decide("default", rows[-1], skipping("it is not needed"))
+        return [*InboxMessage.objects.filter(pk__in=rows)]
+
+    def tick():
+        with hearing(task_started, lambda task_result, **given: started.append(task_result.id)):
+            return runner_of(registry.all).turn()
+
+    return recovery.DueWorkSweep(
+        name="a worker",
+        due_work=claimed,  # REAL PRODUCTION
+        run_tick=tick,
+        make_owed=make_owed,  # ARRANGE
+        additional_owed_variants=(recovery.OwedWorkVariant(name="of a worker that died", make=stranded),),
+        make_terminal=make_terminal,
+        recovery_delay=timedelta(),
+        page_size=1,
+        identity_of=lambda row: row.message_id,
+        dispatched_ids=lambda: started,  # OBSERVE
+        observe_outstanding=lambda: open_states("default")["received"],
+        in_flight=recovery.InFlightExecution(
+            make_owed=partial(make_owed, "charge_in_a_transaction"),
+            start=held_open,
+            execution_count_for=lambda row: provider.asked[row.message_id],
+        ),
+    )
+
+
+@contextmanager
+def held_open(row, tick):
+    asked, go_on = threading.Event(), threading.Event()
+
+    def hold():
+        asked.set()
+        assert go_on.wait(SECONDS)
+
+    with after_each_answer(hold), in_threads(tick, stop=go_on):
+        assert asked.wait(SECONDS)
+        yield
+
+
+FAILS = "a failed task does not end a worker, which stores the error and runs the next one"
+NOT_OF_A_WORKER = {
+    recovery.assert_the_tick_is_actually_scheduled: "nothing schedules a process that does not end",
+    recovery.assert_one_poisoned_identity_does_not_stall_the_tick: FAILS,
+    recovery.assert_a_poisoned_page_does_not_starve_or_abandon_work: FAILS,
+    recovery.assert_a_soft_time_limit_ends_the_tick: "a worker is stopped by a signal, not by an exception of the task",
+    recovery.assert_selection_is_index_served: "the claim is a statement, not a QuerySet; see test_query_plans.py",
+    recovery.assert_selection_does_not_read_the_replica: "the claim is an UPDATE",
+}
+
+
+def proof_of_recovery(proof):
+    def run():  # ARRANGE, # REAL PRODUCTION, # EXTERNAL SEAM and # OBSERVE are in the sweep
+        proof(sweep())
+
+    return ExtraProof(name=proof.__name__, run=run, transactional=True, fixtures=("heard",))
+
+
+def gate():
+    """An operator has paused the queue."""
+    row = received("charge")
+    task_id = message_of(row)
+    pause(PAYMENTS)
+
+    def reserved_state():
+        return InboxMessage.objects.values_list("state", "attempts", "fence", "next_attempt_at").get(pk=row)
+
+    def row_version():
+        return fetch(connection, f"SELECT xmin::text::bigint FROM {TABLE} WHERE id = %s", [row])[0][0]
+
+    return ExecutionGate(
+        name="a paused queue",
+        identity=PAYMENTS,  # ARRANGE: it has this task only
+        due_work=lambda: due.due_handlers("default", [PAYMENTS]),  # REAL PRODUCTION
+        owed_work=lambda: due.stored_handlers("default"),
+        reserved_state=reserved_state,
+        routes={"the worker": work},
+        make_eligible=lambda: resume(PAYMENTS),
+        recover=work,
+        advance=travel,
+        executions=lambda: result_of(task_id).attempts,
+        mutation_count=row_version,
+        observe=lambda: TaskOutcome(status=status_of(task_id), effect=effects(task_id)),  # OBSERVE
+        expected=DONE,
+        effect_calls=lambda: provider.asked[task_id],  # EXTERNAL SEAM
+        recovery_interval=timedelta(seconds=30),
+        recovery_timeout=timedelta(hours=1),
+    )
+
+
+def replay():
+    """The first worker dies between the answer of the provider and the record of the step."""
+
+    def run(task_id):
+        def die():
+            if provider.asked[task_id] == 1:
+                worker.kill_now("with the answer")
+
+        with suppress(WorkerDied), django_worker_killer(None) as worker, after_each_answer(die):
+            recover()
+
+    return ReplaySafeEffect(
+        name="a step with an idempotency key",
+        prepare=lambda: enqueue("charge"),  # ARRANGE
+        execute=run,  # REAL PRODUCTION
+        observe=lambda task_id: [*provider.asked],  # OBSERVE: what was charged
+        expected=lambda task_id: [task_id],
+        execution_count_for=lambda task_id: provider.asked[task_id],  # EXTERNAL SEAM
+    )
+
+
+def admission():
+    """A view stores its answer and enqueues a task, in one transaction."""
+
+    def accept(request):
+        return JsonResponse({"task": enqueue("charge")}, status=202)
+
+    def admit():
+        request = RequestFactory().post("/", headers={"Idempotency-Key": "order 17", "Authorization": "a token"})
+        response = idempotent_view(scope=by_token)(accept)(request)
+        return [json.loads(response.content)["task"]]
+
+    def enqueued():
+        return [*map(str, OutboxMessage.objects.values_list("message_id", flat=True))]
+
+    @contextmanager
+    def announced():
+        seen = []
+
+        def record(**given):
+            seen.append(AdmissionPublication(in_transaction=connection.in_atomic_block))
+
+        with hearing(task_enqueued, record):
+            yield seen
+
+    return AdmissionAtomicity(
+        name="an idempotent view that enqueues a task",
+        admit=admit,  # REAL PRODUCTION
+        observe=lambda: [*IdempotentRequest.objects.values_list("key", "status")],  # OBSERVE
+        expected=[("order 17", 202)],  # ARRANGE
+        obligations=enqueued,
+        outstanding=lambda: [task_id for task_id in enqueued() if not result_of(task_id).is_finished],
+        effects=provider.asked.total,  # EXTERNAL SEAM
+        publications=announced,
+        during=lambda checkpoint: interrupt_after_statement(stores_the_answer, checkpoint),
+        expected_error=AdmissionInterrupted,
+    )
+
+
+def stores_the_answer(sql):
+    return sql.startswith(f'UPDATE "{IdempotentRequest._meta.db_table}"')
+
+
 NOTE = history("note")
 CHARGE = history("charge", external_calls=[ExternalCall(provider, "charge")])
 FAIL = history("fail", expected=FAILED)
@@ -281,32 +484,32 @@ CONTRACT = ObligationContract(
     fixtures=("heard",),
     profiles={
         Profile.A: NotApplicable(
-            "There is no sweep beside the worker: the claim that finds due work finds that of a dead worker, too, and nothing "
-            "is dispatched by a message that could be lost. The histories below prove it, and the extra proof."
+            "The worker is the sweep, and it does not end. All proofs are among the extras, except "
+            + "; ".join(f"{proof.__name__}: {reason}" for proof, reason in NOT_OF_A_WORKER.items())
         ),
         Profile.B: Claim(),
         Profile.C: Claim(),
         Profile.D: Claim(),
         Profile.E: task_queues.settled_by_one_worker("task"),
         Profile.F: task_queues.the_obligation_is_the("message"),
-        Profile.G: task_queues.application_gate("django-exactly-once"),
-        Profile.H: NotApplicable("A task that is done is never run again: its receipt commits with its effect."),
-        Profile.I: task_queues.application_admission("django-exactly-once"),
+        Profile.G: Claim(),
+        Profile.H: Claim(),
+        Profile.I: Claim(),
         Profile.J: Claim(),
     },
     ownership=ownership,
     ambiguity=ambiguity,
     retention=retention,
     retry=retry,
+    eligibility=gate,
+    replay=replay,
+    admission={"a view": admission},
     handoffs=(NOTE, CHARGE, FAIL),
     handoff_delivery=CallableDelivery(name="outbox_relay", recover=recover),
-    extras=(
-        ExtraProof(
-            name="a task whose worker died is run again",
-            run=MissingReclaim(make_stranded=stranded, dispatched_by_one_tick=started_by_recovery),
-            transactional=True,
-            fixtures=("heard",),
-        ),
+    extras=tuple(
+        proof_of_recovery(proof)
+        for proof in (recovery.assert_sweep_bindings_are_production_bound, *recovery.DUE_WORK_PROOFS)
+        if proof not in NOT_OF_A_WORKER
     ),
 )
 
