@@ -4,8 +4,8 @@ There are several threads because an unresponsive server blocks its caller.
 
 Each lease is extended after a third of its duration, so two failures cost nothing, and never beyond the limit of its handler. A
 lost lease is logged and marked; its owner can settle nothing, and its next step is refused. If the store is unavailable, the
-extension is retried up to the limit: a lease that has ended meanwhile is renewed if nobody has taken it over. When the process
-is asked to stop, each lease is extended at once, because its row then says so: see `receiving.in_hand`.
+extension is retried up to the limit: a lease that has ended meanwhile is renewed if no other process has taken it over. When
+the process is asked to stop, each lease is extended at once, because its row then says so: see `receiving.in_hand`.
 """
 
 from collections.abc import Iterator

@@ -72,7 +72,7 @@ def _wait(handler: Handler, message: Message, missing: str, state: str) -> NoRet
     """
     Raises:
         RetryLater: this message is not handled.
-        Reject: nobody can tell any more whether it is: the row of a message whose handler chooses the biz-id is deleted with
+        Reject: it is not known any more whether it is: the row of a message whose handler chooses the biz-id is deleted with
             the history, and its receipt does not have the biz-id that it was published with.
     """
     age, kept = utcnow() - (message.created_at or utcnow()), inbox_options().keeps

@@ -193,7 +193,7 @@ def test_set_that_no_handler_counts_for_is_a_dead_letter(handler, by):
 
 
 @pytest.mark.parametrize("age", [timedelta(days=6), timedelta(days=8)], ids=["within", "beyond"])
-def test_set_whose_history_is_deleted_is_a_dead_letter_once_nobody_can_tell_what_was_handled(handles, age):
+def test_set_whose_history_is_deleted_is_a_dead_letter_once_history_does_not_show_what_was_handled(handles, age):
     """With a biz-id of its own the handler leaves nothing that names the message as it was published."""
     handles(takes, topic=LINE, name=NAME, biz_id="line")
     fails.add("7")

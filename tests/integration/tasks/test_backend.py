@@ -75,7 +75,7 @@ class TestOptions:
         assert (second.status, second.return_value) == (TaskResultStatus.SUCCESSFUL, {"noted": ["a", ""]})
         assert first.id != second.id
 
-    def test_biz_id_of_a_task_can_be_taken_away(self, tasked):
+    def test_biz_id_of_a_task_can_be_removed(self, tasked):
         named = tasked.note.using(biz_id="one")
         for task in (named, named.using(biz_id=None), named.using(queue_name=None)):
             task.enqueue("a")
