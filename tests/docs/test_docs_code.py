@@ -5,6 +5,7 @@ tutorial.
 """
 
 import ast
+import builtins
 import importlib
 import importlib.util
 import inspect
@@ -74,6 +75,31 @@ def exists(module, name):
         return name is None or hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}") is not None
     except ImportError:
         return False
+
+
+def test_every_block_that_is_a_whole_file_imports_or_defines_what_it_uses():
+    files = at_least(40, [block for block in blocks("python") if block.is_a_whole_file])
+
+    missing = [(block.place, undefined_in(ast.parse(block.source))) for block in files]
+    assert [each for each in missing if each[1]] == []
+
+
+def undefined_in(tree):
+    """The names that are used and bound nowhere."""
+    used, bound = set(), {*vars(builtins), "__name__"}
+    for node in ast.walk(tree):
+        match node:
+            case ast.AugAssign():
+                node.target.ctx = ast.Load()  # `+=` uses the name, which the walk comes to later
+            case ast.Name(id=name, ctx=ast.Load()):
+                used.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                bound.add(name)
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.ExceptHandler(name=name):
+                bound.add(name)
+            case ast.alias():
+                bound.add((node.asname or node.name).partition(".")[0])
+    return sorted(used - bound)
 
 
 def test_every_call_of_a_public_function_on_a_page_fits_its_signature(known):

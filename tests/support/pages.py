@@ -39,6 +39,10 @@ class Block:
         return self.code.startswith(" ")
 
     @property
+    def is_a_whole_file(self) -> bool:
+        return bool(self.file) and not self.is_fragment and not self.title.endswith(_APPEND)
+
+    @property
     def file(self) -> str:
         """The path of the file that its title names; "" if it names none."""
         name = self.title.removesuffix(_APPEND)
