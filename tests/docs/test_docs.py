@@ -36,8 +36,10 @@ import inbox.contrib.joins.decorators
 import inbox.contrib.outgoing_webhooks
 import inbox.contrib.outgoing_webhooks.fanning_out
 import inbox.contrib.tasks.checks
+import inbox.contrib.tasks.testing
 import inbox.metrics
 import inbox.signals
+import inbox.tasks
 import inbox.testing
 import outbox
 import outbox.checks
@@ -181,6 +183,7 @@ PACKAGES = [
     exactly_once.contrib.views,
     *(outbox, outbox.testing, outbox.contrib.incoming_webhooks, outbox.contrib.recurring),
     *(inbox, inbox.testing, inbox.contrib.http, inbox.contrib.joins, inbox.contrib.outgoing_webhooks),
+    *(inbox.tasks, inbox.contrib.tasks.testing),
 ]
 
 

@@ -19,6 +19,8 @@ from inbox.contrib.tasks.task import call_of, own_options
 from inbox.handlers.message import Message
 from inbox.testing import make_message
 
+__all__ = ["run_tasks", "task_message"]
+
 
 def run_tasks(*, using: str = "default", raise_errors: bool = True) -> list[str]:
     """Relay and run all that is due, as `outbox.testing.run_relay` does; returns the ids of the tasks that have ended by it.

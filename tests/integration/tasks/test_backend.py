@@ -10,6 +10,7 @@ from unittest.mock import ANY
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, connection, transaction
+from django.utils import timezone
 
 from inbox.contrib.tasks.checks import problems
 from inbox.contrib.tasks.compat import (
@@ -95,6 +96,14 @@ class TestOptions:
         tasked.note.using(key=lambda name: f"customer-{name}").enqueue("a")
 
         assert OutboxMessage.objects.get().key == "customer-a"
+
+    def test_delayed_tasks_that_became_due_in_an_outage_run_in_the_order_in_which_they_were_enqueued(self, tasked):
+        for name, minutes in (("a", 3), ("b", 1), ("c", 2)):
+            tasked.note.using(run_after=timezone.now() + timedelta(minutes=minutes)).enqueue(name)
+        travel(timedelta(hours=1))
+        run_all()
+
+        assert [*Effect.objects.order_by("pk").values_list("name", flat=True)] == ["a", "b", "c"]
 
     def test_cancelled_task_has_failed_and_says_so(self, tasked):
         result = tasked.note.enqueue("a")
