@@ -22,7 +22,7 @@ class FailedAttempt:
 
     Attributes:
         at: when it had failed, by the database's clock.
-        lasted: how long the handler ran; None if it was not called, or its process died.
+        lasted: how long the handler ran; None if it was not called, failed at its commit, or its process died.
         attempt: its number, counted from 1.
         error_class: the dotted name of the exception's class, of a built-in one its name alone; words if there was none.
         error: the reason, in words.

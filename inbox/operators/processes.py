@@ -48,12 +48,14 @@ class Run(NamedTuple):
 
 
 def where_run(alias: str, handler: str, message_id: str) -> Run | None:
-    """The run of this message in a live process."""
-    for process in consumers.rows(alias).filter(silent=False):
-        for run in process.running:
-            if (run["what"], run["message"]) == (handler, message_id):
-                return Run(process, run["thread"], process.started_at + timedelta(seconds=run["began"]))
-    return None
+    """The latest run of this message in a live process."""
+    runs = (
+        Run(process, run["thread"], process.started_at + timedelta(seconds=run["began"]))
+        for process in consumers.rows(alias).filter(silent=False)
+        for run in process.running
+        if (run["what"], run["message"]) == (handler, message_id)
+    )
+    return max(runs, key=lambda run: run.since, default=None)
 
 
 def unattended(alias: str) -> list[str]:

@@ -47,7 +47,7 @@ class TopicsAndHandlersAdmin(PageAdmin):
         paused = {getattr(row, section.kind): row for row in section.paused.objects.using(alias)}
         lately = section.minutes.by_subject(alias, LATELY)
         busy = {name for each in counts.values() for name in each} | paused.keys() | (lately.keys() - {OTHER})
-        names = dict.fromkeys([*sorted(busy), *section.names(alias, _MOST + 1)])
+        names = dict.fromkeys([*sorted(busy), *section.names(alias, 10_000 if prefix else _MOST + 1)])
         depths, remarks = section.depths(alias), section.remarks(alias)
         rows = []
         for name in (name for name in names if name.startswith(prefix)):

@@ -48,13 +48,15 @@ _TONES = {Status.SUCCESSFUL: Tone.DONE, Status.FAILED: Tone.STOPPED}
 
 def retry(alias: str, pk: int, *, by: str) -> bool:
     """Retry the dead message of a failed task, under its id, and delete the result: it has not ended. False: it has none."""
-    rows = Result.objects.using(alias).filter(pk=pk)
-    row = rows.get()
+    row = Result.objects.using(alias).filter(pk=pk).first()
+    if row is None:
+        return False
     topic = topic_of(row.queue, lease=row.leased)
     dead = InboxMessage.objects.using(alias).filter(message_id=row.message_id, handler=topic, state="dead").first()
     is_retried = dead is not None and not decide(alias, dead.pk, retrying(by)).unchanged
     if is_retried:
-        rows.filter(status=Status.FAILED).delete()  # not the success that a process whose lease had ended writes now
+        failed = Result.objects.using(alias).filter(message_id=row.message_id, status=Status.FAILED)
+        failed.delete()  # not the success that a process whose lease had ended writes now
     return is_retried
 
 
@@ -65,7 +67,9 @@ def enqueue_again(alias: str, pk: int) -> bool:
         InvalidTask: Django's class, or that of the package: it cannot be imported, or is not valid any more.
         ImproperlyConfigured: its backend was removed.
     """
-    row = Result.objects.using(alias).get(pk=pk)
+    row = Result.objects.using(alias).filter(pk=pk).first()
+    if row is None:
+        return False
     result = of_row(row)
     own = {"key": row.key, "biz_id": None, "unique": False, "lease": row.leased}
     known = own.keys() & {field.name for field in fields(result.task)}
@@ -168,7 +172,7 @@ class ResultAdmin(ActingAdmin):
 def _raised(error: Any) -> str:
     """The line of a traceback that names the exception. Its message may have others."""
     path = str(error["exception_class_path"]).removeprefix("builtins.")
-    lines = str(error["traceback"]).strip().splitlines() or [path]
+    lines = [line.strip(" |+-") for line in str(error["traceback"]).strip().splitlines()] or [path]
     return next((line for line in reversed(lines) if line.startswith(path)), lines[-1])
 
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.apps import apps
@@ -78,7 +78,9 @@ def _at_the_broker(alias: str, sent: Any) -> Any:
     """The result of a published message that had not arrived; or that of the task whose biz-id it has."""
     result_id = str(sent.message_id)
     run = where_run(alias, sent.topic, result_id)
-    started_at = run.since if run else _marked_since(alias, result_id)
+    # A process that was killed has a heartbeat until it is silent for long enough, and no mark.
+    is_marked = is_postgresql(connections[alias]) and not is_leased(sent.topic)
+    started_at = _marked_since(alias, result_id) if is_marked else run and run.since
     receipt = Receipt.objects.using(alias).filter(handler=sent.topic, topic=sent.topic, biz_id=sent.biz_id).first()
     if receipt is None:
         return _waiting(sent, started_at, _worker(run))
@@ -138,12 +140,16 @@ def of_row(row: Result) -> Any:
 
 def received(alias: str, row: InboxMessage) -> Any:
     """The result of a message in the inbox that is not done: open, dead, skipped or shed."""
-    errors, workers = _failures(row), _workers(alias, row, row.attempts)
-    begun, status, finished_at = _begun(row), TaskResultStatus.READY, row.settled_at
-    if claims.is_held(alias, row):
+    begun, errors, finished_at = _begun(row), _failures(row), row.settled_at
+    is_held = claims.is_held(alias, row)
+    workers, status = _workers(alias, row, row.attempts - is_held), TaskResultStatus.READY
+    if is_held:
         status = TaskResultStatus.RUNNING
-        if run := where_run(alias, row.handler, row.message_id):
-            begun, workers = [*begun, run.since], [*workers[:-1], _worker(run)]
+        run = where_run(alias, row.handler, row.message_id)
+        if run and row.failed_at and run.since <= row.failed_at:
+            run = None  # a heartbeat of an earlier attempt
+        begun = [*begun, run.since] if run else begun
+        workers = [*workers, _worker(run)]
     elif finished_at is not None:
         status = TaskResultStatus.FAILED
         if row.state != State.DEAD:
@@ -165,8 +171,6 @@ def mark(alias: str, message: Message) -> None:
 
 def _marked_since(alias: str, result_id: str) -> datetime | None:
     """When the transaction that has marked this task as running began; None: there is none."""
-    if not is_postgresql(connections[alias]):
-        return None
     # Not a try of the lock, which could hold up a run.
     sql = (
         "SELECT min(COALESCE(a.xact_start, now())) FROM pg_locks l JOIN pg_stat_activity a USING (pid) "  # noqa: S608 - our own name
@@ -265,9 +269,9 @@ def _failures(row: InboxMessage) -> list[Any]:
 
 
 def _begun(row: InboxMessage) -> list[datetime]:
-    """When the latest failed attempts began, as far as it is known how long they lasted."""
+    """When the latest failed attempts began, or had failed, where it is not known how long they lasted."""
     attempts = map(FailedAttempt.from_row, row.failures or ())
-    return [attempt.at - attempt.lasted for attempt in attempts if attempt.lasted is not None]
+    return [one.at - (one.lasted or timedelta()) for one in attempts if one.lasted is not None or one.traceback]
 
 
 def _error(kind: str | type[Exception], traceback: str) -> Any:

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 from django.urls import reverse
 
+from inbox.contrib.tasks import admin as tasks_admin
 from inbox.contrib.tasks.models import Result
 from tests.support.admin_pages import Page, act, listed, said, staff_client
 from tests.support.tasks import run_all
@@ -72,6 +73,17 @@ def test_retried_task_has_no_result_until_it_ends_again(tasked):
     assert not Result.objects.exists()
     run_all()
     assert Result.objects.get().message_id == row.message_id
+
+
+@pytest.mark.parametrize("action", [tasks_admin.retry, tasks_admin.enqueue_again], ids=["retry", "enqueue again"])
+def test_result_that_is_deleted_meanwhile_is_left_out(tasked, action):
+    assert not action("default", 1, **({"by": "anna"} if action is tasks_admin.retry else {}))
+
+
+def test_exception_group_is_named_by_its_own_line():
+    traceback = "  + Exception Group Traceback:\n  | ExceptionGroup: two (2 sub-exceptions)\n  +-+------ 1 ------\n"
+    error = {"exception_class_path": "builtins.ExceptionGroup", "traceback": traceback}
+    assert tasks_admin._raised(error) == "ExceptionGroup: two (2 sub-exceptions)"
 
 
 def test_task_without_a_dead_letter_keeps_its_result_and_the_operator_sees_why(tasked):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from django.db import connection, transaction
+from django.db import IntegrityError, connection, transaction
 from django.utils import timezone
 
 from exactly_once.process.clock import monotonic
@@ -25,6 +25,8 @@ from tests.support.apps.effects.models import Effect
 from tests.support.apps.tasked import TASKS
 from tests.support.apps.tasked.provider import provider
 from tests.support.decisions import retry, skip
+from tests.support.deliveries import make_due
+from tests.support.heartbeats import a_consumer
 from tests.support.inbox_rows import delete_messages
 from tests.support.relaying import drained
 from tests.support.tasks import run_all
@@ -40,6 +42,11 @@ pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_databas
 def refreshed(result):
     result.refresh()
     return result
+
+
+def run_of(row, *, began):
+    """As a heartbeat has it, in seconds since its process has started."""
+    return {"what": row.handler, "message": row.message_id, "messages": 1, "thread": "thread-1", "began": began}
 
 
 def errors_of(result):
@@ -212,6 +219,39 @@ class TestFailed:
         assert refreshed(result).status == FAILED
         assert result.finished_at - result.last_attempted_at >= timedelta(seconds=0.2)
         assert result.last_attempted_at - result.started_at >= timedelta(seconds=0.4)
+
+    def test_attempt_that_fails_at_its_commit_has_its_times(self, tasked, monkeypatch):
+        table = "commits_once"
+        deferred = "UNIQUE DEFERRABLE INITIALLY DEFERRED" if connection.vendor == "postgresql" else ""
+
+        def charge(key):
+            if not deferred:
+                raise IntegrityError
+            with connection.cursor() as cursor:
+                cursor.execute(f"CREATE TEMPORARY TABLE IF NOT EXISTS {table} (number integer {deferred})")
+                cursor.execute(f"INSERT INTO {table} VALUES (1), (1)")
+
+        monkeypatch.setattr(provider, "charge", charge)
+        result = tasked.charge_in_a_transaction.enqueue("a")
+        run_all()
+
+        assert (refreshed(result).status, errors_of(result)) == (READY, [IntegrityError])
+        assert result.started_at == result.last_attempted_at is not None
+
+    def test_heartbeat_of_an_earlier_attempt_is_not_that_of_the_present_one(self, tasked):
+        """Its process could not write another one since."""
+        result = tasked.note_attempt.enqueue("a")
+        run_all()
+        row = InboxMessage.objects.get()
+        a_consumer(running=[run_of(row, began=0.0)])
+        make_due()
+        claims.claim_due("default", ["tasks.default"], timedelta(minutes=1))
+        stale = refreshed(result).worker_ids[-1]
+        a_consumer(running=[run_of(row, began=timedelta(hours=5, seconds=1).total_seconds())])
+
+        assert (result.status, stale) == (RUNNING, "unknown")
+        assert refreshed(result).worker_ids[-1].endswith(":thread-1")
+        assert result.last_attempted_at > row.failed_at
 
     def test_workers_of_a_task_whose_processes_died_are_unknown(self, tasked):
         result = tasked.fail.enqueue("a")
