@@ -21,9 +21,9 @@ from django.utils import timezone
 
 from exactly_once.failures import DEFERRED, NEVER_ENDED, REFUSED
 from exactly_once.packages import label_of
-from exactly_once.sql.connections import fetch, is_postgresql
+from exactly_once.sql.connections import execute, fetch, is_postgresql
 from exactly_once.sql.days import LIVE
-from exactly_once.sql.now import DatabaseTime
+from exactly_once.sql.now import now_after
 from exactly_once.transport.broker import is_local
 from exactly_once.wire.body import Undecodable, decode_payload
 from exactly_once.wire.identity import uuid_in
@@ -37,6 +37,7 @@ from inbox.models import InboxMessage, Receipt, TrailEntry
 from inbox.operators.processes import Run, where_run
 from inbox.states import DUE, State
 from inbox.store import claims
+from inbox.store.dialect import adapted
 
 _WITHDRAWN = ("cancelled", "expired", "dead", "rolled_back")
 """The states of a message in the outbox that is not delivered, unless an operator restores it."""
@@ -217,31 +218,38 @@ def running(message: Message, backend: str, alias: str, worker: str) -> Any:
 
 def write(options: QueueOptions, result: Any, message: Message, value: Any = None) -> None:
     """Write the result of a task that has ended. The success of one that had failed replaces its failure."""
-    given = {name: getattr(result, name) for name in ("status", "worker_ids", *_TIMES)}
-    if result.status == _SUCCESSFUL:
+    connection, is_success = connections[options.alias], result.status == _SUCCESSFUL
+    given: dict[str, Any] = {
+        "message_id": result.id,
+        "queue": result.task.queue_name,
+        "task": result.task.module_path,
+        "body": json.dumps(call_of(result.task, result.args, result.kwargs, result.backend)).encode(),
+        "return_value": None if value is None else json.dumps(value),
+        "errors": json.dumps([asdict(error) for error in result.errors]),
+        "worker_ids": json.dumps(result.worker_ids),
+        "key": message.key,
+        "leased": is_leased(message.topic),
+        "status": str(result.status),
+        "expires_at": options.keep_results,
+        **{name: getattr(result, name) for name in _TIMES},
+    }
+    if is_success:
         # What is not earlier than this attempt is by the clock of this process.
-        for name in (name for name in _TIMES[1:] if given[name] >= result.last_attempted_at):
-            given[name] = DatabaseTime(given[name] - result.finished_at)
-    row = Result(
-        message_id=result.id,
-        queue=result.task.queue_name,
-        task=result.task.module_path,
-        body=json.dumps(call_of(result.task, result.args, result.kwargs, result.backend)).encode(),
-        return_value=value,
-        errors=[asdict(error) for error in result.errors],
-        key=message.key,
-        leased=is_leased(message.topic),
-        expires_at=DatabaseTime(options.keep_results),
-        **given,
-    )
-    rows = Result.objects.using(options.alias)
-    if result.status == _SUCCESSFUL:
-        changed = [field.name for field in Result._meta.fields if field.name not in {"id", "message_id"}]
-        rows.bulk_create([row], update_conflicts=True, unique_fields=["message_id"], update_fields=changed)
+        given |= {name: given[name] - result.finished_at for name in _TIMES[1:] if given[name] >= result.last_attempted_at}
     else:
         # Not an update: a process whose lease has ended may write at this moment that it has succeeded.
-        rows.filter(message_id=result.id, status=Status.FAILED).delete()
-        rows.bulk_create([row], ignore_conflicts=True)
+        Result.objects.using(options.alias).filter(message_id=result.id, status=Status.FAILED).delete()
+    after = now_after(connection)
+    places = (after if isinstance(each, timedelta) else "%s" for each in given.values())
+    values = [each.total_seconds() if isinstance(each, timedelta) else adapted(connection, each) for each in given.values()]
+    replaced = ", ".join(f"{name} = excluded.{name}" for name in given)
+    execute(
+        connection,
+        # Written by hand: the ORM takes ten times as long, a third of all that a process does for a task.
+        f"INSERT INTO {Result._meta.db_table} ({', '.join(given)}) VALUES ({', '.join(places)}) "  # noqa: S608 - our own names
+        f"ON CONFLICT (message_id) DO {f'UPDATE SET {replaced}' if is_success else 'NOTHING'}",
+        values,
+    )
 
 
 def _call_in(body: Any) -> Any:
