@@ -108,10 +108,15 @@ def call_bounded(
         if is_outage(error) and took < limit:
             raise
         drop_unusable_connections()
-        reason = redacted_error(options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")
+        reason = reason_of(error, options)
         if took >= limit:
             reason += f" (it took {took.total_seconds():.1f} s, and CALLBACK_TIMEOUT is {limit.total_seconds():g} s)"
         failed(error, reason, PAUSE if is_collision(error) else options.retry.delay(number))
+
+
+def reason_of(error: BaseException, options: OutboxOptions) -> str:
+    """What may be stored and logged of an error."""
+    return redacted_error(options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")
 
 
 class Attendant:

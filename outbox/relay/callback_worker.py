@@ -18,18 +18,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from exactly_once.conf.settings import redacted_error
 from exactly_once.process.clock import monotonic, utcnow
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.outage import OutageLog
 from exactly_once.sql.connections import drop_unusable_connections
 from exactly_once.sql.fields import value_of
-from exactly_once.wire.text import describe
 from outbox import signals
 from outbox.callbacks import Answer, UndecidedMessage, checkers, registry
 from outbox.conf import OutboxOptions
 from outbox.models import OutboxMessage
-from outbox.relay.attending import Attendant, call_bounded
+from outbox.relay.attending import Attendant, call_bounded, reason_of
 from outbox.states import COMMIT, ROLL_BACK, UNDECIDED, State
 from outbox.store import decision_rows, pending_callbacks, prepared_rows
 from outbox.store.pending_callbacks import pending_calls
@@ -182,7 +180,7 @@ class _Check:
             answer = checkers.ask(message)
         except BaseException as error:
             # Including SystemExit. An error is not counted as an answer, or a broken deployment would exhaust CHECKS["LIMIT"].
-            reason = redacted_error(self.options.REDACT_ERRORS, f"{type(error).__name__}: {describe(error)}")
+            reason = reason_of(error, self.options)
             logger.warning(
                 "The checker gave no answer about %s and is asked again: %s.", _named(message), reason, exc_info=True
             )

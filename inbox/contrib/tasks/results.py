@@ -78,10 +78,11 @@ def _present(alias: str, result_id: str) -> Any:
 def _at_the_broker(alias: str, sent: Any) -> Any:
     """The result of a published message that had not arrived; or that of the task whose biz-id it has."""
     result_id = str(sent.message_id)
-    run = where_run(alias, sent.topic, result_id)
     # A process that was killed has a heartbeat until it is silent for long enough, and no mark.
     is_marked = is_postgresql(connections[alias]) and not is_leased(sent.topic)
-    started_at = _marked_since(alias, result_id) if is_marked else run and run.since
+    marked_since = _marked_since(alias, result_id) if is_marked else None
+    run = where_run(alias, sent.topic, result_id) if marked_since or not is_marked else None
+    started_at = marked_since or (run and run.since)
     receipt = Receipt.objects.using(alias).filter(handler=sent.topic, topic=sent.topic, biz_id=sent.biz_id).first()
     if receipt is None:
         return _waiting(sent, started_at, _worker(run))
