@@ -420,11 +420,11 @@ MUTATIONS = {
 
 
 FOUND_BY = {
-    "settling does not lock the key": 20,
+    "settling does not lock the key": 37,
     "on_dead skip does not promote the next": 1,
     "retry ignores the head": 1,
-    "message after a duplicate waits": 7,
-    "out of order runs concurrently": 7,
+    "message after a duplicate waits": 34,
+    "out of order runs concurrently": 17,
 }
 """The seed to begin with, for mutations that the first seed does not find."""
 

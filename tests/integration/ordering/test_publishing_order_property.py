@@ -624,13 +624,13 @@ MUTATIONS |= OF_PAUSED_TOPICS | OF_DECISIONS
 
 FOUND_BY = {
     "unread messages are ignored": 66,
-    "floors do not wait for writers": 4,
+    "floors do not wait for writers": 28,
     "the claim begins where the look did": 50,
     "dead does not block its key": 4,
-    "waiting does not block its key": 10,
+    "waiting does not block its key": 13,
     "messages are paused although their topic is resumed": 2,
     "the row is deleted while messages are paused": 1,
-    "messages overtake locked ones": 10,
+    "messages overtake locked ones": 14,
 }
 """The seed to begin with, for mutations that the first seed does not find."""
 
