@@ -41,6 +41,7 @@ from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
 from outbox.relay.counting import count_pass
 from outbox.store import claiming, settling
+from outbox.store.claiming import Bounds
 from outbox.store.looking import BusyShard
 from outbox.store.messages import DamagedRow, RelayedMessage, in_order, outgoing, waves
 from outbox.store.set_aside import Reason, SetAside
@@ -142,9 +143,10 @@ class Pass:
         self.topics = PausedTopics(alias, self._rate if transport.capabilities.limited else lambda topic: 0.0)
         self._readable = options.BATCH_SIZE
         self.aside = SetAside()
-        self._longest = options.BATCH_DEADLINE + _MARGIN
-        self.contention = Contention(alias, self._longest, self.aside)
+        self.contention = Contention(alias, options.BATCH_DEADLINE + _MARGIN, self.aside)
         self._unwritable = UnwritableRows(alias, purpose="settled", aside=self.aside)
+        # Nothing but a later send depends on the outcomes, unless sending writes to this database.
+        self._limits = Bounds(options.BATCH_DEADLINE + _MARGIN, is_repeatable=not transport.capabilities.transactional)
 
     def run(self, shards: Sequence[BusyShard], limit: int) -> PassReport:
         """Relay up to `limit` ready messages of those of the `shards` shards that are free.
@@ -157,7 +159,7 @@ class Pass:
         self.take_news()
         skipped = self.aside.skipped()
         with transaction.atomic(using=self._alias, durable=True):
-            claim = claiming.claim_ready(self._alias, shards, limit, skipped, self._longest)
+            claim = claiming.claim_ready(self._alias, shards, limit, skipped, self._limits)
             self.aside.forget((row.position for row in claim.rows), Reason.LOCKED)
             batch = self._send(self._writable(claim.rows), claim.begun_at, limit)
             settlement, settled = self._settle(batch)

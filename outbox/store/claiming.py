@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, zip_longest
+from typing import NamedTuple
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -58,12 +59,25 @@ class Claim:
     begun_at: float = 0.0
 
 
+class Bounds(NamedTuple):
+    """How a pass's transaction ends.
+
+    Attributes:
+        longest: the server ends it when it is idle, or executes one statement, for this long: the relay is frozen or hangs, and
+            must not settle anything.
+        is_repeatable: its commit need not wait for the disk. If the server crashes, the messages are sent again.
+    """
+
+    longest: timedelta
+    is_repeatable: bool
+
+
 def claim_ready(
     alias: str,
     shards: Sequence[BusyShard],
     limit: int,
     skipped: Mapping[int, str] | None = None,
-    longest: timedelta | None = None,
+    limits: Bounds | None = None,
 ) -> Claim:
     """Lock those of the `shards` that are free until the open transaction ends, and lock their ready messages.
 
@@ -75,14 +89,13 @@ def claim_ready(
 
     Args:
         skipped: positions not to read, with their keys. No message of these keys is read.
-        longest: of the transaction, which has not executed a statement yet. The server ends it when it is idle, or executes one
-            statement, for this long: the relay is frozen or hangs, and must not settle anything.
+        limits: of the transaction, which has not executed a statement yet.
 
     Raises:
         django.db.OperationalError: a lock timeout, if another session has locked one of the tables.
     """
     connection = connections[alias]
-    free_shards = _lock(connection, shards, longest)
+    free_shards = _lock(connection, shards, limits)
     begun_at = monotonic()
     locked_shards = [one.shard for one in shards if one not in free_shards]
     if not free_shards:
@@ -128,7 +141,7 @@ def _within_bytes(rows: list[RelayedMessage]) -> list[RelayedMessage]:
     return rows
 
 
-def _lock(connection: BaseDatabaseWrapper, shards: Sequence[BusyShard], longest: timedelta | None) -> list[BusyShard]:
+def _lock(connection: BaseDatabaseWrapper, shards: Sequence[BusyShard], limits: Bounds | None) -> list[BusyShard]:
     if not is_postgresql(connection):
         # The write lock of the open transaction covers every shard.
         return list(shards)
@@ -136,7 +149,7 @@ def _lock(connection: BaseDatabaseWrapper, shards: Sequence[BusyShard], longest:
         f"SELECT shard FROM unnest('{array_of(one.shard for one in shards)}'::int[]) AS s(shard) "
         f"WHERE pg_try_advisory_xact_lock({LOCK_SPACE}, shard)"
     )
-    script = _begin(connection, longest) if longest else ""
+    script = _begin(connection, limits) if limits else ""
     if is_usable(connection):
         found = execute_script(connection, f"{script}{query}")
     else:
@@ -149,18 +162,17 @@ def _lock(connection: BaseDatabaseWrapper, shards: Sequence[BusyShard], longest:
     return [one for one in shards if one.shard in locked]
 
 
-def _begin(connection: BaseDatabaseWrapper, longest: timedelta) -> str:
+def _begin(connection: BaseDatabaseWrapper, limits: Bounds) -> str:
     """A pass's first statements.
 
     They set the isolation level: with REPEATABLE READ the statements of the claim would share a snapshot. They take the table
-    locks that settling takes: messages that cannot be settled, for example while an index is created, must not be sent. They
-    keep plans. And the commit does not wait for the disk: nothing but a later send depends on it. If the server crashes, the
-    messages are sent again; `local://` has then lost its rows in the inbox with it, unless a run of them has committed, which
-    waits for all commits before it.
+    locks that settling takes: messages that cannot be settled, for example while an index is created, must not be sent. And
+    they keep plans.
     """
-    script = bounds(connection, longest)
+    script = bounds(connection, limits.longest)
     return script and (
-        f"{READ_COMMITTED}{script}SET LOCAL lock_timeout = {_LONGEST_WAIT_FOR_A_LOCK}; SELECT {KEEP_PLANS}; {DO_NOT_WAIT_FOR_THE_DISK}; "
+        f"{READ_COMMITTED}{script}SET LOCAL lock_timeout = {_LONGEST_WAIT_FOR_A_LOCK}; SELECT {KEEP_PLANS}; "
+        f"{DO_NOT_WAIT_FOR_THE_DISK if limits.is_repeatable else ''}; "
         f"LOCK TABLE {', '.join(WRITTEN_BY_A_PASS)} IN ROW EXCLUSIVE MODE; "
     )
 

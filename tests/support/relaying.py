@@ -157,10 +157,10 @@ def _pass_of(transport, alias, **options):
 _passes = WeakKeyDictionary()
 
 
-def in_hand(limit=500, alias="default", longest=None):
+def in_hand(limit=500, alias="default", limits=None):
     """The rows that a pass would claim, inside the open transaction."""
     shards = looking.look(alias).shards
-    return claiming.claim_ready(alias, shards, limit, longest=longest).rows
+    return claiming.claim_ready(alias, shards, limit, limits=limits).rows
 
 
 def relay_for(url, stop, *, alias="default", shards=range(SHARDS), timed=False, **options):

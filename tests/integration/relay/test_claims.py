@@ -27,6 +27,7 @@ from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
 from outbox.states import CANCEL, RESTORE, SETTLED, State
 from outbox.store import claiming, decision_rows, looking, paused_topics, reading, scheduling, settling, writing
+from outbox.store.claiming import Bounds
 from outbox.store.dialect import EVER, LOCK_SPACE
 from outbox.store.looking import BusyShard
 from outbox.store.messages import RelayedMessage
@@ -128,7 +129,7 @@ class TestTransactionBounds:
         def oversleep():
             try:
                 with transaction.atomic():
-                    [row] = in_hand(10, longest=timedelta(seconds=3))
+                    [row] = in_hand(10, limits=Bounds(timedelta(seconds=3), is_repeatable=True))
                     # Asked in the transaction: after a stall of three seconds, this fails as the settling below does.
                     assert shown_locks() == [(LOCK_SPACE, shard)]
                     wait_until(its_shard_is_free)
@@ -144,7 +145,7 @@ class TestTransactionBounds:
 
     def test_transaction_bounds_do_not_outlast_the_transaction(self):
         with transaction.atomic():
-            in_hand(longest=timedelta(seconds=3))
+            in_hand(limits=Bounds(timedelta(seconds=3), is_repeatable=True))
             assert (shown("statement_timeout"), shown("lock_timeout"), shown("synchronous_commit")) == ("3s", "1s", "off")
 
         names = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
