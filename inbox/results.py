@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import reduce
 from operator import or_
-from typing import TypeVar
 from uuid import UUID
 
 from django.db import DEFAULT_DB_ALIAS
@@ -23,7 +22,6 @@ from inbox.states import State
 from inbox.store import claims
 from inbox.store.message_rows import PARKED, business_id
 
-_T = TypeVar("_T")
 _MOST = 100
 _UNREAD = ("body", "headers", "conflicting_body", "conflicting_attributes", "result")
 
@@ -37,7 +35,8 @@ class MessageResult:
         id: the message id.
         biz_id: what it is deduplicated on.
         topic: the topic.
-        state: its state. A message whose history has been dropped is `done`; then `attempts` is 0, and no other instant known.
+        state: its state. None: it was done, skipped or shed, and its history has been dropped, or the inbox keeps none; then
+            `attempts` is 0, and no other instant known.
         is_running: a process holds a claim or a lease of it, or has locked its row to run it. A process that was killed holds
             its claim or lease until that ends. A first delivery from a broker that runs at once has no row before it commits.
         attempts: the number of attempts begun since it arrived, or since an operator has retried it.
@@ -52,7 +51,7 @@ class MessageResult:
     id: str
     biz_id: str
     topic: str
-    state: State
+    state: State | None
     is_running: bool = False
     attempts: int = 0
     received_at: datetime
@@ -80,28 +79,28 @@ def result(message_id: str | UUID, *, handler: str = "", using: str = DEFAULT_DB
     name = str(message_id)
     if not name:
         return None
-    if (stored := _stored(using, name, handler)) is not None:
-        return stored
-    # Only its receipt is left, or it has none. That is found by its biz-id.
-    known = [Q(handler=one.name, topic__in=one.topics) for one in registry.all() if handler in ("", one.name)]
-    found = Receipt.objects.using(using).filter(reduce(or_, known, Q(pk=None)), biz_id=name, message_id=name)
-    receipt = _only(name, {one.handler: one for one in found})
-    if receipt is None:
-        return None
-    columns = {column: getattr(receipt, column) for column in ("handler", "biz_id", "topic", "received_at")}
-    # If it has arrived since, its row is there now.
-    return _stored(using, name, handler) or MessageResult(**columns, id=name, state=State.DONE)
-
-
-def _stored(alias: str, message_id: str, handler: str) -> MessageResult | None:
+    # Before the rows: one that arrives in between has a row.
+    receipts = _receipts(using, name, handler)
     rows: dict[str, list[InboxMessage]] = {}
-    for row in _rows(alias, message_id, handler):
+    for row in _rows(using, name, handler):
         rows.setdefault(row.handler, []).append(row)
-    of_handler = _only(message_id, rows)
-    if of_handler is None:
-        return None
-    # The newest, but for copies of it that are not decided yet.
-    return _known(alias, max(of_handler, key=lambda row: (not row.biz_id.startswith(PARKED), row.pk)))
+    if len(names := sorted(receipts.keys() | rows.keys())) > 1:
+        raise ValueError(f"Several handlers have the message {name}: {', '.join(names)}. Name one of them with handler=.")
+    for stored in rows.values():
+        # The newest, but for copies of it that are not decided yet.
+        return _known(using, max(stored, key=lambda row: (not row.biz_id.startswith(PARKED), row.pk)))
+    for receipt in receipts.values():
+        columns = {column: getattr(receipt, column) for column in ("handler", "biz_id", "topic", "received_at")}
+        return MessageResult(**columns, id=name, state=None)
+    return None
+
+
+def _receipts(alias: str, message_id: str, handler: str) -> dict[str, Receipt]:
+    """By handler, the receipts of a message without a biz-id of its own. They are found by its biz-id."""
+    handlers = [one for one in registry.all() if one.name == handler or not (handler or one.name.endswith(SUFFIX))]
+    known = (Q(handler=one.name, topic__in=one.topics) for one in handlers)
+    found = Receipt.objects.using(alias).filter(reduce(or_, known, Q(pk=None)), biz_id=message_id, message_id=message_id)
+    return {one.handler: one for one in found}
 
 
 def _rows(alias: str, message_id: str, handler: str) -> Sequence[InboxMessage]:
@@ -110,13 +109,6 @@ def _rows(alias: str, message_id: str, handler: str) -> Sequence[InboxMessage]:
         return newest(rows.exclude(handler__endswith=SUFFIX), _MOST)
     of_it = rows.filter(handler=handler)
     return list(of_it.filter(day__in=lately())) or newest(of_it, _MOST)
-
-
-def _only(message_id: str, by_handler: Mapping[str, _T]) -> _T | None:
-    if len(by_handler) > 1:
-        names = ", ".join(sorted(by_handler))
-        raise ValueError(f"Several handlers have the message {message_id}: {names}. Name one of them with handler=.")
-    return next(iter(by_handler.values()), None)
 
 
 def _known(alias: str, row: InboxMessage) -> MessageResult:

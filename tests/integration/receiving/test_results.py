@@ -114,8 +114,21 @@ def test_message_without_history_is_known_by_its_receipt_if_that_has_its_id(hand
 
     assert result(named.id) is None
     known = result(own.id)
-    assert (known.handler, known.state, known.attempts) == (handler.name, State.DONE, 0)
+    assert (known.handler, known.state, known.attempts) == (handler.name, None, 0)
     assert known.received_at == Receipt.objects.get(biz_id=own.id).received_at
+
+
+def test_message_of_which_one_handler_has_only_a_receipt_is_that_of_several(handles):
+    one, other, message = handles(the_effect), handles(fails, on_dead=the_effect), an_envelope(biz_id="")
+    for handler in (one, other):
+        deliver(handler, message)
+    InboxMessage.objects.filter(handler=one.name).delete()
+
+    with pytest.raises(ValueError, match=rf": {one.name}, {other.name}\."):
+        result(message.id)
+    run_to_the_end()
+    InboxMessage.objects.all().delete()
+    assert result(message.id, handler=other.name).state is None
 
 
 @pytest.mark.parametrize("message_id", ["", "unknown"])
