@@ -183,7 +183,8 @@ class TestWaiting:
         assert max(recorded(inbox.metrics.BEGIN_SECONDS)[("waits", outcome)]) >= self.WAIT_SECONDS * 0.9
 
 
-def test_label_sets_of_an_instrument_are_bounded_and_one_without_an_exporter_counts_nothing():
+def test_label_sets_of_an_instrument_are_bounded_and_one_without_an_exporter_counts_nothing(monkeypatch):
+    monkeypatch.setattr("exactly_once.metrics.instruments", {})
     instrument = Instrument(name="t_total", kind="counter", help="t", labels=("topic",))
     instrument.add(1, "a")
     assert (instrument.is_attached, instrument._series) == (False, {})
