@@ -112,7 +112,7 @@ def registering(
             raise NotCallable(f"The biz_id of {origin(function)} is async: it must be a synchronous function of the message.")
         runnable: Callable[..., Any] = function
         if inspect.iscoroutinefunction(function):
-            runnable = async_to_sync(_as_coroutine(function, limit))
+            runnable = async_to_sync(as_coroutine(function, limit))
         handler_name = kept or name_of(function, "handler")
         if reason := why_unfit(handler_name):
             raise ValueError(f"The name {handler_name!r} cannot be the name of a handler: {reason}.")
@@ -354,9 +354,11 @@ def _as_ordered(ordered: bool | Ordered) -> Ordered | None:
     return ordered
 
 
-def _as_coroutine(function: Callable[..., Any], limit: timedelta | None) -> Callable[..., Coroutine[Any, Any, Any]]:
-    async def run(given: Message | list[Message]) -> Any:
+def as_coroutine(function: Callable[..., Any], limit: timedelta | None) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """The coroutine function, cancelled after `limit`."""
+
+    async def run(*args: Any, **kwargs: Any) -> Any:
         async with asyncio.timeout(limit.total_seconds() if limit else None):
-            return await function(given)
+            return await function(*args, **kwargs)
 
     return update_wrapper(run, function)

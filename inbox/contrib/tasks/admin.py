@@ -32,9 +32,10 @@ from exactly_once.console.admin.html import (
 from exactly_once.console.admin.pages import computed, instant, shown
 from exactly_once.console.admin.sections import listed
 from exactly_once.console.display import number, visible
-from exactly_once.console.operators.changes import each
+from exactly_once.console.operators.changes import DELETED, each
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.models import TopicsAndHandlers
+from exactly_once.upkeep.operation_rows import RowOutcome
 from inbox.conf import inbox_options
 from inbox.contrib.tasks.compat import InvalidTask
 from inbox.contrib.tasks.models import Result, Status
@@ -46,18 +47,20 @@ from inbox.operators.decisions import decide, retrying
 _TONES = {Status.SUCCESSFUL: Tone.DONE, Status.FAILED: Tone.STOPPED}
 
 
-def retry(alias: str, pk: int, *, by: str) -> bool:
-    """Retry the dead message of a failed task, under its id, and delete the result: it has not ended. False: it has none."""
+def retry(alias: str, pk: int, *, by: str) -> str:
+    """Retry the dead message of a failed task, under its id, and delete the result: it has not ended. Or why it was not."""
     row = Result.objects.using(alias).filter(pk=pk).first()
     if row is None:
-        return False
+        return str(DELETED)
     topic = topic_of(row.queue, lease=row.leased)
     dead = InboxMessage.objects.using(alias).filter(message_id=row.message_id, handler=topic, state="dead").first()
-    is_retried = dead is not None and not decide(alias, dead.pk, retrying(by)).unchanged
-    if is_retried:
+    if dead is None:
+        return gettext("its message is not a dead letter")
+    unchanged = decide(alias, dead.pk, retrying(by)).unchanged
+    if not unchanged:
         failed = Result.objects.using(alias).filter(message_id=row.message_id, status=Status.FAILED)
         failed.delete()  # not the success that a process whose lease had ended writes now
-    return is_retried
+    return unchanged
 
 
 def enqueue_again(alias: str, pk: int) -> bool:
@@ -82,7 +85,7 @@ RETRY = Action(
     name="retry",
     label=_("Retry"),
     done=_("retried"),
-    perform=each(Result, lambda alias, pk, given: retry(alias, pk, by=given.text), _("its message is not a dead letter")),
+    perform=lambda alias, rows, given: [RowOutcome(pk, unchanged=retry(alias, pk, by=given.text)) for pk in rows],
     offered=lambda row: row.status == Status.FAILED,
     question=_("Retry these tasks?"),
     button=_("Retry the tasks"),

@@ -19,7 +19,17 @@ import outbox
 from exactly_once.sql.connections import is_inside_a_transaction
 from inbox.contrib.tasks.compat import BaseTaskBackend, InvalidTask, TaskResult, TaskResultStatus, task_enqueued
 from inbox.contrib.tasks.queues import options_of, topic_of
-from inbox.contrib.tasks.task import KINDS, ExactlyOnceTask, NotImportable, call_of, load, named, own_options
+from inbox.contrib.tasks.task import (
+    KINDS,
+    ExactlyOnceTask,
+    NotImportable,
+    biz_id_of,
+    call_of,
+    load,
+    named,
+    own_options,
+    run_after_of,
+)
 
 
 class ExactlyOnceBackend(BaseTaskBackend):  # type: ignore[misc] # it is Any, see `compat`
@@ -86,9 +96,10 @@ class ExactlyOnceBackend(BaseTaskBackend):  # type: ignore[misc] # it is Any, se
             topic_of(task.queue_name, lease=own["lease"]),
             call_of(task, result.args, result.kwargs, self.alias),
             key=named(own["key"], result.args, result.kwargs) or "",
-            biz_id=named(own["biz_id"], result.args, result.kwargs),
+            biz_id=biz_id_of(task, result.args, result.kwargs),
             unique=own["unique"],
             deliver_at=task.run_after,
+            headers=run_after_of(task),
             using=using,
         )
 

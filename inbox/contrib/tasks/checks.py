@@ -11,10 +11,9 @@ from django.core.checks import CheckMessage, Error
 from django.db import connections, router
 from django.utils.module_loading import import_string
 
-from exactly_once.wire.text import why_no_topic
+from inbox.contrib.tasks.backend import ExactlyOnceBackend
 from inbox.contrib.tasks.compat import task_backends
-from inbox.contrib.tasks.models import Result
-from inbox.contrib.tasks.queues import LEASED, QueueOptions, topic_of
+from inbox.contrib.tasks.queues import QueueOptions, why_unusable
 
 _DAY = timedelta(days=1)
 
@@ -41,24 +40,20 @@ def problems(backend: Any) -> Iterator[CheckMessage]:
             id="inbox_tasks.E002",
         )
     for queue in sorted(backend.queues):
-        others = [alias for alias in task_backends if alias < backend.alias and _has(task_backends[alias], backend, queue)]
+        others = [alias for alias in task_backends if alias < backend.alias and _has(task_backends[alias], queue)]
         if others:
             yield Error(
                 f"{where} and TASKS[{others[0]!r}] have the queue {queue!r}, which can have one handler only.",
                 hint="Give the queues of each backend names of their own in QUEUES.",
                 id="inbox_tasks.E003",
             )
-        elif reason := _why_unusable(queue):
+        elif reason := why_unusable(queue):
             yield Error(f"{where} has the queue {queue!r}, whose topic cannot be used: {reason}.", id="inbox_tasks.E002")
         yield from _of_results(f"{where}: the queue {queue!r}", backend.given.of(queue))
 
 
-def _why_unusable(queue: str) -> str | None:
-    return f"{LEASED} is the end of those of leased tasks" if queue.endswith(LEASED) else why_no_topic(topic_of(queue))
-
-
-def _has(other: Any, backend: Any, queue: str) -> bool:
-    return isinstance(other, type(backend)) and queue in other.queues
+def _has(other: Any, queue: str) -> bool:
+    return isinstance(other, ExactlyOnceBackend) and queue in other.queues
 
 
 def _of_results(name: str, options: QueueOptions) -> Iterator[CheckMessage]:
@@ -72,7 +67,8 @@ def _of_results(name: str, options: QueueOptions) -> Iterator[CheckMessage]:
             hint="Make keep_results at least a day longer: history is deleted by whole days.",
             id="inbox_tasks.E004",
         )
-    if options.alias not in connections or not router.allow_migrate_model(options.alias, Result):
+    results = apps.get_model("inbox_tasks", "Result")
+    if options.alias not in connections or not router.allow_migrate_model(options.alias, results):
         yield Error(
             f"{name} has using={options.alias!r}, but that database has no table of results.",
             hint="Allow inbox_tasks to be migrated there in the database routers, or set using to another alias.",

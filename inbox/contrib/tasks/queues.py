@@ -9,10 +9,10 @@ from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 
-from exactly_once.wire.text import did_you_mean
+from exactly_once.wire.text import did_you_mean, why_no_topic
 from inbox.handlers.decorator import database_of
 from inbox.handlers.kinds import Lease
-from inbox.handlers.options import Retry, require_duration
+from inbox.handlers.options import Ordered, Retry, require_duration
 
 PREFIX = "tasks."
 """Of the topics and handlers of queues."""
@@ -26,6 +26,7 @@ class QueueOptions:
     Attributes:
         using: the database of messages, results and effects.
         retry: a `Retry`, or a dictionary of its arguments.
+        ordered: True, an `Ordered`, or a dictionary of its arguments: the tasks of one key are run one at a time, in order.
         lease: a `Lease`, or a dictionary of its arguments: tasks may have lease=True.
         keep_results: how long results are kept.
         queues: by name, other options of single queues.
@@ -33,16 +34,19 @@ class QueueOptions:
 
     using: str | None = None
     retry: Any = None
-    timeout: timedelta | str | None = None
+    timeout: Any = None
     rate_limit: str | None = None
     concurrency: int | None = None
+    ordered: Any = False
     lease: Any = None
     keep_results: Any = timedelta(days=14)
     queues: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep_results", require_duration("keep_results", self.keep_results))
-        for name, kind in (("retry", Retry), ("lease", Lease)):
+        if self.timeout is not None:
+            object.__setattr__(self, "timeout", require_duration("timeout", self.timeout))
+        for name, kind in (("retry", Retry), ("ordered", Ordered), ("lease", Lease)):
             given = getattr(self, name)
             if isinstance(given, Mapping):
                 object.__setattr__(self, name, kind(**given))
@@ -65,6 +69,8 @@ def options_of(alias: str, given: Mapping[str, Any]) -> QueueOptions:
     """
     where, known = f"TASKS[{alias!r}]['OPTIONS']", [each.name for each in fields(QueueOptions)]
     per_queue = given.get("queues", {})
+    if not isinstance(per_queue, Mapping) or not all(isinstance(options, Mapping) for options in per_queue.values()):
+        raise ImproperlyConfigured(f"{where}: queues is {per_queue!r}: it must be a dictionary of options by queue.")
     for name in {*given, *(name for options in per_queue.values() for name in options)}:
         if name not in known:
             raise ImproperlyConfigured(f"{where} has the unknown option {name!r}. {did_you_mean(name, known)}".rstrip())
@@ -80,6 +86,11 @@ def options_of(alias: str, given: Mapping[str, Any]) -> QueueOptions:
 def topic_of(queue: str, *, lease: bool = False) -> str:
     """The topic, and the name of the handler, of a queue."""
     return f"{PREFIX}{queue}{LEASED if lease else ''}"
+
+
+def why_unusable(queue: str) -> str | None:
+    """Why no handler can have the name of this queue; None if one can."""
+    return f"{LEASED} is the end of those of leased tasks" if queue.endswith(LEASED) else why_no_topic(topic_of(queue))
 
 
 def queue_of(topic: str) -> str:

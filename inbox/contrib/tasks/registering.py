@@ -8,22 +8,23 @@ from typing import Any
 
 from inbox.contrib.tasks.backend import ExactlyOnceBackend
 from inbox.contrib.tasks.compat import task_backends
-from inbox.contrib.tasks.queues import topic_of
+from inbox.contrib.tasks.queues import topic_of, why_unusable
 from inbox.contrib.tasks.running import end_failed, retry_of, run
 from inbox.handlers.decorator import registering
 from inbox.handlers.kinds import PLAIN
 
 
 def register_queues() -> None:
-    """Register the handlers of all queues.
+    """Register the handlers of all queues, but for those whose name a check refuses.
 
     Raises:
-        TypeError, ValueError: as `idempotent_handler`, for the name of a queue and for OPTIONS.
+        TypeError, ValueError: as `idempotent_handler`, for OPTIONS.
     """
     for alias in task_backends:
         backend = task_backends[alias]
         for queue in sorted(backend.queues) if isinstance(backend, ExactlyOnceBackend) else ():
-            _register(backend, queue)
+            if not why_unusable(queue):
+                _register(backend, queue)
 
 
 def _register(backend: ExactlyOnceBackend, queue: str) -> None:
@@ -35,6 +36,7 @@ def _register(backend: ExactlyOnceBackend, queue: str) -> None:
         "on_dead": _bound(end_failed, backend),
         "rate_limit": options.rate_limit,
         "concurrency": options.concurrency,
+        "ordered": options.ordered,
     }
     for kind in (PLAIN, *([options.lease] if options.lease else [])):
         topic = topic_of(queue, lease=kind is not PLAIN)

@@ -8,7 +8,7 @@ of them, distinguishes a deleted result from a task that waits at the broker.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime, timedelta
@@ -31,12 +31,12 @@ from inbox.conf import inbox_options
 from inbox.contrib.tasks.compat import TaskError, TaskResult, TaskResultDoesNotExist, TaskResultStatus
 from inbox.contrib.tasks.models import Result, Status
 from inbox.contrib.tasks.queues import PREFIX, QueueOptions, is_leased, queue_of
-from inbox.contrib.tasks.task import TaskCancelled, TaskNotRun, call_of, is_call, task_of
+from inbox.contrib.tasks.task import TaskCancelled, TaskNotRun, call_of, is_call, run_after_of, task_of
 from inbox.handlers.message import FailedAttempt, Message
 from inbox.models import InboxMessage, Receipt, TrailEntry
 from inbox.operators.processes import Run, where_run
 from inbox.states import DUE, State
-from inbox.store import claims
+from inbox.store import claims, lease_rows
 from inbox.store.dialect import adapted
 
 _WITHDRAWN = ("cancelled", "expired", "dead", "rolled_back")
@@ -87,11 +87,13 @@ def _at_the_broker(alias: str, sent: Any) -> Any:
     if receipt is None:
         return _waiting(sent, started_at, _worker(run))
     if receipt.message_id == result_id:
-        # It has arrived since. Or its result is deleted.
-        return _arrived(alias, result_id)
+        # It has arrived since. Or its result is deleted; one that was skipped has none, and the inbox may have forgotten it.
+        found = _arrived(alias, result_id)
+        is_forgotten = found is None and not _of_queues(alias).filter(message_id=result_id).exists()
+        return _waiting(sent, cancelled="It was skipped or dropped.") if is_forgotten else found
     first = _present(alias, receipt.message_id)
     if first is None:
-        return None
+        return _waiting(sent, cancelled="An earlier task with its biz-id has ended, and the result of that one is deleted.")
     return ended(replace(first, id=result_id), first.return_value if first.status == _SUCCESSFUL else None)
 
 
@@ -111,16 +113,24 @@ def _of_queues(alias: str) -> QuerySet[InboxMessage]:
     return InboxMessage.objects.using(alias).filter(topic__startswith=PREFIX, handler=F("topic"))
 
 
-def failed(alias: str, message: Message) -> Any:
-    """The result of a task whose message is dead, and is locked here against a retry.
+def failed(alias: str, message: Message, step: str) -> tuple[Any, Any]:
+    """The result of a task whose message is dead, and is locked here against a retry; and what its call has returned.
 
     None: it is not dead any more; or, under a lease, its last process died between its success and the end of its lease.
+
+    Args:
+        step: the step that is the call under a lease. A task whose last process died behind that has succeeded.
     """
     row = _of_queues(alias).filter(message_id=message.id, topic=message.topic, day=LIVE, state=State.DEAD)
     dead = row.select_for_update().first()
     if dead is None or _written(alias, message.id, status=Status.SUCCESSFUL) is not None:
-        return None
-    return received(alias, dead)
+        return None, None
+    result, returned = received(alias, dead), lease_rows.steps_of(alias, dead.pk).get(step)
+    if returned is None:
+        return result, None
+    times = {"started_at": result.started_at or dead.received_at, "last_attempted_at": dead.settled_at}
+    result = replace(result, status=_SUCCESSFUL, **times)
+    return ended(result, value := json.loads(returned)), value
 
 
 def _outbox(alias: str) -> QuerySet[Any]:
@@ -158,7 +168,7 @@ def received(alias: str, row: InboxMessage) -> Any:
             errors = [*errors, _error(TaskCancelled, row.last_error or str(State(row.state).label))]
     times = {"started_at": min(begun, default=None), "last_attempted_at": max(begun, default=None), "finished_at": finished_at}
     given = {"status": status, "worker_ids": workers, "errors": errors}
-    return _result(row.message_id, queue_of(row.topic), _call_in(row.body), row.created_at, **given, **times)
+    return _result(row.message_id, queue_of(row.topic), _call_in(row), row.created_at, **given, **times)
 
 
 def _worker(run: Run | None) -> str:
@@ -183,16 +193,16 @@ def _marked_since(alias: str, result_id: str) -> datetime | None:
     return since
 
 
-def _waiting(sent: Any, running_since: datetime | None = None, worker: str = "") -> Any:
-    """The result of a message that is not published yet, or never will be; or that runs for the first time."""
+def _waiting(sent: Any, running_since: datetime | None = None, worker: str = "", *, cancelled: str = "") -> Any:
+    """The result of a message that is not published yet, or never will be; that runs for the first time; or never will."""
     given: dict[str, Any] = {"status": TaskResultStatus.READY}
     if running_since is not None:
         times = dict.fromkeys(("started_at", "last_attempted_at"), running_since)
         given = {"status": TaskResultStatus.RUNNING, "worker_ids": [worker], **times}
-    elif sent.state in _WITHDRAWN:
-        why = _error(TaskCancelled, sent.last_error or sent.get_state_display())
+    elif cancelled or sent.state in _WITHDRAWN:
+        why = _error(TaskCancelled, cancelled or sent.last_error or sent.get_state_display())
         given = {"status": TaskResultStatus.FAILED, "finished_at": sent.settled_at, "errors": [why]}
-    return _result(str(sent.message_id), queue_of(sent.topic), _call_in(sent.body), sent.created_at, **given)
+    return _result(str(sent.message_id), queue_of(sent.topic), _call_in(sent), sent.created_at, **given)
 
 
 def ended(result: Any, value: Any) -> Any:
@@ -213,18 +223,18 @@ def running(message: Message, backend: str, alias: str, worker: str) -> Any:
             errors, started_at = _failures(row), min(_begun(row), default=now)
             earlier = _workers(alias, row, message.attempt - 1)
     given = {"started_at": started_at, "last_attempted_at": now, "errors": errors, "worker_ids": [*earlier, worker]}
-    payload = {**message.payload, "backend": backend}
+    payload = _with_run_after({**message.payload, "backend": backend}, message.headers)
     return _result(message.id, queue_of(message.topic), payload, message.created_at, status=TaskResultStatus.RUNNING, **given)
 
 
 def write(options: QueueOptions, result: Any, message: Message, value: Any = None) -> None:
     """Write the result of a task that has ended. The success of one that had failed replaces its failure."""
-    connection, is_success = connections[options.alias], result.status == _SUCCESSFUL
+    connection, is_success, task = connections[options.alias], result.status == _SUCCESSFUL, result.task
     given: dict[str, Any] = {
         "message_id": result.id,
-        "queue": result.task.queue_name,
-        "task": result.task.module_path,
-        "body": json.dumps(call_of(result.task, result.args, result.kwargs, result.backend)).encode(),
+        "queue": task.queue_name,
+        "task": task.module_path,
+        "body": json.dumps({**call_of(task, result.args, result.kwargs, result.backend), **run_after_of(task)}).encode(),
         "return_value": None if value is None else json.dumps(value),
         "errors": json.dumps([asdict(error) for error in result.errors]),
         "worker_ids": json.dumps(result.worker_ids),
@@ -253,11 +263,15 @@ def write(options: QueueOptions, result: Any, message: Message, value: Any = Non
     )
 
 
-def _call_in(body: Any) -> Any:
-    """The call that is a message's body. None: another service has published something else to the topic of a queue."""
+def _call_in(row: Any) -> Any:
+    """The call that is a message. None: another service has published something else to the topic of a queue."""
     with suppress(Undecodable):
-        payload = decode_payload(bytes(body), "application/json")
-        return payload if is_call(payload) else None
+        payload = decode_payload(bytes(row.body), "application/json")
+        return _with_run_after(payload, row.headers) if is_call(payload) else None
+
+
+def _with_run_after(payload: Any, headers: Mapping[str, Any]) -> Any:
+    return {**payload, **{name: headers[name] for name in {"run_after"} & headers.keys()}}
 
 
 def _result(result_id: str, queue: str, payload: Any, enqueued_at: Any = None, **given: Any) -> Any:

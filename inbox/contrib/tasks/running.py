@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext, suppress
+from datetime import timedelta
 from functools import partial
+from inspect import iscoroutinefunction
 from typing import Any
 
+from asgiref.sync import async_to_sync
 from django.db import DatabaseError, connections, transaction
 from django.dispatch import Signal
 from django.utils import timezone
@@ -21,10 +24,12 @@ from inbox.contrib.tasks.compat import TaskResultStatus, normalize_json, task_ba
 from inbox.contrib.tasks.queues import QueueOptions, is_leased, queue_of
 from inbox.contrib.tasks.task import ExactlyOnceContext, NotImportable, ResultNotJson, is_call, load, own_options
 from inbox.errors import Reject
+from inbox.handlers.decorator import as_coroutine
 from inbox.handlers.message import Message
 from inbox.handlers.options import Retry
 
-_STEP = "task"
+CALL = "inbox.contrib.tasks"
+"""The step that is the call of a leased task, beside the steps that it takes itself."""
 
 
 class _ReceiverFailed(Exception):
@@ -41,8 +46,8 @@ def run(backend: str, message: Message) -> None:
         results.mark(alias, message)
     result = results.running(message, backend, alias, process_name())
     _announce(backend, message, task_started, result)
-    call = partial(_call, message, result)
-    value = message.step(_STEP, call) if is_leased(message.topic) else call()
+    call = partial(_call, message, result, _options(backend, message).timeout)
+    value = message.step(CALL, call) if is_leased(message.topic) else call()
     object.__setattr__(result, "status", TaskResultStatus.SUCCESSFUL)
     object.__setattr__(result, "finished_at", timezone.now())
     _end(backend, message, results.ended(result, value), value)
@@ -50,9 +55,9 @@ def run(backend: str, message: Message) -> None:
 
 def end_failed(backend: str, message: Message) -> None:
     """Write the result of a task whose message is dead, as the handler of its dead letters."""
-    result = results.failed(_options(backend, message).alias, message)
+    result, value = results.failed(_options(backend, message).alias, message, CALL)
     if result is not None:
-        _end(backend, message, result)
+        _end(backend, message, result, value)
 
 
 def retry_of(backend: str, message: Message) -> Retry:
@@ -68,7 +73,7 @@ def _options(backend: str, message: Message) -> QueueOptions:
     return options
 
 
-def _call(message: Message, result: Any) -> Any:
+def _call(message: Message, result: Any, timeout: timedelta | None) -> Any:
     """What the function returns, as JSON.
 
     Raises:
@@ -77,7 +82,10 @@ def _call(message: Message, result: Any) -> Any:
     """
     task = result.task
     context = [ExactlyOnceContext(task_result=result, message=message)] if task.takes_context else []
-    returned = task.call(*context, *result.args, **result.kwargs)
+    # An event loop cancels a coroutine. What waits for it cannot be interrupted.
+    is_bounded = timeout is not None and iscoroutinefunction(task.func)
+    call = async_to_sync(as_coroutine(task.func, timeout)) if is_bounded else task.call
+    returned = call(*context, *result.args, **result.kwargs)
     try:
         return _as_json(returned)
     except (TypeError, ValueError) as error:

@@ -35,7 +35,8 @@ class ExactlyOnceTask(Task):  # type: ignore[misc] # it is Any, see `compat`
 
     Attributes:
         key: the ordering key of its message, or a function of the arguments that returns it.
-        biz_id: names the business fact. A later task with the same biz-id has no effect of its own and the result of the first.
+        biz_id: names the business fact. A later call of this function with the same biz-id has no effect of its own and the
+            result of the first. The biz-id of its message begins with the path of the function.
         unique: `enqueue` returns the result of an earlier task with the same biz-id, and writes nothing.
         retry: its attempts and the delays between them; default: those of the backend's OPTIONS, else of `INBOX`.
         lease: run it outside any transaction, under the lease of OPTIONS: at least once, for effects outside the database.
@@ -112,8 +113,18 @@ def is_call(payload: object) -> bool:
 
 def call_of(task: Any, args: Any, kwargs: Any, backend: str) -> dict[str, Any]:
     """What is published for a call of a task, as JSON has it."""
-    run_after = {} if task.run_after is None else {"run_after": task.run_after.isoformat()}
-    return {"task": task.module_path, "args": args, "kwargs": kwargs, "backend": backend, **run_after}
+    return {"task": task.module_path, "args": args, "kwargs": kwargs, "backend": backend}
+
+
+def run_after_of(task: Any) -> dict[str, str]:
+    """The header with its `run_after`, which the payload does not have: one that is enqueued again, for later, is the same."""
+    return {} if task.run_after is None else {"run_after": task.run_after.isoformat()}
+
+
+def biz_id_of(task: Any, args: Any, kwargs: Any) -> Any:
+    """The biz-id of a call of a task, among those of all functions of its queue."""
+    own = named(own_options(task)["biz_id"], args, kwargs)
+    return f"{task.module_path}:{own}" if own and isinstance(own, str) else own
 
 
 def task_of(payload: Any, queue: str) -> Any:
@@ -125,7 +136,9 @@ def task_of(payload: Any, queue: str) -> Any:
         found = load(payload["task"])
         kind, values = type(found), {field.name: getattr(found, field.name) for field in fields(found)}
     except NotImportable:
-        kind, values = Task, {field.name: field.default for field in fields(Task)} | {"func": _missing(payload["task"])}
+        # In Django 6.0 its fields have no defaults.
+        missing = {"priority": 0, "takes_context": False, "func": _missing(payload["task"])}
+        kind, values = Task, dict.fromkeys(field.name for field in fields(Task)) | missing
     run_after = datetime.fromisoformat(payload["run_after"]) if "run_after" in payload else None
     task = object.__new__(kind)
     for name, value in {**values, "queue_name": queue, "backend": payload["backend"], "run_after": run_after}.items():

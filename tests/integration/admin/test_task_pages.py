@@ -7,6 +7,7 @@ from django.urls import reverse
 
 from inbox.contrib.tasks import admin as tasks_admin
 from inbox.contrib.tasks.models import Result
+from inbox.models import InboxMessage
 from tests.support.admin_pages import Page, act, listed, said, staff_client
 from tests.support.tasks import run_all
 
@@ -75,9 +76,18 @@ def test_retried_task_has_no_result_until_it_ends_again(tasked):
     assert Result.objects.get().message_id == row.message_id
 
 
-@pytest.mark.parametrize("action", [tasks_admin.retry, tasks_admin.enqueue_again], ids=["retry", "enqueue again"])
-def test_result_that_is_deleted_meanwhile_is_left_out(tasked, action):
-    assert not action("default", 1, **({"by": "anna"} if action is tasks_admin.retry else {}))
+def test_result_that_is_deleted_meanwhile_is_left_out(tasked):
+    assert tasks_admin.retry("default", 1, by="anna") == "it no longer exists"
+    assert not tasks_admin.enqueue_again("default", 1)
+
+
+def test_task_in_quarantine_is_not_retried_and_the_operator_sees_why(tasked):
+    row = failed(tasked)
+    InboxMessage.objects.filter(message_id=row.message_id).update(quarantined=True)
+    ((level, words),) = said(on_the_list(staff_client(VIEW, "retry_result"), "retry", row, **RETRIED))
+
+    assert level == "warning"
+    assert "use “Retry past the maximum message age…”" in words
 
 
 def test_exception_group_is_named_by_its_own_line():

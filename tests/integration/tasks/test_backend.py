@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -12,6 +14,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, connection, transaction
 from django.utils import timezone
 
+from inbox import Ordered
+from inbox.contrib.tasks.backend import ExactlyOnceBackend
 from inbox.contrib.tasks.checks import problems
 from inbox.contrib.tasks.compat import (
     PACKAGE,
@@ -34,11 +38,16 @@ from outbox import cancel, publish
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.tasked import TASKS
+from tests.support.decisions import skip
 from tests.support.tasks import run_all
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
 
 SIGNALS = {"enqueued": task_enqueued, "started": task_started, "finished": task_finished}
+
+
+class OwnBackend(ExactlyOnceBackend):
+    """Of a project."""
 
 
 def not_importable(name):
@@ -82,7 +91,48 @@ class TestOptions:
             task.enqueue("a")
 
         names = [*OutboxMessage.objects.order_by("pk").values_list("biz_id", flat=True)]
-        assert [name == "one" for name in names] == [True, False, True]
+        own = "tests.support.apps.tasked.tasks.note:one"
+        assert [name == own for name in names] == [True, False, True]
+
+    def test_tasks_of_two_functions_with_one_biz_id_are_both_run(self, tasked):
+        for task in (tasked.note, tasked.note_async):
+            for name in ("first", "second"):
+                task.using(biz_id="order-17").enqueue(name)
+        run_all()
+
+        assert [*Effect.objects.values_list("name", flat=True)] == ["first"] * 2
+
+    def test_task_that_is_enqueued_again_for_another_time_is_the_same(self, tasked):
+        later = timezone.now() + timedelta(minutes=5)
+        for run_after in (later, later + timedelta(minutes=5)):
+            result = tasked.note.using(biz_id="one", run_after=run_after).enqueue("a")
+        travel(timedelta(hours=1))
+        run_all()
+
+        received = InboxMessage.objects.get()
+        assert (received.duplicates, received.conflicts) == (1, 0)
+        assert tasked.note.get_result(received.message_id).task.run_after == later
+        assert tasked.note.get_result(result.id).status == TaskResultStatus.SUCCESSFUL
+
+    def test_second_task_whose_first_has_no_result_any_more_was_cancelled(self, tasked):
+        tasked.note.using(biz_id="one").enqueue("a")
+        run_all()
+        Result.objects.all().delete()
+        second = tasked.note.using(biz_id="one").enqueue("a")
+        run_all()
+        second.refresh()
+
+        assert second.status == TaskResultStatus.FAILED
+        assert "An earlier task with its biz-id has ended" in second.errors[0].traceback
+
+    def test_unique_task_that_was_skipped_long_ago_was_cancelled(self, tasked):
+        unique = tasked.wait.using(biz_id="one", unique=True)
+        unique.enqueue("a")
+        run_all()
+        skip("default", InboxMessage.objects.get().pk, "not needed")
+        InboxMessage.objects.all().delete()
+
+        assert unique.enqueue("a").status == TaskResultStatus.FAILED
 
     def test_unique_task_is_enqueued_once(self, tasked):
         unique = tasked.note.using(biz_id="one", unique=True)
@@ -97,13 +147,13 @@ class TestOptions:
 
         assert OutboxMessage.objects.get().key == "customer-a"
 
-    def test_delayed_tasks_that_became_due_in_an_outage_run_in_the_order_in_which_they_were_enqueued(self, tasked):
-        for name, minutes in (("a", 3), ("b", 1), ("c", 2)):
-            tasked.note.using(run_after=timezone.now() + timedelta(minutes=minutes)).enqueue(name)
+    def test_delayed_tasks_that_became_due_in_an_outage_are_sent_in_the_order_in_which_they_were_enqueued(self, tasked):
+        times = (timezone.now() + timedelta(minutes=minutes) for minutes in (3, 1, 2))
+        sent = [tasked.note.using(run_after=time).enqueue("a").id for time in times]
         travel(timedelta(hours=1))
         run_all()
 
-        assert [*Effect.objects.order_by("pk").values_list("name", flat=True)] == ["a", "b", "c"]
+        assert [*InboxMessage.objects.order_by("pk").values_list("message_id", flat=True)] == sent
 
     def test_cancelled_task_has_failed_and_says_so(self, tasked):
         result = tasked.note.enqueue("a")
@@ -129,7 +179,11 @@ class TestOptions:
 
     @pytest.mark.parametrize(
         ("given", "why"),
-        [({"retries": 3}, "unknown option 'retries'"), ({"retry": {"max_attempts": 0}}, "max_attempts is 0")],
+        [
+            ({"retries": 3}, "unknown option 'retries'"),
+            ({"retry": {"max_attempts": 0}}, "max_attempts is 0"),
+            ({"queues": ["mail"]}, "queues is"),
+        ],
     )
     def test_wrong_options_are_refused_with_the_name_of_the_backend(self, given, why):
         with pytest.raises(ImproperlyConfigured, match=rf"TASKS\['mail'\]\['OPTIONS'\].*{why}"):
@@ -254,6 +308,7 @@ class TestChecks:
             ({"QUEUES": []}, "inbox_tasks.E002"),
             ({"QUEUES": ["default"]}, "inbox_tasks.E002"),  # OPTIONS for others
             ({"QUEUES": ["default", "mail", "payments", "mail.leased"]}, "inbox_tasks.E002"),
+            ({"QUEUES": ["default", "mail", "payments", "*"]}, "inbox_tasks.E002"),
             ({"OPTIONS": {"keep_results": "7d"}}, "inbox_tasks.E004"),
             ({"OPTIONS": {"using": "nowhere"}}, "inbox_tasks.E005"),
         ],
@@ -263,8 +318,18 @@ class TestChecks:
 
         assert {one.id for one in problems(task_backends["default"])} == {problem}
 
+    def test_project_with_a_queue_that_no_handler_can_have_starts_so_that_the_check_can_report_it(self, tasked, settings):
+        settings.TASKS = {"default": {**TASKS["default"], "QUEUES": ["*"], "OPTIONS": {}}}
+
+        register_queues()
+
     def test_queue_of_two_backends_is_reported(self, tasked, settings):
         settings.TASKS = {**TASKS, "second": {"BACKEND": "inbox.tasks.ExactlyOnceBackend", "QUEUES": ["mail"]}}
+
+        assert [one.id for one in problems(task_backends["second"])] == ["inbox_tasks.E003"]
+
+    def test_queue_of_two_backends_of_which_one_is_a_subclass_is_reported(self, tasked, settings):
+        settings.TASKS = {**TASKS, "second": {"BACKEND": f"{__name__}.OwnBackend", "QUEUES": ["mail"]}}
 
         assert [one.id for one in problems(task_backends["second"])] == ["inbox_tasks.E003"]
 
@@ -274,14 +339,28 @@ class TestChecks:
 
         assert [one.id for one in problems(task_backends["default"])] == ["inbox_tasks.E002"]
 
-    def test_missing_app_is_reported(self, tasked, settings):
-        settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox.contrib.tasks"]
+    def test_missing_app_is_reported(self):
+        """In a process of its own, which has not imported the models of that app."""
+        script = (
+            "import django; from django.conf import settings; from django.core.management import call_command; "
+            f"settings.configure(INSTALLED_APPS={['django_tasks', 'exactly_once', 'outbox', 'inbox']!r}, "
+            "DATABASES={'default': {'ENGINE': 'django.db.backends.sqlite3', 'NAME': ':memory:'}}, SECRET_KEY='a', "
+            "TASKS={'default': {'BACKEND': 'inbox.tasks.ExactlyOnceBackend'}}); django.setup(); call_command('check')"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
-        assert [one.id for one in problems(task_backends["default"])] == ["inbox_tasks.E001"]
+        assert "inbox_tasks.E001" in done.stderr
 
     def test_queues_are_handlers_with_the_options_of_the_queue(self, tasked):
         assert registry.get("tasks.payments.leased").lease
         register_queues()  # once more changes nothing
+
+    @pytest.mark.parametrize("ordered", [True, {"on_dead": "skip"}])
+    def test_queue_may_run_the_tasks_of_a_key_in_order(self, tasked, settings, ordered):
+        settings.TASKS = {"default": {**TASKS["default"], "OPTIONS": {"ordered": ordered}}}
+        register_queues()
+
+        assert registry.get("tasks.default").ordered == (Ordered() if ordered is True else Ordered(on_dead="skip"))
 
 
 class TestHelpers:

@@ -15,9 +15,12 @@ from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
 from inbox.contrib.tasks.compat import TaskResultDoesNotExist, TaskResultStatus, task_backends
 from inbox.contrib.tasks.models import Result
+from inbox.contrib.tasks.registering import register_queues
+from inbox.contrib.tasks.running import CALL
 from inbox.contrib.tasks.testing import task_message
+from inbox.errors import HandlerTimeout
 from inbox.housekeeping import remains
-from inbox.models import InboxMessage, Receipt
+from inbox.models import InboxMessage, Receipt, Step
 from inbox.store import claims
 from inbox.testing import deliver, travel
 from outbox.models import OutboxMessage
@@ -109,6 +112,26 @@ class TestRun:
 
         assert refreshed(result).return_value == f"charged {result.id}"
         assert provider.asked[result.id] == 1
+
+    def test_task_under_a_lease_may_name_a_step_as_it_likes(self, tasked):
+        result = tasked.fail_after_a_step.enqueue("a")
+        run_all()
+        travel(timedelta(minutes=10))
+        run_all()
+
+        assert refreshed(result).status == SUCCESSFUL
+        assert (result.return_value, result.attempts) == ("the end of a", 2)
+
+    def test_coroutine_is_cancelled_at_the_timeout_of_its_queue(self, tasked, settings):
+        settings.TASKS = {
+            "default": {**TASKS["default"], "OPTIONS": {"timeout": timedelta(seconds=0.2), "retry": {"max_attempts": 1}}}
+        }
+        register_queues()
+        result = tasked.sleep.enqueue(2)
+        run_all()
+
+        assert (refreshed(result).status, errors_of(result)) == (FAILED, [HandlerTimeout])
+        assert tasked.cancelled.pop() == 2
 
     def test_delayed_task_is_ready_and_not_run_before_its_time(self, tasked):
         result = tasked.note.using(run_after=timezone.now() + timedelta(hours=1)).enqueue("a")
@@ -263,6 +286,19 @@ class TestFailed:
 
         assert refreshed(result).status == FAILED
         assert (result.worker_ids, result.started_at) == (["unknown"] * 2, None)
+
+    def test_task_under_a_lease_whose_last_process_died_after_its_call_has_succeeded(self, tasked):
+        result = tasked.charge.enqueue("a")
+        drained("local://")
+        for _ in range(3):
+            claims.claim_due("default", ["tasks.payments.leased"], timedelta(seconds=1))
+            travel(timedelta(minutes=2))
+        Step.objects.create(message_id=InboxMessage.objects.get().pk, name=CALL, result="charged a", taken_at=timezone.now())
+        run_all()
+
+        assert InboxMessage.objects.get(handler="tasks.payments.leased").state == "dead"
+        assert (refreshed(result).status, result.return_value) == (SUCCESSFUL, "charged a")
+        assert not provider.asked[result.id]
 
     def test_first_delivery_from_a_broker_is_running_until_it_commits(self, tasked, settings, monkeypatch):
         """Only its own transaction has a row of it."""

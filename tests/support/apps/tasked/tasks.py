@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 from dataclasses import replace
 from functools import reduce
@@ -109,6 +110,27 @@ def charge(context, name):
     answer = context.message.step("charge", lambda: provider.charge(context.message.id))
     Effect.objects.get_or_create(name=name)
     return answer
+
+
+@task_with(lease=True, takes_context=True, queue_name="payments")
+def fail_after_a_step(context, name):
+    """Fails in its first attempt, after a step."""
+    context.message.step("task", lambda: "the step")
+    if context.attempt == 1:
+        raise ValueError(name)
+    return f"the end of {name}"
+
+
+cancelled = []
+
+
+@task
+async def sleep(seconds):
+    try:
+        await asyncio.sleep(seconds)
+    except asyncio.CancelledError:
+        cancelled.append(seconds)
+        raise
 
 
 @task_with(lease=True, takes_context=True, queue_name="payments")
