@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 EXTRAS := postgres,redis,celery,prometheus,opentelemetry,http,recurring,tasks,terminal
 # More workers than processors, because tests wait.
-WORKERS ?= 6
+WORKERS ?= 5
 PYTEST := $(BIN)/python -m pytest --workers $(WORKERS) --db both
 
 # Every process of a test would compile all modules again.

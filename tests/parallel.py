@@ -35,9 +35,6 @@ NEED_RABBITMQ = {"rabbitmq_server", "shared_rabbitmq", "broker"}
 CHUNK = 10
 """How many tests of one module a worker gets at once: they may share fixtures."""
 
-SHORT_FIRST = 3
-"""One worker of so many begins with the short tests, which use a processor while the long ones wait."""
-
 FIXTURES_SECONDS = 300
 """How much longer than its own timeout a test may take with its fixtures: that timeout cannot interrupt a finaliser."""
 
@@ -121,10 +118,10 @@ class _Run:
                 self._session.config.stash[rabbitmq] = RabbitServer(spins=False).start(waits=False)
         first, *others = self._left
         # One worker for each other database: when it has run all tests, one for the first takes its place.
-        for number, engine in enumerate((*others, *[first] * count)[:count]):
-            self._start(engine, short_first=number >= count - count // SHORT_FIRST)
+        for engine in (*others, *[first] * count)[:count]:
+            self._start(engine)
 
-    def _start(self, engine: databases.Engine, *, short_first: bool) -> None:
+    def _start(self, engine: databases.Engine) -> None:
         ours, theirs = Pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -134,7 +131,7 @@ class _Run:
                 channel.close()
             _work(self._session, engine, theirs)
         theirs.close()
-        self._workers[ours] = _Worker(ours, pid, engine, short_first=short_first)
+        self._workers[ours] = _Worker(ours, pid, engine)
 
     def _hear(self, worker: _Worker) -> None:
         try:
@@ -174,7 +171,7 @@ class _Run:
             self._left[worker.engine].appendleft(unfinished)
         engine = next((engine for engine in (worker.engine, *self._left) if self._left[engine]), None)
         if engine and not (self._session.shouldfail or self._session.shouldstop):
-            self._start(engine, short_first=worker.short_first)
+            self._start(engine)
 
     def _report(self, worker: _Worker, report: pytest.TestReport) -> None:
         if worker.engine != next(iter(self._left)):
@@ -189,11 +186,10 @@ class _Run:
 class _Worker:
     """A worker, as the process that distributes the tests sees it."""
 
-    def __init__(self, channel: Any, pid: int, engine: databases.Engine, *, short_first: bool) -> None:
+    def __init__(self, channel: Any, pid: int, engine: databases.Engine) -> None:
         self.channel = channel
         self.pid = pid
         self.engine = engine
-        self.short_first = short_first
         self.unfinished: deque[int] = deque()
         self.chunk: deque[int] = deque()
         self.is_leaving = False
@@ -203,7 +199,7 @@ class _Worker:
         """Send it its next test, or `None` at the end."""
         self._heard_at = time.monotonic()
         if not self.chunk and chunks:
-            self.chunk.extend(chunks.pop() if self.short_first else chunks.popleft())
+            self.chunk.extend(chunks.popleft())
         index = self.chunk.popleft() if self.chunk else None
         self.is_leaving = index is None
         if index is not None:
