@@ -20,12 +20,14 @@ import json
 import math
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from inspect import signature
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 
 from asgiref.sync import sync_to_async
+from django.db import transaction
 from django.utils import timezone
 
 from exactly_once.process.clock import utcnow
@@ -33,7 +35,7 @@ from exactly_once.sql.connections import is_inside_a_transaction
 from exactly_once.telemetry import tracing
 from exactly_once.telemetry.tracing import OUTER_CORRELATION, caused_by, current_cause
 from exactly_once.wire.durations import parse_duration
-from exactly_once.wire.envelope import RESERVED_HEADERS, HeaderValue, headers_as_json, is_reserved
+from exactly_once.wire.envelope import HEADERS_LIMIT_BYTES, RESERVED_HEADERS, HeaderValue, headers_as_json, is_reserved
 from exactly_once.wire.formats import PUBLISHED_SETS
 from exactly_once.wire.identity import new_message_id, new_message_ids
 from exactly_once.wire.payloads import plain
@@ -53,7 +55,6 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 TRACEPARENT = "traceparent"
 """The W3C trace header: given as a header, it travels as the CloudEvents attribute of that name."""
-HEADERS_LIMIT_BYTES = 16 * 1024
 _SHOWN = 80
 _INT64 = range(-(2**63), 2**63)
 _ENCODER = "django.core.serializers.json.DjangoJSONEncoder"
@@ -237,14 +238,20 @@ def publish_many(drafts: Iterable[Draft], *, on_done: Draft | None = None, using
             raise type(error)(f"drafts[{index}] (biz_id={_short(draft.biz_id)}): {error}") from error
     end = None if on_done is None else _end(on_done)
     writing.hold_order(alias, {draft.key for draft in drafts if draft.strict_order})
-    published = _insert(alias, rows)
+    # The message about a set may be refused, for its size, when its members are known.
+    with nullcontext() if end is None else transaction.atomic(using=alias):
+        published = _insert(alias, rows)
+        if end is not None:
+            _publish_set(alias, published, end)
     _ring(alias, rows)
-    if end is not None:
-        members: dict[str, list[tuple[uuid.UUID, str]]] = {}
-        for message in published:
-            members.setdefault(message.topic, []).append((message.id, message.biz_id))
-        publish(f"{PUBLISHED_SETS}{end['topic']}", {"members": members, "on_done": end}, using=alias)
     return published
+
+
+def _publish_set(alias: str, published: Sequence[PublishedMessage], end: Mapping[str, Any]) -> None:
+    members: dict[str, list[tuple[uuid.UUID, str]]] = {}
+    for message in published:
+        members.setdefault(message.topic, []).append((message.id, message.biz_id))
+    publish(f"{PUBLISHED_SETS}{end['topic']}", {"members": members, "on_done": end}, using=alias)
 
 
 def _end(on_done: Draft) -> dict[str, Any]:
@@ -252,8 +259,9 @@ def _end(on_done: Draft) -> dict[str, Any]:
     later = {"delay": on_done.delay, "deliver_at": on_done.deliver_at, "expires_in": on_done.expires_in}
     if given := [name for name, value in later.items() if value is not None]:
         raise InvalidMessage(f"on_done has {', '.join(given)}: omit it, or let a handler of {on_done.topic!r} publish later.")
-    payload = json.loads(new_row(on_done, new_message_id()).body)
-    return {name: getattr(on_done, name) for name in signature(Draft).parameters if name not in later} | {"payload": payload}
+    row = new_row(on_done, new_message_id())
+    kept = {name: getattr(on_done, name) for name in signature(Draft).parameters if name not in later}
+    return kept | {"topic": row.topic, "payload": json.loads(row.body)}
 
 
 async def apublish(
@@ -399,7 +407,7 @@ def _name(argument: str, value: object, *, may_be_empty: bool = False) -> str:
         raise InvalidMessage(f"{argument} is {'blank' if value else 'empty'}: name {_WHAT[argument]}.")
     if reason := why_no_topic(value) if argument == "topic" else why_unfit(value):
         raise InvalidMessage(f"{argument} {_short(value)} cannot be used: {reason}. {_REMEDY[argument]}")
-    return value
+    return str.__str__(value)  # of an enumeration's member, which str() names
 
 
 _WHAT = {
@@ -551,7 +559,8 @@ def _instant(value: datetime) -> datetime:
         )
     if not _EARLIEST < value < utcnow() + _LONGEST:
         raise InvalidMessage(f"deliver_at is {value!r}: it must lie after 1970 and within the next {_LONGEST.days} days.")
-    return value
+    # In another zone, what is added to it is added to the clock on its walls.
+    return value.astimezone(UTC)
 
 
 def _short(value: object) -> str:

@@ -40,7 +40,10 @@ def hooked_calls(configs: Iterable[AppConfig], task_class: type) -> Iterator[Hoo
 
 
 def _calls_in(path: Path, module: str, task_class: type) -> Iterator[HookedCall]:
-    source = path.read_bytes()
+    try:
+        source = path.read_bytes()
+    except OSError:  # such as the link by which Emacs locks a file
+        return
     if b"on_commit" not in source or not (b"delay" in source or b"apply_async" in source):
         return
     try:

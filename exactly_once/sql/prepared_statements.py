@@ -342,12 +342,18 @@ def _adapted(parameters: Sequence[Any]) -> list[bytes | None]:
         elif isinstance(value, list):
             adapted.append(_array(value))
         else:
-            text = (value.isoformat() if isinstance(value, datetime) else str(value)).encode()
+            text = _text(value).encode()
             if b"\0" in text:
                 # libpq would end the text there.
                 raise DataError("PostgreSQL text fields cannot contain NUL (0x00) bytes")
             adapted.append(text)
     return adapted
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return str.__str__(value)  # of an enumeration's member, which str() names
+    return value.isoformat() if isinstance(value, datetime) else str(value)
 
 
 def _array(values: Sequence[bytes]) -> bytes:

@@ -55,7 +55,8 @@ RESERVED_HEADERS = "'compression', 'CC', 'BCC', and names that begin with 'cloud
 # Milliseconds since 1970 exceeded this in 1973; seconds will in the year 5138.
 _LEAST_MILLISECONDS = 1e11
 _INT64_END = 2**63
-_HEADER_LENGTH = 4_000
+HEADERS_LIMIT_BYTES = 16 * 1024
+"""Of the headers of a publisher, as JSON; and of one header that is received."""
 _FIRST_WITH_EXPONENT = 1e16
 
 HeaderValue = str | int | float | bool
@@ -301,4 +302,4 @@ def _json_safe(value: object) -> HeaderValue:
         return "a whole number of more than 64 bits"
     if isinstance(value, int | float) and math.isfinite(value):
         return value
-    return printable(str(value), _HEADER_LENGTH)
+    return printable(str(value), HEADERS_LIMIT_BYTES)

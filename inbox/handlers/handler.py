@@ -218,7 +218,7 @@ def _as_text(named: object) -> str:
             f"it returned {named!r}; a biz-id must be non-empty text, a whole number, a UUID, a Decimal or a date, so that "
             "unrelated messages do not share one"
         )
-    return str(named)
+    return str.__str__(named) if isinstance(named, str) else str(named)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exactly_once.wire.body import Undecodable
-from exactly_once.wire.envelope import Envelope, from_delivery, is_reserved, media_type, opened
+from exactly_once.wire.envelope import HEADERS_LIMIT_BYTES, Envelope, from_delivery, is_reserved, media_type, opened
 from exactly_once.wire.text import NAME_LENGTH
 from tests.support.vectors import VECTORS, envelope_of
 
@@ -246,3 +246,9 @@ def test_any_delivery_is_decoded_to_json_values_or_raises_undecodable(headers, b
         values = [envelope.id, envelope.topic, envelope.headers]
 
     assert json.loads(json.dumps(values, allow_nan=False)) == values
+
+
+def test_header_as_long_as_a_publisher_may_make_it_arrives_whole():
+    token = "a" * (HEADERS_LIMIT_BYTES - 100)
+
+    assert from_delivery(properties={}, headers={"token": token}, body=b"{}", routing_key="t").headers == {"token": token}

@@ -14,7 +14,7 @@ from inbox.models import InboxMessage, Receipt
 from inbox.operators.editing import replace_message
 from inbox.states import State
 from inbox.testing import assert_effect_once, deliver, make_message
-from outbox import Draft, InvalidMessage, publish_many, publish_now
+from outbox import Draft, InvalidMessage, PayloadTooLarge, publish_many, publish_now
 from outbox.models import OutboxMessage
 from outbox.testing import published, run_relay
 from tests.support.decisions import retry, skip
@@ -262,3 +262,12 @@ def store_as_done(handler, messages):
         Receipt(handler=handler.name, topic=LINE, biz_id=biz_id, message_id=name, digest="", received_at=timezone.now())
         for name, biz_id in messages
     )
+
+
+def test_set_that_is_refused_when_its_members_are_known_leaves_none_of_them(settings):
+    settings.OUTBOX = {**settings.OUTBOX, "BODY_LIMIT_BYTES": 400}
+
+    with transaction.atomic():
+        with pytest.raises(PayloadTooLarge):
+            publish_many(lines(*map(str, range(10))), on_done=Draft(DONE, {}))
+        assert not OutboxMessage.objects.exists()

@@ -5,6 +5,8 @@ import uuid
 from contextlib import ExitStack
 from datetime import date, datetime, timedelta
 from decimal import Decimal
+from enum import Enum
+from zoneinfo import ZoneInfo
 
 import pytest
 from django.db import connection, transaction
@@ -24,10 +26,41 @@ from tests.support.waiting import wait_until
 # Most of these need no real commit. Those that look from another thread say so.
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
 committed = pytest.mark.django_db(transaction=True)
+BERLIN = ZoneInfo("Europe/Berlin")
 
 
 class Surprise(Exception):
     """An unexpected error in the business code."""
+
+
+class Topics(str, Enum):
+    """Names of a project. `str()` gives "Topics.ORDER"."""
+
+    ORDER = TOPIC
+    FACT = "order-17"
+
+
+@committed
+def test_members_of_an_enumeration_are_stored_by_their_value_also_by_prepared_statements():
+    """A connection prepares what it has executed five times."""
+    for number in range(8):
+        with transaction.atomic():
+            publish(Topics.ORDER, {}, biz_id=Topics.FACT, key=Topics.FACT, unique=number > 5)
+
+    assert {*OutboxMessage.objects.values_list("topic", "biz_id", "key")} == {(TOPIC, "order-17", "order-17")}
+    assert cancel(topic=Topics.ORDER, biz_id=Topics.FACT)
+
+
+@pytest.mark.parametrize(
+    "at", [datetime(2027, 3, 28, 1, 30, tzinfo=BERLIN), datetime(2027, 10, 31, 2, 15, tzinfo=BERLIN, fold=1)]
+)
+@pytest.mark.parametrize("count", [1, 20])
+def test_message_expires_as_long_after_it_is_due_as_it_says_although_the_clocks_change(at, count):
+    with transaction.atomic():
+        publish_many([Draft(TOPIC, {}, deliver_at=at, expires_in=timedelta(minutes=90))] * count)
+
+    row = OutboxMessage.objects.first()
+    assert row.expires_at - row.available_at == timedelta(minutes=90)
 
 
 class TestPublishInTransaction:
