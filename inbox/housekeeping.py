@@ -20,6 +20,7 @@ from django.db.models import Model, Q, QuerySet
 from exactly_once.process.clock import monotonic
 from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import LIVE, last_day
+from exactly_once.sql.deletions import delete_matching
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.partitions import days_by
 from exactly_once.upkeep.history import DayKeeper, History
@@ -120,7 +121,7 @@ class Remains:
     def deletions(self, alias: str, *, chunk: int = 1000, walk: Walk | None = None) -> Iterator[int]:
         """Delete them in small transactions, in the order of their keys, until all that are read are too young."""
         for rows in self._gone(alias, chunk, walk):
-            yield rows.delete()[1].get(self.model._meta.label, 0)
+            yield delete_matching(rows)
 
     def _gone(self, alias: str, chunk: int = 1000, walk: Walk | None = None) -> Iterator[QuerySet[Any]]:
         """What is deleted, in parts. A database may not have the table."""

@@ -27,6 +27,7 @@ from exactly_once.process import work
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import ALLOWED_IN, Mode, Request, StopRequest
+from exactly_once.sql.deletions import delete_matching
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.now import DatabaseTime, now_after
 from exactly_once.telemetry.statistics import Tally
@@ -155,7 +156,7 @@ class HeartbeatTable:
         """Delete the rows of processes that have been silent for `silent_for`, or stopped an hour ago; return their number."""
         an_hour_ago = DatabaseTime(-STOPPED_SHOWN_FOR)
         stopped = Q(stopped_at__lt=an_hour_ago) | Q(_IS_STOPPING, beat_at__lt=an_hour_ago)
-        return self._rows(alias).filter(Q(beat_at__lt=DatabaseTime(-silent_for)) | stopped).delete()[0]
+        return delete_matching(self._rows(alias).filter(Q(beat_at__lt=DatabaseTime(-silent_for)) | stopped))
 
     def rows(self, alias: str) -> QuerySet[Any]:
         """Every process that has not stopped, silent ones last, annotated with `silent` and with `database_now`."""

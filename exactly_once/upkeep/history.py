@@ -19,6 +19,7 @@ from exactly_once.process.logs import Reminder, escaping_logger
 from exactly_once.sql import faults
 from exactly_once.sql.connections import is_postgresql
 from exactly_once.sql.days import FIRST_DAY, date_of, day_of
+from exactly_once.sql.deletions import delete_matching
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.partitions import Days, windows
 from exactly_once.upkeep.housekeeping import delete_in_chunks
@@ -123,7 +124,7 @@ class History:
         while found := list(values[:chunk] if last is None else values.filter(**{f"{self.by}__gt": last})[:chunk]):
             last = found[-1]
             # With all conditions again: a message restored meanwhile may be settled again.
-            yield rows.filter(**{f"{self.by}__in": found}).delete()[0]
+            yield delete_matching(rows.filter(**{f"{self.by}__in": found}))
 
     def _dropped(self, alias: str, day: int) -> int:
         """Drop this day; the number of its rows. 0: it could not be dropped, so its rows have to be deleted."""

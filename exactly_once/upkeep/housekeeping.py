@@ -19,6 +19,7 @@ from exactly_once.models import AuditEntry
 from exactly_once.process.clock import monotonic
 from exactly_once.process.logs import escaping_logger
 from exactly_once.process.loop import StopRequest
+from exactly_once.sql.deletions import delete_matching
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.sql.turns import Turns
 from exactly_once.upkeep.loop_leases import TableLease
@@ -41,8 +42,7 @@ def older_entries(trail: type[Model], alias: str, older_than: timedelta) -> Quer
 def delete_in_chunks(rows: QuerySet[Any], *, by: str, chunk: int = 1000) -> Iterator[int]:
     """Delete the rows in the order of the field `by`, in small transactions; yield the number deleted in each."""
     while ids := list(rows.order_by(by).values_list("pk", flat=True)[:chunk]):
-        # Without the rows that are deleted with them.
-        yield rows.filter(pk__in=ids).delete()[1].get(rows.model._meta.label, 0)
+        yield delete_matching(rows.filter(pk__in=ids))
 
 
 class OldRows(NamedTuple):

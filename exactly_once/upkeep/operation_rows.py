@@ -20,6 +20,7 @@ from django.db.models.functions import Coalesce
 
 from exactly_once.models import OPEN, Operation, OperationPart, OperationState
 from exactly_once.sql.connections import decision_transaction, is_postgresql
+from exactly_once.sql.deletions import delete_matching
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.identity import process_name
 from exactly_once.wire.text import ERROR_LENGTH, NAME_LENGTH, printable
@@ -125,7 +126,7 @@ class OperationTable:
 
         with transaction.atomic(using=alias):
             earlier = Q(planned_at__lt=DatabaseTime(-_PREVIEW_KEPT)) | Q(pk=instead_of, requested_by=planned.requested_by)
-            self.rows(alias).filter(earlier, state=OperationState.PREVIEWED).delete()
+            delete_matching(self.rows(alias).filter(earlier, state=OperationState.PREVIEWED))
             # Retention deletes a preview like an operation that has ended.
             planned.state, planned.ended_at = OperationState.PREVIEWED, DatabaseTime()
             operation = self.plan(alias, planned, counted())

@@ -17,6 +17,7 @@ from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.days import LIVE
+from exactly_once.sql.deletions import delete_matching
 from exactly_once.sql.now import DatabaseTime, now, now_after
 from exactly_once.sql.prepared_statements import PreparedStatement, is_usable, run_together
 from inbox.conf import inbox_options
@@ -245,4 +246,4 @@ def remember_all(alias: str, row: int, steps: Mapping[str, str | None]) -> None:
 def forget_begun(alias: str, row: int, fence: int, step: str) -> None:
     """Delete a step that was begun and has not ended, unless the message has a later fence."""
     steps = Step.objects.using(alias).filter(message_id=row, message__day=LIVE, message__fence=fence)
-    steps.filter(name=step, result__isnull=True).delete()
+    delete_matching(steps.filter(name=step, result__isnull=True))

@@ -19,6 +19,7 @@ from django.db.models import Count, F, Min, Q
 
 from exactly_once.sql.connections import execute, is_postgresql
 from exactly_once.sql.days import DAY_OF_NOW, LIVE
+from exactly_once.sql.deletions import delete_matching
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.fields import value_of
 from exactly_once.sql.now import DatabaseTime, now
@@ -118,7 +119,7 @@ def begin_call(call: DueCall) -> SettledMessage:
     """
     ours = _rows(call.alias).filter(pk=call.pending, attempts=call.number)
     pending = ours.select_related("message").first()
-    if pending is None or not ours.delete()[0]:
+    if pending is None or not delete_matching(ours):
         raise CallLost("another process had claimed it before it began")
     return _settled(pending, call.alias)
 

@@ -1,9 +1,12 @@
 """Statements as they are, on the connection of the test or in a session of its own."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import psycopg
 from django.db import connection, connections
+
+from tests.support.waiting import A_WHILE, wait_until
 
 
 def executed(sql, parameters=None, *, using="default"):
@@ -30,6 +33,23 @@ def another_session(alias="default", **options):
     known = connections[alias].get_connection_params()
     address = {name: known[name] for name in ("dbname", "user", "password", "host", "port") if name in known}
     return psycopg.connect(**address, **options)
+
+
+def while_another_session(changes, act):
+    """What `act` returns if another session has changed its rows by this statement, and commits when `act` waits for them."""
+
+    def acting():
+        try:
+            return act()
+        finally:
+            connections.close_all()
+
+    with another_session() as other, ThreadPoolExecutor(1) as thread:
+        other.execute(changes)
+        answer = thread.submit(acting)
+        wait_until(lambda: executed("SELECT 1 FROM pg_locks WHERE NOT granted"))
+        other.commit()
+        return answer.result(A_WHILE)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from exactly_once.console.display import number, visible
 from exactly_once.console.operators.changes import DELETED, each
 from exactly_once.console.operators.redaction import Redaction
 from exactly_once.models import TopicsAndHandlers
+from exactly_once.sql.deletions import delete_matching
 from exactly_once.upkeep.operation_rows import RowOutcome
 from inbox.conf import inbox_options
 from inbox.contrib.tasks.compat import InvalidTask
@@ -59,7 +60,7 @@ def retry(alias: str, pk: int, *, by: str) -> str:
     unchanged = decide(alias, dead.pk, retrying(by)).unchanged
     if not unchanged:
         failed = Result.objects.using(alias).filter(message_id=row.message_id, status=Status.FAILED)
-        failed.delete()  # not the success that a process whose lease had ended writes now
+        delete_matching(failed)  # not the success that a process whose lease had ended writes now
     return unchanged
 
 

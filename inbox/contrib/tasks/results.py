@@ -23,6 +23,7 @@ from exactly_once.failures import DEFERRED, NEVER_ENDED, REFUSED
 from exactly_once.packages import label_of
 from exactly_once.sql.connections import execute, fetch, is_postgresql
 from exactly_once.sql.days import LIVE
+from exactly_once.sql.deletions import delete_matching
 from exactly_once.sql.now import now_after
 from exactly_once.transport.broker import is_local
 from exactly_once.wire.body import Undecodable, decode_payload
@@ -249,7 +250,7 @@ def write(options: QueueOptions, result: Any, message: Message, value: Any = Non
         given |= {name: given[name] - result.finished_at for name in _TIMES[1:] if given[name] >= result.last_attempted_at}
     else:
         # Not an update: a process whose lease has ended may write at this moment that it has succeeded.
-        Result.objects.using(options.alias).filter(message_id=result.id, status=Status.FAILED).delete()
+        delete_matching(Result.objects.using(options.alias).filter(message_id=result.id, status=Status.FAILED))
     after = now_after(connection)
     places = (after if isinstance(each, timedelta) else "%s" for each in given.values())
     values = [each.total_seconds() if isinstance(each, timedelta) else adapted(connection, each) for each in given.values()]

@@ -2,11 +2,13 @@
 
 import json
 import logging
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
 import pytest
 from django.db import IntegrityError, OperationalError, connection, transaction
+from django.db.models.signals import pre_delete
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
@@ -26,6 +28,7 @@ from tests.support.commands import output_of
 from tests.support.deliveries import at_once
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import TOPIC, published, row_of, set_columns, state_of
+from tests.support.sql import while_another_session
 
 pytestmark = pytest.mark.django_db
 every_database = pytest.mark.every_database
@@ -308,6 +311,27 @@ def test_running_callback_cannot_be_claimed_called_or_discarded(add_callback):
         found = at_once([claim, *(partial(ask, "default", row.pk) for ask in (call_now, discard_call))])
 
     assert found == [[], False, False]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_call_that_another_process_claims_while_it_begins_does_not_begin(add_callback):
+    add_callback()
+    row = one_pending()
+    [call] = claim(lease=timedelta())
+
+    def receive(**kwargs):
+        """With a receiver without a sender, Django reads before it deletes."""
+
+    def begins():
+        with suppress(pending_callbacks.CallLost):
+            return pending_callbacks.begin_call(call)
+
+    pre_delete.connect(receive)
+    try:
+        assert while_another_session("UPDATE outbox_pendingcallback SET attempts = attempts + 1", begins) is None
+    finally:
+        pre_delete.disconnect(receive)
+    assert PendingCallback.objects.get().pk == row.pk
 
 
 @every_database
