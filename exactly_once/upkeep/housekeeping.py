@@ -9,6 +9,7 @@ No step ends or delays its process. A failed step is reported with its remedy, a
 
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from itertools import chain
 from typing import Any, NamedTuple
 
 from django.db import connections
@@ -63,6 +64,10 @@ def old_rows(app: str, alias: str, entries: type[Model], options: Any) -> Iterat
     yield OldRows(_("entries of the trail"), older_entries(entries, alias, options.TRAIL_RETENTION))
     yield OldRows(_("entries of the audit log"), audited)
     yield OldRows(_("bulk operations"), OperationTable(app).ended(alias, options.TRAIL_RETENTION), by="ended_at")
+
+
+def optional_old_rows(alias: str) -> Iterator[OldRows]:
+    """What is deleted besides of optional apps that belong to neither half."""
     for more in more_old_rows.values():
         yield from more(alias)
 
@@ -110,7 +115,7 @@ class Housekeeping:
 
     def _delete_entries(self, entries: type[Model], options: Any, stop: StopRequest) -> None:
         """Delete old entries of the trail and of the audit log, and bulk operations that have ended."""
-        for old in old_rows(self.app, self._alias, entries, options):
+        for old in chain(old_rows(self.app, self._alias, entries, options), optional_old_rows(self._alias)):
             self._delete(delete_in_chunks(old.rows, by=old.by, chunk=CHUNK), stop)
 
     def _delete(self, chunks: Iterator[int], stop: StopRequest) -> bool:

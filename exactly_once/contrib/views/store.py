@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from django.db import connections, router
+from django.db import connections
 from django.db.models import QuerySet
 from django.utils.translation import gettext as _
 
 from exactly_once.contrib.views.models import IdempotentRequest
-from exactly_once.sql.connections import fetch, is_postgresql
+from exactly_once.sql.connections import fetch, is_postgresql, with_table
 from exactly_once.sql.now import DatabaseTime, now_after
 from exactly_once.upkeep.housekeeping import OldRows
 
@@ -45,7 +45,7 @@ def stored(alias: str, row: IdempotentRequest) -> IdempotentRequest | None:
 
 
 def expired(alias: str) -> Iterator[OldRows]:
-    """What housekeeping deletes in this database."""
-    if router.allow_migrate_model(alias, IdempotentRequest):
+    """What housekeeping deletes in this database, if it has the table."""
+    if with_table(IdempotentRequest, [alias])[0]:
         rows: QuerySet[Any] = IdempotentRequest.objects.using(alias).filter(expires_at__lte=DatabaseTime())
         yield OldRows(_("idempotent requests"), rows, by="expires_at")

@@ -21,8 +21,8 @@ PAST = utcnow() - timedelta(days=400)
 
 
 @pytest.fixture(autouse=True)
-def told():
-    """The rows that a receiver without a sender, as that of an audit app, is told of."""
+def received():
+    """The rows that a receiver without a sender, as that of an audit app, receives."""
     rows = []
 
     def receive(instance, **kwargs):
@@ -67,9 +67,9 @@ def test_row_that_another_transaction_takes_over_meanwhile_is_not_deleted(made):
 
 @pytest.mark.every_database
 @pytest.mark.parametrize("made", TAKEN_OVER)
-def test_row_is_deleted_and_counted(made, told):
+def test_row_is_deleted_and_counted(made, received):
     assert made()() == 1
 
     assert QuerySet(MODELS[made]).count() == 0
-    assert made is ended_operation or told == []
+    assert made is ended_operation or received == []
     assert delete_matching(QuerySet(MODELS[made]).filter(pk__in=[])) == 0
