@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 from django.db import DatabaseError, IntegrityError, connection, transaction
 from django.http import Http404, HttpResponse, JsonResponse, StreamingHttpResponse
+from django.template import engines
+from django.template.response import TemplateResponse
 from django.urls import path
 from django.utils.decorators import method_decorator
 from django.views import View
@@ -18,11 +20,14 @@ from ninja.decorators import decorate_view
 from ninja.errors import HttpError
 from rest_framework.decorators import api_view, authentication_classes, permission_classes
 from rest_framework.exceptions import NotFound
-from rest_framework.permissions import IsAuthenticated
+from rest_framework.parsers import BaseParser, DataAndFiles, FileUploadParser, JSONParser, MultiPartParser
+from rest_framework.permissions import BasePermission, IsAuthenticated
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from exactly_once.contrib.views import by_token, idempotent_view
+from exactly_once.contrib.views.models import IdempotentRequest
+from exactly_once.process.clock import utcnow
 from tests.support.apps.effects.models import Effect, Unique
 
 plan = SimpleNamespace(how="ok", begun=threading.Event(), go_on=threading.Event())
@@ -57,6 +62,13 @@ def end(request):
         return response
     if plan.how == "stream":
         return StreamingHttpResponse(["a", "b"])
+    if plan.how == "template":
+        response = TemplateResponse(request, engines["django"].from_string("first"))
+        response.add_post_render_callback(lambda rendered: HttpResponse(rendered.content + b", then changed"))
+        return response
+    if plan.how == "slow":
+        # As if it took longer than the answer is kept.
+        IdempotentRequest.objects.update(expires_at=made_before())
     if plan.how == "large":
         return HttpResponse(b"x" * 5000)
     BREAKS.get(plan.how, lambda: None)()
@@ -64,6 +76,10 @@ def end(request):
     response["Set-Cookie"] = "session=secret"
     response.set_cookie("theme", "dark")
     return response
+
+
+def made_before():
+    return utcnow() - timedelta(seconds=1)
 
 
 def swallow_in_atomic():
@@ -98,6 +114,16 @@ async def end_async(request):
     if plan.how == "error":
         raise ZeroDivisionError
     return JsonResponse({"payment": made.pk}, status=409 if plan.how == "409" else 201)
+
+
+def after_reading(view):
+    """Other code has read a part of the body as a stream."""
+
+    def reading(request):
+        request.read(1)
+        return view(request)
+
+    return reading
 
 
 @method_decorator(csrf_exempt, name="dispatch")
@@ -146,6 +172,49 @@ class RestView(APIView):
         return end_rest(request)
 
     put = post
+
+
+class OwnFormParser(MultiPartParser):
+    def parse(self, stream, *args, **kwargs):
+        parsed = super().parse(stream, *args, **kwargs)
+        return DataAndFiles({name: f"own {parsed.data[name]}" for name in parsed.data}, parsed.files)
+
+
+class OwnParser(BaseParser):
+    """Reads the stream, which JSONParser does not any more."""
+
+    media_type = "text/own"
+
+    def parse(self, stream, *args, **kwargs):
+        return {"amount": stream.read().decode()}
+
+
+class ReadsTheBody(BasePermission):
+    def has_permission(self, request, view):
+        return request.data is not None
+
+
+class RestOfOwnForm(RestView):
+    parser_classes = (OwnFormParser,)
+
+
+class RestOfFile(RestView):
+    parser_classes = (FileUploadParser,)
+    permission_classes = (ReadsTheBody,)
+
+    @method_decorator(idempotent_view(scope=by_client))
+    def post(self, request):
+        effect()
+        return Response({"content": request.FILES["file"].read().decode()}, status=201)
+
+
+class RestOfJson(RestView):
+    parser_classes = (JSONParser,)
+
+
+class RestOfOwnParser(RestView):
+    parser_classes = (OwnParser,)
+    permission_classes = (ReadsTheBody,)
 
 
 @method_decorator(idempotent_view, name="dispatch")
@@ -212,5 +281,10 @@ urlpatterns = [
     path("nested/", csrf_exempt(idempotent_view(scope=by_client)(function))),
     path("elsewhere/", csrf_exempt(elsewhere)),
     path("outside/", RestOutside.as_view()),
+    path("rest-own-form/", RestOfOwnForm.as_view()),
+    path("rest-file/", RestOfFile.as_view()),
+    path("rest-json/", RestOfJson.as_view()),
+    path("rest-own-parser/", RestOfOwnParser.as_view()),
+    path("streamed/", csrf_exempt(after_reading(function))),
 ]
 PATHS = [*(f"/{kind}/" for kind in KINDS), "/ninja/pay", "/ninja/apay"]

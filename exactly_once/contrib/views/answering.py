@@ -21,6 +21,7 @@ from exactly_once.contrib.views.requests import by_user, fingerprint, key_of, vi
 from exactly_once.contrib.views.store import insert, stored
 from exactly_once.problems import RETRY_AFTER, Problem
 from exactly_once.sql.faults import is_collision
+from exactly_once.sql.now import DatabaseTime
 from exactly_once.wire.text import describe, fit
 
 REPLAYED = "Idempotency-Replayed"
@@ -66,7 +67,7 @@ class Idempotency:
             if key is None:
                 return respond()
             scope = fit(self.scope(request))
-            row = IdempotentRequest(scope=scope, key=key, view=view_name(http), fingerprint=fingerprint(http))
+            row = IdempotentRequest(scope=scope, key=key, view=view_name(http), fingerprint=fingerprint(request, http))
             with transaction.atomic(using=self.using):
                 insert(self.using, row, self.expires_in)
                 return self._first(row, request, respond) if row.pk else self._replayed(row)
@@ -85,12 +86,14 @@ class Idempotency:
         if response.status_code >= HTTPStatus.BAD_REQUEST and response.status_code not in self.store_errors:
             transaction.set_rollback(True, using=self.using)
             return response
-        row.status, row.body = response.status_code, self._body(row, request, response)
-        row.headers = {name: value for name, value in response.headers.items() if name.lower() not in _NEVER_STORED}
+        answer: HttpResponse = self._rendered(row, request, response)
+        row.status, row.body = answer.status_code, bytes(answer.content)
+        row.expires_at = DatabaseTime(self.expires_in)
+        row.headers = {name: value for name, value in answer.headers.items() if name.lower() not in _NEVER_STORED}
         try:
             # It fails in a transaction that cannot commit, and in another one than that which has inserted the row.
             transaction.savepoint_commit(savepoint, using=self.using)
-            row.save(using=self.using, update_fields=["status", "headers", "body"])
+            row.save(using=self.using, update_fields=["status", "headers", "body", "expires_at"])
         except (DatabaseError, InterfaceError) as error:
             if is_collision(error):
                 raise
@@ -99,26 +102,26 @@ class Idempotency:
                 "it has not committed by itself was rolled back. Do not catch a database error without a `with "
                 "transaction.atomic():` of its own around the statement, and do not close the connection or commit in the view."
             ) from error
-        return response
+        return answer
 
-    def _body(self, row: IdempotentRequest, request: Any, response: Any) -> bytes:
+    def _rendered(self, row: IdempotentRequest, request: Any, response: Any) -> Any:
         if not getattr(response, "is_rendered", True):
             if hasattr(request, "accepted_renderer"):  # as Django REST framework does later
                 response.accepted_renderer = request.accepted_renderer
                 response.accepted_media_type = request.accepted_media_type
                 response.renderer_context = request.parser_context["view"].get_renderer_context()
-            response.render()
+            response = response.render()
         if response.streaming or len(response.content) > self.response_limit:
             unfit = f"a stream, or more than {self.response_limit} bytes (response_limit), which is not stored"
             raise NotStorable(f"The view {row.view} answers with {unfit}: answer with the address of the content.")
-        return bytes(response.content)
+        return response
 
     def _replayed(self, row: IdempotentRequest) -> HttpResponse:
         found = stored(self.using, row)
         if found is None:
             raise _running()
         if found.fingerprint != row.fingerprint:
-            detail = "Another request had this Idempotency-Key: its method, path or body differs. Nothing was done."
+            detail = "Another request had this Idempotency-Key: its method, host, path or body differs. Nothing was done."
             raise Problem(HTTPStatus.UNPROCESSABLE_ENTITY, f"{detail} Send a new key for another request.")
         if found.status is None:
             why = f"The view {row.view} has committed by itself in the first request, or calls another idempotent view"

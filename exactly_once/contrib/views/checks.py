@@ -20,12 +20,12 @@ def check_views(app_configs: object, **kwargs: Any) -> list[CheckMessage]:
         import_module(settings.ROOT_URLCONF)  # it imports the views
     return [
         Error(
-            f"@idempotent_view has using={alias!r} (the first one decorates {name}), which is not in DATABASES, or where "
-            "the database routers do not allow the app exactly_once_views.",
+            f"@idempotent_view has using={alias!r}, which is not in DATABASES, or where the database routers do not allow the "
+            "app exactly_once_views.",
             hint=f"Use one of {', '.join(filter(_has_table, connections))}, or allow the app there.",
             id="exactly_once_views.E001",
         )
-        for alias, name in declared.items()
+        for alias in sorted(declared)
         if not _has_table(alias)
     ]
 

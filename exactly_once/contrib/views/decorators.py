@@ -19,8 +19,8 @@ __all__ = ["NotStorable", "TransactionBroken", "by_token", "by_user", "idempoten
 _View = TypeVar("_View", bound=Callable[..., Any])
 _SAFE = {"GET", "HEAD", "OPTIONS", "TRACE"}
 
-declared: dict[str, str] = {}
-"""The database aliases of all decorated views, each with the name of one of them."""
+declared: set[str] = set()
+"""The database aliases of all decorated views."""
 
 
 @overload
@@ -47,21 +47,21 @@ def idempotent_view(view: Callable[..., Any] | None = None, /, **options: Any) -
         scope: takes the request; returns whose key it is, so that no client gets the answer of another. Default: `by_user`.
         required: a request without a key is answered with 400. False: it runs as without the decorator.
         expires_in: how long a response is stored, by default for a day. After that the same request runs the view again.
-        store_errors: statuses from 400 to 499 that are results, such as 402: committed and stored like a success. Every other
-            status of 400 and above rolls the view back, and is not stored.
+        store_errors: statuses from 400 to 499 that are results, such as 402: committed and stored like a success, also if Ninja
+            answers an exception with them. Every other status of 400 and above rolls the view back, and is not stored.
         using: the database of the effect.
         response_limit: maximum size of a stored response in bytes, by default 1 MiB.
 
     Raises:
         TypeError, ValueError: an argument is unknown, or unfit.
         NotStorable: when the view is called: its response is a stream, or too large. It was rolled back.
-        TransactionBroken: when the view is called: its transaction cannot commit. It was rolled back.
+        TransactionBroken: when the view is called: its transaction cannot commit. What the view has not committed by itself was
+            rolled back. If it has, each repeated request raises this until the key expires.
     """
     idempotency = Idempotency(**options)
+    declared.add(idempotency.using)
 
     def decorated(view: _View) -> _View:
-        declared.setdefault(idempotency.using, f"{view.__module__}.{getattr(view, '__qualname__', view)}")
-
         @wraps(view)
         def idempotent(request: Any, *args: Any, **kwargs: Any) -> Any:
             if request.method in _SAFE:

@@ -22,7 +22,7 @@ class IdempotentRequest(models.Model):
     key = NameField(_("key"), max_length=NAME_LENGTH)
     # As its ResolverMatch names it.
     view = models.CharField(_("view"), max_length=NAME_LENGTH)
-    # SHA-256 of method, path and body.
+    # SHA-256 of method, host, path and body.
     fingerprint = models.CharField(max_length=64)
     at = models.DateTimeField(_("time"))
     expires_at = models.DateTimeField(_("expires"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from http import HTTPStatus
 from io import BytesIO
@@ -10,8 +10,9 @@ from typing import Any
 
 from django.core.exceptions import RequestDataTooBig
 from django.core.files.uploadedfile import UploadedFile
-from django.http import HttpRequest, QueryDict
+from django.http import HttpRequest
 from django.http.multipartparser import MultiPartParser
+from django.http.request import RawPostDataException, split_domain_port
 from django.utils.datastructures import MultiValueDict
 
 from exactly_once.problems import Problem
@@ -30,7 +31,9 @@ def by_user(request: Any) -> str:
     if user is None or not user.is_authenticated or user.pk is None:
         detail = f"A request with the header {HEADER} must be authenticated, because a key is valid for one user."
         raise Problem(HTTPStatus.FORBIDDEN, f"{detail} If it is: write @idempotent_view below @api_view, or give it a scope.")
-    return f"user:{user.pk}"
+    kind: Any = user.__class__  # of the user, if `user` is lazy
+    name = user._meta.concrete_model._meta.label_lower if hasattr(user, "_meta") else f"{kind.__module__}.{kind.__qualname__}"
+    return f"user:{name}:{user.pk}"
 
 
 def by_token(request: Any) -> str:
@@ -69,37 +72,53 @@ def view_name(request: HttpRequest) -> str:
     return (match.view_name if match else request.path)[:NAME_LENGTH]
 
 
-def fingerprint(request: HttpRequest) -> str:
-    """A digest of method, path and body: another request has another one.
+def fingerprint(request: Any, http: HttpRequest) -> str:
+    """A digest of method, host, path and body: another request has another one.
 
-    A client may choose another boundary for the parts of a repeated form, so their values count.
+    A client may choose another boundary for the parts of a repeated form, so their values count, unless the body was read.
+
+    Args:
+        request: what the view gets, `http` or that of Django REST framework around it.
 
     Raises:
         Problem: the body is larger than DATA_UPLOAD_MAX_MEMORY_SIZE.
-        RawPostDataException: other code has read the body as a stream. Let it use request.body.
+        RawPostDataException: other code has read the body as a stream.
+        rest_framework.exceptions.APIException: its parsers refuse the body.
     """
     try:
-        body = _form(request) if request.content_type == "multipart/form-data" else [request.body]
+        body = _body(request, http)
     except RequestDataTooBig as error:
         raise Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The body is too large: {error}") from error
-    digest = sha256()
-    for part in (f"{request.method} {request.get_full_path()}".encode(), *body):
+    except RawPostDataException as error:
+        what = f"The body of a request to {view_name(http)} was read as a stream before @idempotent_view"
+        raise RawPostDataException(f"{what}: let middleware and decorators read request.body.") from error
+    # Not the port, which is that of one server process.
+    host, digest = split_domain_port(http.get_host())[0], sha256()
+    for part in (f"{http.method} {host} {http.get_full_path()}".encode(), *body):
         digest.update(b"%d:" % len(part) + part)
     return digest.hexdigest()
 
 
-def _form(request: HttpRequest) -> list[bytes]:
-    values: QueryDict = request.POST
-    files: MultiValueDict[str, UploadedFile[Any]] = request.FILES
-    if request.method != "POST" and not values and not files:
-        # Django parses only what is posted. The body stays for the view to parse.
-        parser = MultiPartParser(request.META, BytesIO(request.body), request.upload_handlers, request.encoding)
-        values, files = parser.parse()
-    return [repr(each).encode() for each in (*sorted(values.lists()), *_digests(files))]
+def _body(request: Any, http: Any) -> list[bytes]:
+    is_form, was_read = http.content_type == "multipart/form-data", http._read_started  # noqa: SLF001 - DRF reads it, too
+    if not hasattr(http, "_body"):
+        if request is not http and (is_form or was_read):  # the parsers of the view read the stream, once
+            return _values(request.POST if is_form else request.data, request.FILES)
+        if is_form and (hasattr(http, "_post") if was_read else http.method == "POST"):
+            return _values(http.POST, http.FILES)
+        if is_form:  # Django parses only what is posted. The body stays for the view to parse.
+            return _values(*MultiPartParser(http.META, BytesIO(http.body), http.upload_handlers, http.encoding).parse())
+    return [http.body]
 
 
-def _digests(uploads: MultiValueDict[str, UploadedFile[Any]]) -> Iterator[tuple[str | None, ...]]:
-    for name, files in sorted(uploads.lists()):
+def _values(values: Any, uploads: Any) -> list[bytes]:
+    listed = sorted(values.lists()) if isinstance(values, MultiValueDict) else [values]
+    files = uploads.lists() if isinstance(uploads, MultiValueDict) else ((name, [file]) for name, file in uploads.items())
+    return [repr(each).encode() for each in (*listed, *_digests(sorted(files)))]
+
+
+def _digests(uploads: Iterable[tuple[str, list[UploadedFile[Any]]]]) -> Iterator[tuple[str | None, ...]]:
+    for name, files in uploads:
         for file in files:
             content = sha256()
             for chunk in file.chunks():

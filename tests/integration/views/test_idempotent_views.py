@@ -13,8 +13,10 @@ from asgiref.sync import sync_to_async
 from django.contrib.auth import get_user_model
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.db import connection, connections, transaction
+from django.http.request import RawPostDataException
 from django.test import AsyncClient, Client, RequestFactory, override_settings
 from django.urls import reverse
+from django.utils.functional import SimpleLazyObject
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -47,9 +49,9 @@ def _urls():
     plan.go_on.set()
 
 
-def post(path="/function/", body=BODY, key="k-1", client="shop", method="POST"):
-    headers = {"Client": client, **({} if key is None else {"Idempotency-Key": key})}
-    return Client(raise_request_exception=False).generic(method, path, json.dumps(body), "application/json", headers=headers)
+def post(path="/function/", body=BODY, key="k-1", client="shop", method="POST", host="testserver", kind="application/json"):
+    headers = {"Client": client, "Host": host, **({} if key is None else {"Idempotency-Key": key})}
+    return Client(raise_request_exception=False).generic(method, path, json.dumps(body), kind, headers=headers)
 
 
 def effects():
@@ -147,9 +149,15 @@ def test_error_that_is_a_result_is_committed_and_stored():
 
 
 @pytest.mark.parametrize(
-    "other", [{"body": {"amount": 11}}, {"path": "/function/?a=1"}, {"path": "/class/"}, {"method": "PUT"}], ids=str
+    "other",
+    [
+        *({"body": {"amount": 11}}, {"path": "/function/?a=1"}, {"path": "/class/"}, {"method": "PUT"}),
+        {"host": "another-tenant.testserver"},
+    ],
+    ids=str,
 )
-def test_another_request_with_the_same_key_is_answered_with_422(other):
+def test_another_request_with_the_same_key_is_answered_with_422(settings, other):
+    settings.ALLOWED_HOSTS = [".testserver"]
     post()
 
     assert is_problem(post(**other), 422)
@@ -168,6 +176,10 @@ def test_request_without_a_key_that_is_not_required_runs_each_time():
     assert [answer.status_code for answer in answers] == [201, 201]
     assert effects() == 2
     assert IdempotentRequest.objects.count() == 0
+
+
+def test_host_is_the_same_whatever_its_port_is():
+    assert [REPLAYED in post(host=f"testserver:{port}") for port in (8001, 8002)] == [False, True]
 
 
 def test_key_is_the_same_with_and_without_quotes():
@@ -210,11 +222,28 @@ def test_users_without_a_primary_key_do_not_share_a_key():
         by_user(unsaved)
 
 
+def test_users_of_two_models_and_of_none_do_not_share_a_key():
+    class Merchant:
+        is_authenticated, pk = True, 7
+
+    class Guest(Merchant):
+        pass
+
+    def scope(user):
+        request = RequestFactory().post("/users/")
+        request.user = SimpleLazyObject(lambda: user)
+        return by_user(request)
+
+    scopes = [scope(user) for user in (get_user_model()(pk=7), Merchant(), Guest(), get_user_model()(pk=7))]
+    assert scopes[0] == scopes[3] == "user:auth.user:7"
+    assert len({*scopes}) == 3
+
+
 def test_csrf_token_is_checked_before_a_stored_answer_is_given():
     user, client = get_user_model().objects.create_user("ada"), Client(enforce_csrf_checks=True)
     client.force_login(user)
     IdempotentRequest.objects.create(
-        scope=f"user:{user.pk}", key="k-1", at=utcnow(), expires_at=utcnow() + timedelta(days=1), status=201
+        scope=f"user:auth.user:{user.pk}", key="k-1", at=utcnow(), expires_at=utcnow() + timedelta(days=1), status=201
     )
 
     assert client.post("/users/", BODY, headers={"Idempotency-Key": "k-1"}).status_code == 403
@@ -244,6 +273,63 @@ def test_form_is_the_same_whatever_its_boundary_is_and_another_with_another_file
     answers = [send(*given) for given in ((b"a", "one"), (b"a", "two"), (b"b", "one"))]
     assert [answer.status_code for answer in answers] == [201, 201, 422]
     assert path == "/function/" or answers[0].json()["given"]["amount"] == "10"
+    assert effects() == 1
+
+
+def form(content="10"):
+    return {"amount": content, "file": SimpleUploadedFile("a.txt", b"a")}
+
+
+def post_form(path, content="10"):
+    return Client().post(path, form(content), headers={"Idempotency-Key": "k-1", "Client": "shop"})
+
+
+def test_parser_of_a_view_of_rest_framework_reads_a_form_once():
+    answers = [post_form("/rest-own-form/", content) for content in ("10", "10", "11")]
+
+    assert [answer.status_code for answer in answers] == [201, 201, 422]
+    assert answers[0].json()["given"]["amount"] == "own 10"
+    assert effects() == 1
+
+
+def test_form_for_which_a_view_of_rest_framework_has_no_parser_is_answered_with_415():
+    assert post_form("/rest-json/").status_code == 415
+    assert effects() == IdempotentRequest.objects.count() == 0
+
+
+def test_body_that_a_permission_of_rest_framework_has_parsed_counts():
+    answers = [post("/rest-own-parser/", body=body, kind="text/own") for body in (10, 10, 11)]
+
+    assert [answer.status_code for answer in answers] == [201, 201, 422]
+    assert effects() == 1
+
+
+def test_uploaded_file_that_a_permission_of_rest_framework_has_parsed_counts():
+    headers = {"Idempotency-Key": "k-1", "Client": "shop", "Content-Disposition": "attachment; filename=a.txt"}
+    answers = [Client().post("/rest-file/", body, "text/plain", headers=headers) for body in (b"a", b"a", b"b")]
+
+    assert [answer.status_code for answer in answers] == [201, 201, 422]
+    assert answers[0].json() == {"content": "a"}
+    assert effects() == 1
+
+
+@pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=x"])
+def test_body_that_was_read_as_a_stream_is_an_error_that_names_the_remedy(kind):
+    with pytest.raises(RawPostDataException, match=r"let middleware and decorators read request\.body"):
+        Client().generic("POST", "/streamed/", "{}", kind, headers={"Idempotency-Key": "k-1", "Client": "shop"})
+    assert effects() == 0
+
+
+def test_answer_is_the_one_that_rendering_a_template_returns():
+    plan.how = "template"
+
+    assert [post().content for _ in range(2)] == [b"first, then changed"] * 2
+
+
+def test_answer_is_stored_for_its_time_from_the_end_of_the_view():
+    plan.how = "slow"
+
+    assert [REPLAYED in post() for _ in range(2)] == [False, True]
     assert effects() == 1
 
 
@@ -426,11 +512,12 @@ def test_user_of_rest_framework_is_not_known_outside_of_it():
 def test_check_names_a_database_that_does_not_exist(monkeypatch):
     assert check_views(None) == []
 
-    monkeypatch.setitem(declared, "nowhere", "shop.views.pay")
-    [error] = check_views(None)
-    assert (error.id, "shop.views.pay" in error.msg) == ("exactly_once_views.E001", True)
+    with monkeypatch.context() as patch:
+        patch.setattr("exactly_once.contrib.views.checks.declared", {*declared, "nowhere"})
+        [error] = check_views(None)
+    assert error.msg.startswith("@idempotent_view has using='nowhere', which is not in DATABASES")
+    assert error.id == "exactly_once_views.E001"
 
-    monkeypatch.delitem(declared, "nowhere")
     monkeypatch.setattr("django.db.router.allow_migrate_model", lambda alias, model: alias == "default")
     [error] = check_views(None)
     assert (error.id, "'other'" in error.msg) == ("exactly_once_views.E001", True)
