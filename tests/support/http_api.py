@@ -39,12 +39,10 @@ class Api:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._base = base
 
-    def post(self, where, body=None, **headers):
+    def post(self, where, body=None, content_type="application/json", **headers):
         content = body if isinstance(body, bytes) else json.dumps({} if body is None else body)
         return self._checked(
-            self._client.post(
-                self._base + where, content, content_type="application/json", headers={**self._headers, **headers}
-            )
+            self._client.post(self._base + where, content, content_type=content_type, headers={**self._headers, **headers})
         )
 
     def get(self, where, **query):

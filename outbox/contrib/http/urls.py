@@ -26,6 +26,7 @@ from exactly_once.problems import Problem
 from exactly_once.process.logs import escaping_logger
 from exactly_once.sql.connections import decision_transaction
 from exactly_once.sql.partitions import lately, newest
+from exactly_once.wire.text import fit
 from outbox import decisions
 from outbox.conf import outbox_options
 from outbox.contrib.http import schemas
@@ -75,14 +76,15 @@ def publish(request: HttpRequest, message: schemas.NewMessage, idempotency_key: 
     """Publish a message. 201: it is committed. 200: an earlier request with the same biz-id has published it.
 
     A request with an Idempotency-Key may be repeated: for seven days, the client gets the first answer, with the header
-    Idempotency-Replayed. Without a biz_id, that of the message is the client's name, a slash and the key. Another request with
-    the same key is answered with 422, and with 409 while the first one is running.
+    Idempotency-Replayed. Without a biz_id, that of the message is the client's name, a slash and the key, or the SHA-256 of
+    that if it is longer than 255 bytes. Another request with the same key is answered with 422, and with 409 while the first
+    one is running.
     """
     client, alias = require(request, "publish", message.topic), _alias()
 
     def respond() -> HttpResponse:
         key = key_of(request, required=False)
-        (published,) = publish_all([message], alias, name=key and f"{client.name}/{key}")
+        (published,) = publish_all([message], alias, name=key and fit(f"{client.name}/{key}"))
         return _answer(request, schemas.Published.model_validate(published), created=published.created)
 
     return idempotency(client.name, alias).answer(request, respond)

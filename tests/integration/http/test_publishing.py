@@ -98,6 +98,26 @@ def test_another_request_with_the_same_idempotency_key_is_answered_with_422_and_
     assert len(published()) == 1
 
 
+@pytest.mark.parametrize("content_type", ["multipart/form-data", "multipart/form-data; boundary=x"])
+def test_another_payload_is_another_request_whatever_the_content_type_says(content_type):
+    answers = [
+        push(message={**MESSAGE, "payload": payload}, content_type=content_type, **{"Idempotency-Key": "k-1"})
+        for payload in (1, 2, 1)
+    ]
+
+    assert [answer.status_code for answer in answers] == [201, 422, 201]
+    assert [message.payload for message in published()] == [1]
+
+
+def test_longest_idempotency_key_publishes_with_a_biz_id_that_fits():
+    keys = "a" * 255, "b" * 255
+
+    assert [push(**{"Idempotency-Key": key}).status_code for key in (*keys, *keys)] == [201] * 4
+    biz_ids = {message.biz_id for message in published()}
+    assert len(biz_ids) == 2
+    assert all(biz_id.startswith("sha256:") for biz_id in biz_ids)
+
+
 def test_request_with_an_idempotency_key_may_be_repeated_after_its_message_was_rescheduled_and_published():
     message = {**MESSAGE, "delay": 3600}
     first = push(message=message, **{"Idempotency-Key": "k-1"}).json()
