@@ -173,22 +173,24 @@ def first_unhandled(alias: str, handler: Handler, topic: str, members: Mapping[s
     """The id of the first of these messages that is not settled in this handler, and its state, "" if it is not there.
 
     A message has the row of its biz-id, which may be that of another message; or of its message id, if the handler chooses the
-    biz-id, or has refused the message. A correction is open as long as the row that it has made.
+    biz-id, or has refused the message. A correction, also one of a correction, has the message id of the first row.
 
     Args:
         members: biz-ids by message ids.
     """
-    rows, pks = InboxMessage.objects.using(alias), dict[str, int]()
+    rows, found = InboxMessage.objects.using(alias), dict[str, tuple[int, str]]()
     if handler.biz_id is None:
         named = Receipt.objects.using(alias).filter(handler=handler.name, topic=topic, biz_id__in=[*members.values()])
-        by_name = dict(named.values_list("biz_id", "pk"))
-        pks = {name: by_name[biz_id] for name, biz_id in members.items() if biz_id in by_name}
-    by_id = rows.filter(handler=handler.name, message_id__in=members.keys() - pks)
-    pks = {**dict(by_id.order_by("pk").values_list("message_id", "pk")), **pks}
+        by_name = {biz_id: (pk, of) for biz_id, pk, of in named.values_list("biz_id", "pk", "message_id")}
+        found = {name: by_name[biz_id] for name, biz_id in members.items() if biz_id in by_name}
+    by_id = rows.filter(handler=handler.name, message_id__in=members.keys() - found).order_by("pk")
+    found |= {name: (pk, name) for name, pk in by_id.values_list("message_id", "pk")}
     for name in members:
-        if name not in pks:
+        if name not in found:
             return name, ""
-    open_ones = rows.filter(Q(pk__in=[*pks.values()]) | Q(replaces__in=[*pks.values()]), day=LIVE).order_by("state")
+    pks, ids = zip(*found.values(), strict=True)
+    corrections = Q(handler=handler.name, message_id__in=ids, replaces__isnull=False)
+    open_ones = rows.filter(Q(pk__in=pks) | corrections, day=LIVE).order_by("state")
     return open_ones.values_list("message_id", "state").first()
 
 

@@ -118,14 +118,15 @@ def test_end_is_published_once_although_its_counter_is_killed_at_every_step(hand
     assert_effect_once(SET, counter, effect=lambda: OutboxMessage.objects.filter(topic=DONE).count())
 
 
-def test_end_waits_for_the_correction_of_a_dead_letter(handler):
-    fails.update("78")
+def test_end_waits_for_the_last_correction_of_a_dead_letter(handler):
+    fails.update("678")
     a_set("7")
     relayed()
-    replace_message("default", the_row(handler=NAME).pk, '{"line": "8"}', by="anna")
-    drain()
-    again()
-    assert "which is dead" in why_waiting()
+    for other in ("8", "6"):
+        replace_message("default", the_row(handler=NAME, state=State.DEAD).pk, f'{{"line": "{other}"}}', by="anna")
+        drain()
+        again()
+        assert "which is dead" in why_waiting()
 
     replace_message("default", the_row(handler=NAME, state=State.DEAD).pk, '{"line": "9"}', by="anna")
     again()
