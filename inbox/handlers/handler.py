@@ -68,7 +68,7 @@ class Handler:
     @property
     def identity(self) -> tuple[str, str, str]:
         """Function, topics and database. Two handlers with one name are the same if these are equal."""
-        return origin(self.function), ", ".join(self.topics), self.using
+        return origin(self.function), ", ".join(self.kind.all_of or self.topics), self.using
 
     @property
     def wants_past(self) -> bool:

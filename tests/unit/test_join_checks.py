@@ -6,7 +6,7 @@ import pytest
 from django.core.checks import WARNING
 from django.test import override_settings
 
-from inbox.contrib.joins import joined_handler
+from inbox.contrib.joins import correlated, joined_handler
 from inbox.contrib.joins.decorators import check_cycles, check_tables
 from inbox.handlers.decorator import idempotent_handler
 
@@ -22,6 +22,14 @@ def declare(own_handlers):
         decorator(lambda given: None)
 
     return declare
+
+
+def a_join(topic):
+    return joined_handler(all_of=[topic, f"{topic}.done"], correlate="run_id", deadline="1h")
+
+
+def a_request(topic):
+    return correlated(request=topic, answer=f"{topic}.done", timeout="1h")
 
 
 def names():
@@ -45,6 +53,16 @@ def test_join_that_waits_for_its_own_message_is_a_warning(declare):
         "The join report can never run, as far as is declared: it waits for 'report.built', which only report publishes"
         in problem.msg
     )
+
+
+@pytest.mark.parametrize("decorator", [a_join, a_request])
+def test_one_function_for_two_joins_needs_two_names(own_handlers, decorator):
+    with pytest.raises(ValueError, match=r"on b, b\.done .* on a, a\.done.*name="):
+
+        @decorator("a")
+        @decorator("b")
+        def report(*given):
+            pass
 
 
 def test_two_joins_that_wait_for_each_other_are_warned_of(declare):

@@ -43,11 +43,17 @@ def when_handled(topic: str, *, by: Sequence[str], using: str | None = None) -> 
         using: the database alias of the handlers and of the outbox. Default: that of the database routers.
 
     Raises:
-        ValueError: the topic is invalid.
+        ValueError: the topic is invalid, or was declared with other handlers.
     """
-    alias = database_of(using)
+    alias, name = database_of(using), f"{PUBLISHED_SETS}{topic}"
+    known = registry.get(name)
+    if known and isinstance(known.function, partial) and {*known.function.args[1]} != {*by}:
+        raise ValueError(
+            f"when_handled({topic!r}) was called with by={[*known.function.args[1]]}, and with by={[*by]}. Call it once, with "
+            "all handlers in one by=[...]."
+        )
     function = update_wrapper(partial(_finish, alias, tuple(by)), _finish)
-    registering([f"{PUBLISHED_SETS}{topic}"], name=f"{PUBLISHED_SETS}{topic}", using=alias, publishes=(topic,))(function)
+    registering([name], name=name, using=alias, publishes=(topic,))(function)
 
 
 def _finish(alias: str, by: Sequence[str], message: Message) -> None:

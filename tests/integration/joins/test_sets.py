@@ -175,6 +175,12 @@ def test_every_handler_of_by_counts(handles, handler):
     assert OutboxMessage.objects.filter(topic="both.done").count() == 1
 
 
+def test_a_second_declaration_of_a_topic_does_not_replace_the_first():
+    when_handled(DONE, by=(NAME,))  # as when its module is imported again
+    with pytest.raises(ValueError, match=r"by=\['tests.line'\], and with by=\['tests.other'\].*one by="):
+        when_handled(DONE, by=["tests.other"])
+
+
 def test_end_of_an_empty_set_is_published_at_once(handler):
     assert a_set(drafts=[]) == []
     relayed()
