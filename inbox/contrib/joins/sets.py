@@ -5,7 +5,7 @@ of the set up, and defers itself until none is missing and no message is open. T
 so that happens once, whatever is delivered again or killed, and costs the messages of the set nothing.
 
 An open message includes a dead letter: the end waits until an operator has retried or skipped it. A skipped or shed message
-does not hold up the end.
+does not hold up the end. A message that is still missing after `KEEP_HISTORY` makes the end a dead letter.
 """
 
 from __future__ import annotations
@@ -78,14 +78,15 @@ def _wait(handler: Handler, message: Message, missing: str, state: str) -> NoRet
     """
     Raises:
         RetryLater: this message is not handled.
-        Reject: it is not known any more whether it is: the row of a message whose handler chooses the biz-id is deleted with
-            the history, and its receipt does not have the biz-id that it was published with.
+        Reject: it may never come, or it is not known any more whether it is handled: it was cancelled, it has expired, or its
+            row, which alone had the name that it was published with, is deleted with the history.
     """
     age, kept = utcnow() - (message.created_at or utcnow()), inbox_options().keeps
-    if handler.biz_id is not None and not state and age > kept and not store.is_unsent(handler.using, missing):
+    if not state and age > kept and not store.is_unsent(handler.using, missing):
         raise Reject(
-            f"{handler.name} has no message {missing}: it has not come, or was handled more than KEEP_HISTORY ({kept}) ago. "
-            "Look its effect up. If it is there, publish the end by hand and skip this message; otherwise retry this one later."
+            f"{handler.name} has no message {missing}: it was cancelled, has expired, is late, or was settled more than "
+            f"KEEP_HISTORY ({kept}) ago. Look its effect up. If it is there, or not wanted, publish the end by hand and skip "
+            "this message; otherwise retry this one later."
         )
     which = f"which is {state}" if state else "which has not come"
     raise RetryLater(min(max(age / 10, _SOONEST), _LATEST), f"waits in {handler.name} for message {missing}, {which}")

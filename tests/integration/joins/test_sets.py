@@ -14,7 +14,7 @@ from inbox.models import InboxMessage, Receipt
 from inbox.operators.editing import replace_message
 from inbox.states import State
 from inbox.testing import assert_effect_once, deliver, make_message
-from outbox import Draft, InvalidMessage, PayloadTooLarge, publish_many, publish_now
+from outbox import Draft, InvalidMessage, PayloadTooLarge, cancel, publish_many, publish_now
 from outbox.models import OutboxMessage
 from outbox.testing import published, run_relay
 from tests.support.decisions import retry, skip
@@ -239,6 +239,23 @@ def test_set_waits_for_a_message_that_is_delayed_for_longer_than_history_is_kept
     again()
     again()
     assert len(ends()) == 1
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "expired"])
+def test_set_with_a_message_that_never_comes_is_a_dead_letter_after_keep_history(handler, is_cancelled):
+    a_set(drafts=lines("1", delay=timedelta(hours=1), expires_in=timedelta(hours=1)))
+    relayed()
+    if is_cancelled:
+        cancel(OutboxMessage.objects.get(topic=LINE).message_id)
+    travel(timedelta(days=6))
+    relayed()
+    again()
+    assert "which has not come" in why_waiting()
+
+    travel(timedelta(days=2))
+    again()
+    row = the_row(handler=SET)
+    assert (row.state, "was cancelled, has expired" in row.last_error) == (State.DEAD, True)
 
 
 @pytest.mark.parametrize("on_done", [Draft(DONE, {1, 2}), Draft("", {}), Draft(DONE, {}, delay="2h"), Draft(DONE, {}, key=5)])
