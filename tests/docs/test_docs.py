@@ -33,6 +33,7 @@ import inbox.checks
 import inbox.contrib.http
 import inbox.contrib.joins
 import inbox.contrib.joins.decorators
+import inbox.contrib.joins.sets
 import inbox.contrib.outgoing_webhooks
 import inbox.contrib.outgoing_webhooks.fanning_out
 import inbox.contrib.tasks.checks
@@ -169,6 +170,7 @@ def test_every_check_is_documented_and_no_other():
         outbox.contrib.recurring.declarations,
         outbox.contrib.sql.checks,
         inbox.contrib.joins.decorators,
+        inbox.contrib.joins.sets,
         inbox.contrib.outgoing_webhooks.fanning_out,
         inbox.contrib.tasks.checks,
     )

@@ -8,8 +8,9 @@ from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from exactly_once.testing.database import travel
-from inbox import Reject
+from inbox import Lease, Reject
 from inbox.contrib.joins import when_handled
+from inbox.contrib.joins.sets import check_leases
 from inbox.models import InboxMessage, Receipt
 from inbox.operators.editing import replace_message
 from inbox.states import State
@@ -52,6 +53,11 @@ def lines(*names, **options):
 def a_set(*names, drafts=None, **options):
     with transaction.atomic():
         return publish_many(lines(*names) if drafts is None else drafts, on_done=Draft(DONE, {"of": [*names]}, **options))
+
+
+def a_list(biz_id):
+    """The message that lists a set of one message."""
+    return make_message(SET, {"members": {LINE: [["an id", biz_id]]}, "on_done": {"topic": DONE, "payload": {}}})
 
 
 def relayed():
@@ -113,9 +119,8 @@ def test_a_skipped_message_does_not_hold_up_the_end(handler):
 
 def test_end_is_published_once_although_its_counter_is_killed_at_every_step(handler):
     deliver(make_message(LINE, {"line": "1"}, biz_id="line-1"))
-    counter = make_message(SET, {"members": {LINE: [["an id", "line-1"]]}, "on_done": {"topic": DONE, "payload": {}}})
 
-    assert_effect_once(SET, counter, effect=lambda: OutboxMessage.objects.filter(topic=DONE).count())
+    assert_effect_once(SET, a_list("line-1"), effect=lambda: OutboxMessage.objects.filter(topic=DONE).count())
 
 
 def test_end_waits_for_the_last_correction_of_a_dead_letter(handler):
@@ -197,6 +202,18 @@ def test_set_that_no_handler_counts_for_is_a_dead_letter(handler, by):
 
     row = the_row(handler="published-set.never")
     assert (row.state, "Correct its by=" in row.last_error) == (State.DEAD, True)
+
+
+def test_set_that_a_handler_with_leases_in_redis_counts_for_is_a_dead_letter_and_an_error(handles, settings):
+    """Its success writes nothing to the database."""
+    handles(takes, topic=LINE, name=NAME, lease=Lease())
+    assert check_leases(None) == []
+
+    settings.INBOX = {"LEASE_STORE": "redis://127.0.0.1:1/0"}
+    (problem,) = check_leases(None)
+    assert (problem.id, f"when_handled({DONE!r}) counts [{NAME!r}]" in problem.msg) == ("inbox_joins.E003", True)
+    with pytest.raises(Reject, match="leases in Redis"):
+        deliver(a_list("line-1"))
 
 
 @pytest.mark.parametrize("age", [timedelta(days=6), timedelta(days=8)], ids=["within", "beyond"])
