@@ -24,7 +24,7 @@ from outbox.models import OutboxMessage, TrailEntry, UniqueMessage
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
 from outbox.store.writing import ORDER_SPACE
 
-VERSION = 2
+VERSION = 3
 """Of `publish.sql`. A change of it increments this number. A parameter keeps its name and its type."""
 NAME = TABLE.removesuffix("outboxmessage") + "publish"
 

@@ -154,10 +154,9 @@ BEGIN
     crc := crc # 4294967295;
 
     IF strict_order THEN
-        -- Before a position is drawn and the clock is read.
+        -- Before a position is drawn.
         PERFORM pg_advisory_xact_lock(@order_space@, (crc - 2147483648)::int);
     END IF;
-    created_at := CASE WHEN strict_order THEN clock_timestamp() ELSE statement_timestamp() END;
 
     IF is_unique THEN
         LOOP
@@ -196,6 +195,8 @@ BEGIN
         END LOOP;
     END IF;
 
+    -- Not statement_timestamp(), which is when the client's command began: a procedure may have run for hours since.
+    created_at := clock_timestamp();
     IF deliver_at IS NOT NULL OR delay > interval '0' THEN
         -- In seconds: an interval of days would depend on the time zone of the session.
         due_at := coalesce(deliver_at, created_at + make_interval(secs => extract(epoch FROM delay)::float8));
@@ -212,7 +213,7 @@ BEGIN
     );
     IF @is_recorded@ THEN
         INSERT INTO @trail@ (message_id, was, became, at, process, reason) VALUES (
-            id, '', became, statement_timestamp(), format('postgresql:%s:@name@', pg_backend_pid()), '');
+            id, '', became, created_at, format('postgresql:%s:@name@', pg_backend_pid()), '');
     END IF;
     RETURN id;
 END

@@ -106,6 +106,15 @@ def test_with_all_of_the_trail_the_insert_is_recorded_as_publish_records_it(sett
     assert entries == [{"was": "", "became": "scheduled", "reason": ""}] * 2
 
 
+def test_delay_and_expiry_count_from_the_call_not_from_the_command_of_the_client():
+    before = fetched("SELECT clock_timestamp()")
+    options = "delay => interval '1 ms', expires_in => interval '1 ms'"
+    executed(f"DO $$ BEGIN PERFORM pg_sleep(0.2); PERFORM outbox_publish('{TOPIC}', '{{}}', {options}); END $$")
+
+    row, slept = OutboxMessage.objects.get(), timedelta(seconds=0.2)
+    assert before + slept <= row.created_at < row.available_at < row.expires_at
+
+
 REFUSED = {
     "topic": {"topic": " \u3000"},
     "no topic": {"topic": None},
