@@ -40,7 +40,7 @@ from outbox.store.dialect import begin_bounded
 logger = escaping_logger(__name__)
 
 _SHORTEST_POLL_SECONDS = 0.5
-_LONGEST_POLL_SECONDS = 5.0
+LONGEST_POLL = timedelta(seconds=5)
 _REPORT_SECONDS = 60.0
 PAUSE = timedelta(seconds=1)
 """Delay after an outage, a deadlock or a conflict with SQLite's other writer, which are not the function's fault."""
@@ -128,6 +128,7 @@ class Attendant:
         claim: claims up to this many due calls, except for these groups, so that no other process takes them.
         threads: maximum number of concurrent calls, without those beyond their limit.
         limit: a call that runs longer is logged.
+        longest_poll: maximum time between two claims while no call is due.
         database_log: reports outages; the loops of one process share it.
     """
 
@@ -141,6 +142,7 @@ class Attendant:
         *,
         threads: int,
         limit: timedelta,
+        longest_poll: timedelta = LONGEST_POLL,
     ) -> None:
         self._name = name
         self._alias = alias
@@ -149,6 +151,7 @@ class Attendant:
         self._each = max(threads - 1, 1)
         self._limit = limit.total_seconds()
         self._extend_seconds = self._limit / 4
+        self._longest_poll_seconds = longest_poll.total_seconds()
         self._grace = options.SHUTDOWN_GRACE.total_seconds()
         self._changing = threading.Lock()
         self._running: list[_Running] = []
@@ -181,7 +184,7 @@ class Attendant:
                     if begun or self._bell.wait(min(poll_seconds, self._extend_seconds), stop):
                         poll_seconds = _SHORTEST_POLL_SECONDS
                     else:
-                        poll_seconds = min(2 * poll_seconds, _LONGEST_POLL_SECONDS)
+                        poll_seconds = min(2 * poll_seconds, self._longest_poll_seconds)
                 self._end_threads()
         finally:
             connections.close_all()

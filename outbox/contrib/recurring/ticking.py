@@ -31,7 +31,7 @@ from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.contrib.recurring.declarations import GRACE, Declaration, declarations
 from outbox.contrib.recurring.models import Schedule
-from outbox.relay.attending import PAUSE, Attendant, call_bounded
+from outbox.relay.attending import LONGEST_POLL, PAUSE, Attendant, call_bounded
 from outbox.store.dialect import database_of
 
 logger = escaping_logger(__name__)
@@ -41,7 +41,10 @@ def attendants(alias: str, options: OutboxOptions, *, database_log: OutageLog | 
     """The attendant of the schedules of this database; none without schedules."""
     here = {name: schedule for name, schedule in declarations.items() if database_of(schedule.when.using) == alias}
     claim, threads, limit = partial(_claim, alias, here, set()), options.CONCURRENCY, options.CALLBACK_TIMEOUT
-    return [Attendant("recurring", alias, claim, options, database_log, threads=threads, limit=limit)] if here else []
+    make = partial(Attendant, "recurring", alias, claim, options, database_log, threads=threads, limit=limit)
+    # Two ticks of an interval must not be due at one look.
+    poll = min([LONGEST_POLL, *(schedule.when.every / 2 for schedule in here.values() if schedule.when.every)])
+    return [make(longest_poll=poll)] if here else []
 
 
 def _claim(alias: str, here: Mapping[str, Declaration], running: set[str], most: int, without: Collection[str]) -> list[_Run]:

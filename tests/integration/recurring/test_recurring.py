@@ -7,8 +7,10 @@ import pytest
 from django.db import connection
 from django.db.models import F
 
+from exactly_once.process.loop import StopRequest
 from exactly_once.sql.now import DatabaseTime
 from outbox import Draft, publish
+from outbox.conf import outbox_options
 from outbox.contrib.recurring import recurring, ticking
 from outbox.contrib.recurring.declarations import declarations
 from outbox.contrib.recurring.models import Schedule
@@ -285,6 +287,24 @@ def test_a_relay_skips_a_schedule_that_another_one_works_on(recurs):
     relay()
     relay()
     assert len(ticks) == 1
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_relay_looks_twice_in_the_shortest_interval(recurs, monkeypatch):
+    """Otherwise two ticks may be due at one look, of which missed="last" publishes one."""
+    recurs(every=timedelta(seconds=1))
+    recurs(name="tests.other")
+    stop, waits = StopRequest(), []
+
+    def wait(bell, seconds, stop):
+        waits.append(seconds)
+        if len(waits) == 5:
+            stop.set()
+
+    monkeypatch.setattr(attending.Bell, "wait", wait)
+    for attendant in ticking.attendants("default", outbox_options()):
+        attendant.run(stop)
+    assert max(waits) == 0.5
 
 
 @pytest.mark.django_db(transaction=True)
