@@ -141,6 +141,22 @@ def test_check_reports_two_schedules_of_one_function_without_names():
     assert not check_declarations(None)
 
 
+def test_check_reports_a_schedule_on_a_database_without_its_table(settings):
+    declared("0 3 * * *")
+    declared("0 3 * * *", name="tests.elsewhere", using="other")
+    assert not check_declarations(None)
+
+    settings.DATABASE_ROUTERS = [NoSchedulesOnOther()]
+    (problem,) = check_declarations(None)
+    assert problem.id == "outbox_recurring.E001"
+    assert "never ticks: the database routers do not allow its app on 'other'" in problem.msg
+
+
+class NoSchedulesOnOther:
+    def allow_migrate(self, db, app_label, **hints):
+        return False if (db, app_label) == ("other", "outbox_recurring") else None
+
+
 def test_cron_expressions_need_cronsim_and_intervals_do_not(monkeypatch):
     monkeypatch.setitem(sys.modules, "cronsim", None)
     declared(every=timedelta(hours=1))

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 from zoneinfo import ZoneInfo
 
 from django.core.checks import CheckMessage, Error, register
-from django.db import connections
+from django.db import connections, router
 from django.utils import timezone
 
 from exactly_once.packages import name_of
@@ -25,6 +25,8 @@ from exactly_once.wire.identity import origin
 from exactly_once.wire.text import describe, why_unfit
 from outbox.api import Draft, publish_many
 from outbox.callbacks import synchronous
+from outbox.contrib.recurring.models import Schedule
+from outbox.store.dialect import database_of
 
 Missed = Literal["none", "last", "all"]
 _Function = TypeVar("_Function")
@@ -33,7 +35,7 @@ _SHORTEST = timedelta(seconds=1)
 _MOST_MISSED = 100
 GRACE = timedelta(minutes=1)
 """A tick that is younger is not missed yet."""
-_HINT = "Correct it. A cron expression needs cronsim: pip install 'django-exactly-once[recurring]'."
+_HINT = "Correct it, or DATABASE_ROUTERS. A cron expression needs cronsim: pip install 'django-exactly-once[recurring]'."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +185,8 @@ def _why_not(schedule: Declaration) -> str:
 @register()
 def check_declarations(app_configs: object, **kwargs: Any) -> list[CheckMessage]:
     """outbox_recurring.E001: a schedule that no relay can run."""
-    return [
-        Error(f"The schedule {where} is not valid: {problem}.", hint=_HINT, id="outbox_recurring.E001")
-        for where, problem in problems.items()
-    ]
+    homes = {(schedule.origin, database_of(schedule.when.using)) for schedule in declarations.values()}
+    rowless = sorted(home for home in homes if not router.allow_migrate_model(home[1], Schedule))
+    found = [f"{where} is not valid: {problem}" for where, problem in problems.items()]
+    found += [f"{where} never ticks: the database routers do not allow its app on {alias!r}" for where, alias in rowless]
+    return [Error(f"The schedule {each}.", hint=_HINT, id="outbox_recurring.E001") for each in found]
