@@ -33,7 +33,7 @@ class Surprise(Exception):
     """An unexpected error in the business code."""
 
 
-class Topics(str, Enum):
+class Topics(str, Enum):  # noqa: UP042 - str() of a StrEnum is its value
     """Names of a project. `str()` gives "Topics.ORDER"."""
 
     ORDER = TOPIC
