@@ -458,7 +458,7 @@ def _body(draft: Draft) -> bytes:
     options = outbox_options()
     encoder = load_encoder((options.TOPICS and options.topic(draft.topic).ENCODER) or _ENCODER)
     try:
-        body = encoder.encode(plain(draft.payload)).encode()
+        body = encoder.encode(plain(draft.payload, encoder)).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidMessage(
             f"The payload for topic {draft.topic!r} is not JSON: {error}. Pass dicts, lists, text, finite numbers, "

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import is_dataclass
+from datetime import date, time
 from functools import cache, partial
 from importlib import import_module
 from types import NoneType
@@ -34,18 +35,21 @@ class Unreadable(TypeError):
     """No payload can be an instance of this class, for this reason."""
 
 
-def plain(payload: Any) -> Any:
-    """What an encoder turns into JSON: of an instance of a payload class its fields; anything else unchanged.
+def plain(payload: Any, encoder: json.JSONEncoder) -> Any:
+    """What this encoder turns into JSON: of an instance of a payload class its fields; anything else unchanged.
 
     Raises:
         Unreadable: the library of its class is not installed.
+        TypeError, ValueError: neither the library nor the encoder writes a value.
     """
     kind: Any = type(payload)
     if kind in _JSON:
         return payload
     if _is_of_pydantic(kind):
         return _adapter(kind).dump_python(payload, mode="json", by_alias=True, round_trip=True)
-    return _msgspec().to_builtins(payload, str_keys=True) if _is_of_msgspec(kind) else payload
+    if _is_of_msgspec(kind):
+        return _msgspec().to_builtins(payload, enc_hook=partial(_written, encoder))
+    return payload
 
 
 @cache
@@ -91,6 +95,20 @@ def _msgspec() -> Any:
         return import_module("msgspec")
     except ImportError as error:
         raise Unreadable(f"dataclasses are read and written by msgspec ({error}): run `pip install msgspec`") from error
+
+
+def _written(encoder: json.JSONEncoder, value: Any) -> Any:
+    """A value that msgspec does not write: of a subclass of a type that it does, or one for the encoder."""
+    match value:
+        case str():
+            return str.__str__(value)
+        case int():
+            return int.__int__(value)
+        case float():
+            return float.__float__(value)
+        case date() | time():  # also datetime; with the microseconds that Django's encoder cuts off
+            return value.isoformat().replace("+00:00", "Z")
+    return encoder.default(value)
 
 
 def _by_pydantic(kind: type, adapter: Any, invalid: type[Any], payload: Any) -> Any:

@@ -72,7 +72,7 @@ def make_message(
 
 
 def through_json(value: Any) -> Any:
-    return json.loads(_PAYLOADS.encode(plain(value)))
+    return json.loads(_PAYLOADS.encode(plain(value, _PAYLOADS)))
 
 
 def envelope_of(message: Message) -> Envelope:

@@ -16,11 +16,14 @@ import msgspec
 import pydantic
 import pytest
 from django.core.serializers.json import DjangoJSONEncoder
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext_lazy
 from hypothesis import given
 from hypothesis import strategies as st
 
 from exactly_once.wire.payloads import Misfit, plain, reader, why_unreadable
 
+ENCODER = DjangoJSONEncoder()
 TEXT = st.text(max_size=5)
 INTS = st.integers(-(2**62), 2**62)
 
@@ -112,7 +115,7 @@ ORDERS = st.builds(
 
 
 def on_the_wire(payload):
-    return json.loads(DjangoJSONEncoder().encode(plain(payload)))
+    return json.loads(ENCODER.encode(plain(payload, ENCODER)))
 
 
 def why_not(kind, payload):
@@ -146,6 +149,80 @@ def test_an_instance_has_the_form_that_djangos_encoder_gives_to_its_values(kind)
     by_django = json.loads(DjangoJSONEncoder().encode(values))
 
     assert on_the_wire(reader(kind)(by_django)) == {**by_django, "note": None}
+
+
+class Whole(int):
+    pass
+
+
+class Real(float):
+    pass
+
+
+class Amount(Decimal):
+    pass
+
+
+class Instant(datetime):
+    pass
+
+
+class Day(date):
+    pass
+
+
+class Clock(time):
+    pass
+
+
+class Period(timedelta):
+    pass
+
+
+@dataclass
+class Valued:
+    value: Any
+
+
+class ValuedStruct(msgspec.Struct):
+    value: Any
+
+
+@pytest.mark.parametrize("kind", [Valued, ValuedStruct])
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        (SafeString("a"), "a"),
+        (gettext_lazy("a"), "a"),
+        ([Whole(3), Real(1.5)], [3, 1.5]),
+        (Amount("9.90"), Decimal("9.90")),
+        (Instant(2026, 3, 1, 12, 0, 0, 123456, tzinfo=UTC), datetime(2026, 3, 1, 12, 0, 0, 123456, tzinfo=UTC)),
+        (Day(2026, 3, 1), date(2026, 3, 1)),
+        (Clock(1, 2, 3, 456789), time(1, 2, 3, 456789)),
+        ({SafeString("a"): 1, Whole(3): 2}, {"a": 1, 3: 2}),
+    ],
+)
+def test_a_value_of_a_subclass_is_written_as_its_base_is(kind, given, same):
+    assert on_the_wire(kind(given)) == on_the_wire(kind(same))
+
+
+def test_a_duration_of_a_subclass_is_read_back_equal():
+    @dataclass
+    class Wait:
+        time: timedelta
+
+    assert reader(Wait)(on_the_wire(Wait(Period(days=-1, microseconds=5)))) == Wait(timedelta(days=-1, microseconds=5))
+
+
+@pytest.mark.parametrize("kind", [Valued, ValuedStruct])
+def test_any_other_value_is_one_for_the_encoder(kind):
+    class OfComplex(json.JSONEncoder):
+        def default(self, o):
+            return {"real": Real(o.real)} if isinstance(o, complex) else super().default(o)
+
+    assert plain(kind([{"a": 1.5j + 2}]), OfComplex()) == {"value": [{"a": {"real": 2.0}}]}
+    with pytest.raises(TypeError, match="Object of type object is not JSON serializable"):
+        plain(kind(object()), OfComplex())
 
 
 FITS = {"orderId": str(UUID(int=1)), "total": "1", "at": "2026-03-01T00:00:00Z", "size": "s", "lines": []}
@@ -220,13 +297,15 @@ def test_each_library_is_imported_only_for_its_classes_and_a_missing_one_is_name
     code = """
 import sys
 from dataclasses import dataclass
+from json import JSONEncoder
 from exactly_once.wire.payloads import plain, reader, why_unreadable
 @dataclass
 class Line:
     sku: str
-plain({"sku": "a"})
+encoder = JSONEncoder()
+plain({"sku": "a"}, encoder)
 assert not {"pydantic", "msgspec"} & {*sys.modules}
-assert reader(Line)(plain(Line("a"))) == Line("a")
+assert reader(Line)(plain(Line("a"), encoder)) == Line("a")
 assert "pydantic" not in sys.modules
 sys.modules["msgspec"] = None
 reader.cache_clear()

@@ -9,6 +9,7 @@ import msgspec
 import pydantic
 import pytest
 from django.db import InterfaceError, transaction
+from django.utils.safestring import mark_safe
 
 from inbox.conf import inbox_options
 from inbox.contrib.joins.models import Part, Run
@@ -22,7 +23,7 @@ from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read_unread
 from inbox.states import Outcome, State
 from inbox.testing import make_message, run_handler
-from outbox import Draft, publish, publish_many
+from outbox import Draft, InvalidMessage, publish, publish_many
 from outbox.testing import published, run_relay
 from tests.support.decisions import retry
 from tests.support.deliveries import OPTIONS, TOPIC, an_envelope, deliver, drain, effects, the_effect, the_row
@@ -102,6 +103,32 @@ def test_published_instances_arrive_as_equal_instances(handles, kind):
 
     assert sorted(seen, key=lambda order: order.order) == orders
     assert [message.payload for message in published(TOPIC)] == [{"order": name, "total": "9.90"} for name in "ab"]
+
+
+class RealPart(json.JSONEncoder):
+    def default(self, value):
+        return value.real if isinstance(value, complex) else super().default(value)
+
+
+@dataclass
+class Untyped:
+    value: object
+
+
+class UntypedStruct(msgspec.Struct):
+    value: object
+
+
+@pytest.mark.parametrize("kind", [Untyped, UntypedStruct])
+def test_fields_of_an_instance_are_written_by_the_encoder_of_the_topic(kind, settings):
+    settings.OUTBOX = {"TOPICS": {"audit.*": {"ENCODER": f"{__name__}.RealPart"}}}
+    with transaction.atomic():
+        publish("audit.entry", kind(2.5j + 1.5))
+        publish(TOPIC, kind(mark_safe("<b>")))
+        with pytest.raises(InvalidMessage, match="Object of type complex is not JSON serializable"):
+            publish(TOPIC, kind(1j))
+
+    assert [message.payload["value"] for topic in ("audit.entry", TOPIC) for message in published(topic)] == [1.5, "<b>"]
 
 
 @pytest.mark.parametrize("ways", [deliver, partial(deliver, redelivered=True), as_local_does])
