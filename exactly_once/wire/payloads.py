@@ -11,12 +11,11 @@ from dataclasses import is_dataclass
 from datetime import date, time
 from functools import cache, partial
 from importlib import import_module
-from types import NoneType
 from typing import Any
 
 from exactly_once.wire.text import describe, one_line
+from exactly_once.wire.unreadable import JSON_TYPES, Unreadable, check_fields
 
-_JSON = {dict, list, str, int, float, bool, NoneType}
 _SHOWN = 80
 _STEP = re.compile(r"\.?([^.\[\]]+)\]?")
 
@@ -31,10 +30,6 @@ class Misfit(ValueError):
         )
 
 
-class Unreadable(TypeError):
-    """No payload can be an instance of this class, for this reason."""
-
-
 def plain(payload: Any, encoder: json.JSONEncoder) -> Any:
     """What this encoder turns into JSON: of an instance of a payload class its fields; anything else unchanged.
 
@@ -43,7 +38,7 @@ def plain(payload: Any, encoder: json.JSONEncoder) -> Any:
         TypeError, ValueError: neither the library nor the encoder writes a value.
     """
     kind: Any = type(payload)
-    if kind in _JSON:
+    if kind in JSON_TYPES:
         return payload
     if _is_of_pydantic(kind):
         return _adapter(kind).dump_python(payload, mode="json", by_alias=True, round_trip=True)
@@ -65,6 +60,7 @@ def reader(kind: Any) -> Callable[[Any], Any]:
     if not _is_of_msgspec(kind):
         raise Unreadable("it is neither a dataclass, nor a model of Pydantic 2, nor a msgspec Struct")
     _msgspec().json.Decoder(kind)  # refuses fields that it cannot read
+    check_fields(kind)
     return partial(_by_msgspec, kind, _msgspec())
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum, IntEnum
+from ipaddress import IPv4Address
+from numbers import Number
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from uuid import UUID
 
@@ -291,6 +295,81 @@ def test_a_check_of_the_class_itself_is_a_reason():
 def test_a_class_that_cannot_be_read_is_refused_before_a_message_comes(kind, reason):
     assert reason in why_unreadable(kind)
     assert bool(reason) is bool(why_unreadable(kind))
+
+
+class Plain:
+    pass
+
+
+@dataclass
+class Host:
+    address: IPv4Address
+
+
+@dataclass
+class Hosts:
+    found: dict[str, list[Host | None]]
+
+
+@dataclass
+class WithModel:
+    line: PydanticModel
+
+
+class PydanticModel(pydantic.BaseModel):
+    sku: str
+
+
+class Tree(msgspec.Struct):
+    trees: list[Tree]
+    leaf: tuple[Plain, ...]
+
+
+@dataclass
+class Files:
+    path: Path | None = None
+
+
+class Raw(msgspec.Struct):
+    raw: msgspec.Raw
+
+
+@dataclass
+class Flags:
+    flags: dict[bool, int]
+
+
+@dataclass
+class Open:
+    some: list[object]
+    iterable: Iterable[int]
+    number: Number
+    parent: Open | None = None
+    kind: Literal["a", 7] | None = None
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "type_name"),
+    [
+        (Host, "Host.address", "IPv4Address"),
+        (Hosts, "Host.address", "IPv4Address"),
+        (WithModel, "WithModel.line", "PydanticModel"),
+        (Tree, "Tree.leaf", "Plain"),
+        (Files, "Files.path", "Path"),
+        (Raw, "Raw.raw", "Raw"),
+        (Flags, "Flags.flags", "bool"),
+    ],
+)
+def test_a_field_that_msgspec_does_not_read_is_named(kind, field, type_name):
+    assert why_unreadable(kind).startswith(f"{field} has ")
+    assert type_name in why_unreadable(kind)
+
+
+def test_a_class_that_values_of_json_are_instances_of_is_read():
+    payload = {"some": [1, {}], "iterable": [1], "number": 1.5, "parent": None, "kind": 7}
+
+    assert why_unreadable(Open) == ""
+    assert reader(Open)(payload) == Open(**payload)
 
 
 def test_each_library_is_imported_only_for_its_classes_and_a_missing_one_is_named():
