@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from exactly_once.wire.text import describe, one_line
-from exactly_once.wire.unreadable import JSON_TYPES, Unreadable, check_fields
+from exactly_once.wire.unreadable import JSON_TYPES, Unreadable, check_fields, check_schema
 
 _SHOWN = 80
 _STEP = re.compile(r"\.?([^.\[\]]+)\]?")
@@ -34,7 +34,7 @@ def plain(payload: Any, encoder: json.JSONEncoder) -> Any:
     """What this encoder turns into JSON: of an instance of a payload class its fields; anything else unchanged.
 
     Raises:
-        Unreadable: the library of its class is not installed.
+        Unreadable: its fields would not be read back, or the library of its class is not installed.
         TypeError, ValueError: neither the library nor the encoder writes a value.
     """
     kind: Any = type(payload)
@@ -83,7 +83,9 @@ def _is_of_msgspec(kind: type) -> bool:
 
 @cache
 def _adapter(kind: Any) -> Any:
-    return import_module("pydantic").TypeAdapter(kind)
+    adapter = import_module("pydantic").TypeAdapter(kind)
+    check_schema(kind, adapter.core_schema)
+    return adapter
 
 
 def _msgspec() -> Any:

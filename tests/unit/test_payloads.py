@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum, IntEnum
@@ -24,8 +25,10 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy
 from hypothesis import given
 from hypothesis import strategies as st
+from typing_extensions import TypedDict
 
 from exactly_once.wire.payloads import Misfit, plain, reader, why_unreadable
+from exactly_once.wire.unreadable import Unreadable
 
 ENCODER = DjangoJSONEncoder()
 TEXT = st.text(max_size=5)
@@ -370,6 +373,120 @@ def test_a_class_that_values_of_json_are_instances_of_is_read():
 
     assert why_unreadable(Open) == ""
     assert reader(Open)(payload) == Open(**payload)
+
+
+def model(annotation=int, /, field=None, **config):
+    return pydantic.create_model("Model", __config__=config, a=(annotation, pydantic.Field(...) if field is None else field))
+
+
+Field, Alias = pydantic.Field, pydantic.AliasChoices
+WRITTEN_ONLY = model(int, Field(serialization_alias="x"))
+
+
+@pydantic.dataclasses.dataclass
+class WithInitVar:
+    a: InitVar[int]
+
+
+class RecursiveModel(pydantic.BaseModel):
+    models: list[RecursiveModel]
+    a: int = Field(1, serialization_alias="x")
+
+
+class Typed(TypedDict):
+    a: Annotated[int, Field(serialization_alias="x")]
+
+
+def tagged(name, **options):
+    return pydantic.create_model(name, type=(Literal[name], name), a=(int, Field(**options)))
+
+
+TAGGED = Annotated[tagged("One", alias="x") | tagged("Two", serialization_alias="x"), Field(discriminator="type")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "remedy"),
+    [
+        (model(pydantic.SecretStr), "Model.a", "give it a field_serializer"),
+        (model(pydantic.SecretBytes | None, None), "Model.a", "give it a field_serializer"),
+        (model(dict[str, pydantic.Secret[date]]), "Model.a", "give it a field_serializer"),
+        (WRITTEN_ONLY, "Model.a", "use alias="),
+        (model(int, Field(3, serialization_alias="x")), "Model.a", "use alias="),
+        (model(int, Field(validation_alias="x")), "Model.a", "use alias="),
+        (model(int, Field(validation_alias=pydantic.AliasPath("a", 0))), "Model.a", "use alias="),
+        (model(int, Field(exclude=True)), "Model.a", "give it a default"),
+        (WithInitVar, "WithInitVar.a", "give it a default"),
+        (model(Plain, arbitrary_types_allowed=True), "Model.a", "give it a validator"),
+        (model(Sequence[WRITTEN_ONLY]), "Model.a", "use alias="),
+        (model(Mapping[str, tuple[int, WRITTEN_ONLY]] | None), "Model.a", "use alias="),
+        (pydantic.RootModel[list[WRITTEN_ONLY]], "Model.a", "use alias="),
+        (model(TAGGED), "Two.a", "use alias="),
+        (model(Typed), "a.a", "use alias="),
+        (RecursiveModel, "RecursiveModel.a", "use alias="),
+    ],
+)
+def test_a_field_that_pydantic_does_not_read_as_it_writes_it_is_named_with_its_remedy(kind, field, remedy):
+    reason = why_unreadable(kind)
+
+    assert f"{field} " in reason
+    assert remedy in reason
+    with pytest.raises(Unreadable, match=re.escape(reason)):
+        plain(kind.__new__(kind), ENCODER)
+
+
+REVEALED = Annotated[pydantic.SecretStr, pydantic.PlainSerializer(pydantic.SecretStr.get_secret_value)]
+
+
+def as_plain(given):
+    return given if isinstance(given, Plain) else Plain()
+
+
+class Renamed(pydantic.BaseModel):
+    a: int = Field(serialization_alias="x")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def named(cls, given):
+        return {"a": given.get("x", given.get("a"))}
+
+
+class RenamedBack(pydantic.BaseModel):
+    a: int = Field(serialization_alias="x")
+
+    @pydantic.model_serializer(mode="wrap")
+    def named(self, write):
+        return {"a": write(self)["x"]}
+
+
+@pytest.mark.parametrize(
+    "published",
+    [
+        model(int, Field(alias="x"))(x=1),
+        model(int, Field(alias="x"), populate_by_name=True)(a=1),
+        model(int, Field(validation_alias="x"), populate_by_name=True)(a=1),
+        model(int, Field(validation_alias=Alias("y", "x"), serialization_alias="x"))(y=1),
+        model(int, Field(validation_alias=Alias("y", "a")))(y=1),
+        model(int, Field(3, exclude=True))(),
+        model(Plain | None, Field(None, exclude=True), arbitrary_types_allowed=True)(),
+        model(REVEALED)(a="s"),
+        Renamed(a=1),
+        RenamedBack(a=1),
+        model(dict[str, PydanticModel])(a={"type": PydanticModel(sku="a")}),
+        model(IPv4Address)(a=IPv4Address("127.0.0.1")),
+        model(Path)(a=Path("a")),
+    ],
+)
+def test_a_model_that_pydantic_reads_as_it_writes_it_is_accepted(published):
+    assert why_unreadable(type(published)) == ""
+    assert reader(type(published))(on_the_wire(published)) == published
+
+
+def test_a_validator_and_a_serializer_of_the_project_make_any_type_readable():
+    read = Annotated[Plain, pydantic.BeforeValidator(as_plain)]
+    written = Annotated[read, pydantic.PlainSerializer(lambda value: None)]
+
+    assert why_unreadable(model(read, arbitrary_types_allowed=True)) == ""
+    assert why_unreadable(model(written, arbitrary_types_allowed=True)) == ""
 
 
 def test_each_library_is_imported_only_for_its_classes_and_a_missing_one_is_named():

@@ -131,6 +131,19 @@ def test_fields_of_an_instance_are_written_by_the_encoder_of_the_topic(kind, set
     assert [message.payload["value"] for topic in ("audit.entry", TOPIC) for message in published(topic)] == [1.5, "<b>"]
 
 
+class Login(pydantic.BaseModel):
+    password: pydantic.SecretStr
+
+
+def test_model_that_would_not_be_read_back_is_not_published():
+    login = Login(password="secret-17")
+    with transaction.atomic(), pytest.raises(InvalidMessage, match=r"Login.password is a secret, .*: give it a") as refused:
+        publish(TOPIC, login)
+
+    assert "secret-17" not in str(refused.value)
+    assert not published(TOPIC)
+
+
 @pytest.mark.parametrize("ways", [deliver, partial(deliver, redelivered=True), as_local_does])
 @pytest.mark.parametrize("options", [{}, {"biz_id": "order"}, {"ordered": True}, {"lease": None}, {"size": 5}])
 def test_payload_that_does_not_fit_is_a_dead_letter_without_an_attempt_or_a_call(handles, ways, options):
