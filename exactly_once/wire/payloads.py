@@ -7,6 +7,7 @@ payload has such a class, and not before.
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import is_dataclass
 from datetime import date, time
 from functools import cache, partial
@@ -84,7 +85,8 @@ def _is_of_msgspec(kind: type) -> bool:
 @cache
 def _adapter(kind: Any) -> Any:
     adapter = import_module("pydantic").TypeAdapter(kind)
-    check_schema(kind, adapter.core_schema)
+    with suppress(LookupError, AttributeError, ValueError):  # another version may have a schema of another form
+        check_schema(kind, adapter.core_schema)
     return adapter
 
 
