@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry
-from celery.utils.time import maybe_iso8601
 from django.db import connections, transaction
 from kombu.utils.json import loads
 
@@ -143,7 +142,7 @@ class TaskPolicy(Policy):
     def settle_success(self, messages: Sequence[Message]) -> None:
         # An eager task may be part of its caller's transaction; otherwise both are called at once.
         for announce in (partial(super().settle_success, messages), self._time):
-            transaction.on_commit(announce, using=self.handler.using)
+            transaction.on_commit(announce, using=self.handler.using, robust=True)
 
     def failure(self, arrival: Arrival, stored: InboxMessage, error: BaseException) -> None:
         """Celery decides what comes next."""
@@ -212,9 +211,8 @@ class TaskPolicy(Policy):
 
     def _time(self) -> None:
         """Count the latencies of a task that was run."""
-        request, seconds = self.call.task.request, monotonic() - self._began_at
-        is_first = self.attempt == 1 and not request.retries
-        due = maybe_iso8601(request.eta) or self.call.message.created_at if is_first else None
+        seconds, envelope = monotonic() - self._began_at, self.call.arrival.envelope
+        due = (envelope.deliver_at or self.call.message.created_at) if self.attempt == 1 else None
         counting.time_received(self.handler.using, self.handler.name, [(due, seconds, True)])
 
 

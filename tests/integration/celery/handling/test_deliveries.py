@@ -12,11 +12,12 @@ from celery import Task, states
 from celery.exceptions import Ignore, Reject
 from django.db import DatabaseError, connections, transaction
 
+from exactly_once.telemetry.statistics import Tally
 from inbox.celery import IdempotentTask, idempotent_task
 from inbox.errors import NotCallable, NotRun, TransactionBroken, TransactionEnded
 from inbox.models import InboxMessage, KeptHandler
 from inbox.states import State
-from inbox.store import sentinel
+from inbox.store import counting, sentinel
 from outbox import publish
 from outbox.celery import OutboxTask
 from outbox.models import OutboxMessage
@@ -416,6 +417,25 @@ class TestFailures:
         published = OutboxMessage.objects.get()
         assert (published.causation_id, published.correlation_id, published.traceparent) == ("t-1", "root", "00-x-y-01")
         assert (the_row().correlation_id, the_row().causation_id) == ("root", "p-1")
+
+    @committing
+    def test_naive_eta_is_timed_as_utc(self, a_task, monkeypatch):
+        tally = Tally()
+        tally.ahead = timedelta()
+        monkeypatch.setitem(counting.tallies, "default", tally)
+
+        eta = datetime.now(UTC).replace(tzinfo=None).isoformat()
+
+        assert deliver(a_task(the_effect), "o-1", eta=eta)[0] == states.SUCCESS
+        [counted] = tally.take().values()
+        assert [counted.times[name].total() for name in ("to_inbox", "to_effect")] == [1, 1]
+
+    @committing
+    def test_error_while_counting_does_not_undo_a_success(self, a_task, monkeypatch):
+        monkeypatch.setattr(counting, "time_received", lambda *given: 1 / 0)
+
+        assert deliver(a_task(the_effect), "o-1")[0] == states.SUCCESS
+        assert effects() == 1
 
     @committing
     def test_failing_on_commit_hook_does_not_undo_a_success(self, a_task, caplog):
