@@ -107,14 +107,14 @@ class OutboxTask(DjangoTask):  # type: ignore[misc] # celery is not typed
 
     def retry(self, *args: Any, **options: Any) -> Any:
         """As Celery's, sent at once: it raises `Retry`, which would roll back an enclosing transaction with the row."""
-        with _sent_at_once():
+        with sent_at_once():
             return super().retry(*args, **options)
 
     def on_replace(self, sig: Any) -> Any:
         """As Celery's, sent at once for the same reason as `retry`."""
         if self.request.is_eager:
             return super().on_replace(sig)
-        with _sent_at_once():
+        with sent_at_once():
             return super().on_replace(sig)
 
 
@@ -181,7 +181,8 @@ def _is_in_a_commit_hook(alias: str) -> bool:
 
 
 @contextmanager
-def _sent_at_once() -> Iterator[None]:
+def sent_at_once() -> Iterator[None]:
+    """Calls go to the broker, whatever transaction is open."""
     token = _at_once.set(True)
     try:
         yield

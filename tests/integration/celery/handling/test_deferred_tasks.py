@@ -4,12 +4,14 @@ from datetime import UTC, datetime
 
 import pytest
 from celery import Celery, states
-from django.db import connections
+from django.db import connections, transaction
 
 from exactly_once.process.clock import utcnow
 from exactly_once.wire.retry import Pause
 from inbox.celery import IdempotentTask, receiving, sending
 from inbox.models import InboxMessage
+from outbox.celery import OutboxTask
+from outbox.models import OutboxMessage
 from tests.integration.celery.apps import close
 from tests.integration.celery.handling.conftest import INBOX
 from tests.integration.celery.handling.tracing import deliver
@@ -25,6 +27,10 @@ FIRST = INBOX["BACKOFF"][0].total_seconds()
 LONGEST = 300.0
 ROUNDING = 1.5
 """Celery delays by whole seconds, and time passes until a message is looked at."""
+
+
+class Both(IdempotentTask, OutboxTask):
+    pass
 
 
 def never_runs(order_id):
@@ -95,6 +101,19 @@ def test_task_is_given_up_once_its_copy_is_confirmed(task_of_the_peer, peer, una
 
     [copy] = peer.published
     assert (state, copy.headers["id"], copy.mandatory) == (states.IGNORED, "t-1", True)
+
+
+def test_outbox_task_is_sent_past_the_outbox_in_an_open_transaction(task_of_the_peer, peer, monkeypatch):
+    """As by an operator's retry, which waits for the confirm before its commit."""
+    monkeypatch.setattr(sending, "_CONFIRM_SECONDS", 5.0)
+    app = task_of_the_peer.app
+    task = app.task(never_runs, base=Both, name="tests.both", shared=False)
+
+    with transaction.atomic():
+        sending.send(app, task.s("o-1"))
+
+    assert [copy.headers["task"] for copy in peer.published] == ["tests.both"]
+    assert not OutboxMessage.objects.exists()
 
 
 def test_connection_that_the_broker_closed_while_it_was_idle_loses_no_copy(task_of_the_peer, peer, unavailable_database):
