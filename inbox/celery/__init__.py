@@ -76,6 +76,8 @@ class IdempotentTask(DjangoTask):  # type: ignore[misc] # celery is not typed
             _set_retry_options(kind, cls._retry)
         task: Self = super().__new__(kind)
         task._make_idempotent()
+        if kind is not cls:
+            task.__init__()  # type: ignore[misc] # Python calls it only for an instance of `cls`
         return task
 
     def _make_idempotent(self) -> None:

@@ -45,12 +45,15 @@ class AutoRetrying(Task):
 
 
 class TestBaseClasses:
-    def test_init_of_the_base_class_is_called(self, decorated):
+    @pytest.mark.parametrize("by_app", [False, True], ids=["base", "task_cls"])
+    def test_init_of_the_base_class_is_called(self, decorated, local_app, by_app):
         def look(self, order_id):
             the_effect(order_id)
             return self.users["george"]
 
-        task = decorated(look, base=Client, bind=True, biz_id="order_id")
+        if by_app:
+            local_app.task_cls = Client
+        task = decorated(look, base=None if by_app else Client, bind=True, biz_id="order_id")
 
         assert [deliver(task, "o-1"), deliver(task, "o-1")] == [(states.SUCCESS, "password")] * 2
         assert effects() == 1
