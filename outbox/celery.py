@@ -29,6 +29,7 @@ from weakref import WeakSet
 from celery import _state
 from celery.app.control import Control
 from celery.contrib.django.task import DjangoTask
+from celery.local import Proxy
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from exactly_once.process.logs import escaping_logger
@@ -102,7 +103,8 @@ class OutboxTask(DjangoTask):  # type: ignore[misc] # celery is not typed
 
     @classmethod
     def on_bound(cls, app: Any) -> None:
-        _bound.add(app)
+        # A task class that was never registered is bound to the proxy of the current app.
+        _bound.add(app._get_current_object() if isinstance(app, Proxy) else app)  # noqa: SLF001 - as in Celery itself
         super().on_bound(app)
 
     def retry(self, *args: Any, **options: Any) -> Any:

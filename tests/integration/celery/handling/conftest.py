@@ -5,7 +5,7 @@ import uuid
 from datetime import timedelta
 
 import pytest
-from celery import Celery, _state
+from celery import Celery
 
 from inbox.celery import IdempotentTask, idempotent_task
 from tests.integration.celery.apps import close
@@ -29,14 +29,6 @@ def app(broker, results):
     app = make_app(broker, results)
     yield app
     close(app)
-
-
-@pytest.fixture
-def current():
-    """Make an app the current one of this process, as a project's own is: `current(app)`."""
-    before = _state._tls.current_app
-    yield lambda app: app.set_current()
-    _state._set_current_app(before)
 
 
 @pytest.fixture

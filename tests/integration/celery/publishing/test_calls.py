@@ -88,6 +88,18 @@ class TestCall:
         assert [sent.headers["task"] for sent in run_relay()] == ["tests.add"]
         assert_published("celery.tests.add", id=message.id, state="published")
 
+    def test_class_based_task_that_is_not_registered_writes_a_row_of_the_current_app(self, app, current):
+        class Receipt(OutboxTask):
+            name = "tests.receipt"
+
+            def run(self):
+                pass
+
+        current(app)
+        called(Receipt())
+
+        assert the_row().topic == "celery.tests.receipt"
+
     def test_call_in_a_savepoint_that_is_rolled_back_leaves_no_row(self, add):
         with transaction.atomic():
             add.delay(1, 2)
