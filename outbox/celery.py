@@ -39,10 +39,16 @@ from exactly_once.wire.text import fit
 
 logger = escaping_logger(__name__)
 
-LAYOUT_OPTIONS = frozenset(
-    {"fanout_patterns", "fanout_prefix", "global_keyprefix", "predefined_queues", "priority_steps", "queue_name_prefix", "sep"}
+PLACE_OPTIONS = frozenset(
+    {
+        *("fanout_patterns", "fanout_prefix", "global_keyprefix", "predefined_exchanges", "predefined_queues"),
+        *("priority_steps", "queue_name_prefix", "sep"),
+        *("messages_collection", "queues_collection", "routing_collection", "message_tablename", "queue_tablename"),
+        *("conn_string", "control_folder", "data_folder_in", "data_folder_out", "default_database"),
+        *("endpoint_url", "is_secure", "master_name", "port", "region", "regioninfo", "sentinel_kwargs", "sts_role_arn"),
+    }
 )
-"""Those of `broker_transport_options` that determine the names of keys or queues on a broker other than RabbitMQ."""
+"""Those of `broker_transport_options` that determine the server, or the names of keys or queues, if it is not RabbitMQ."""
 
 _RUNS_HOOKS = BaseDatabaseWrapper.run_and_clear_commit_hooks.__code__
 _warned: set[str] = set()

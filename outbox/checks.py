@@ -135,11 +135,11 @@ def check_celery(chosen: OutboxOptions) -> Iterator[CheckMessage]:
                 hint="Use one broker for both. Silence this check if these are two names of one.",
                 id="outbox.W004",
             )
-        odd = celery.LAYOUT_OPTIONS & set(app.conf.broker_transport_options or ())
+        odd = celery.PLACE_OPTIONS & set(app.conf.broker_transport_options or ())
         if odd and not speaks_amqp(url):
             yield Warning(
                 f"broker_transport_options of the Celery app {app.main!r} has {', '.join(sorted(odd))}, which the relay "
-                "does not know: it would put tasks of the class OutboxTask where no worker looks.",
+                "does not use: it would put tasks of the class OutboxTask where no worker looks, or not find the broker.",
                 hint="Leave these options out, or use RabbitMQ.",
                 id="outbox.W005",
             )

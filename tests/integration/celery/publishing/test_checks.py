@@ -67,11 +67,15 @@ def test_different_brokers_raise_w004_without_their_passwords(outbox, broker, ch
     assert outbox.partition("://")[0] in words
 
 
-def test_transport_options_that_rename_queues_raise_w005(checks_of):
-    found = checks_of("redis://localhost", "redis://localhost", global_keyprefix="shop:", visibility_timeout=60)
+@pytest.mark.parametrize(
+    ("broker", "option"),
+    [("redis://localhost", "global_keyprefix"), ("sentinel://localhost", "master_name"), ("filesystem://", "region")],
+)
+def test_transport_option_of_a_place_that_the_relay_does_not_use_raises_w005(checks_of, broker, option):
+    found = checks_of(broker, broker, **{option: "shop", "visibility_timeout": 60})
 
     assert list(found) == ["outbox.W005"]
-    assert "has global_keyprefix, which" in found["outbox.W005"]
+    assert f"has {option}, which" in found["outbox.W005"]
 
 
 def test_transport_options_of_rabbitmq_raise_no_w005(checks_of):
