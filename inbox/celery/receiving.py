@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry
 from django.db import connections, transaction
+from kombu.exceptions import EncodeError
 from kombu.utils.json import loads
 
 from exactly_once.process.clock import monotonic
@@ -50,6 +51,7 @@ logger = escaping_logger(__name__)
 _LONGEST_DEFERRAL = timedelta(minutes=5)
 _DEFERRALS = "inbox_deferrals"
 """The header that counts how often a task was sent again because it could not be run."""
+_PICKLE = {"pickle", "application/x-python-serialize"}
 _requeue_pause = Pause()
 _record_at: dict[tuple[str, str], float] = {}
 
@@ -272,7 +274,7 @@ def _defer(call: Call, first: timedelta, why: str) -> NoReturn:
         delay = RetryPolicy(max_attempts=1, base=first, factor=2.0, cap=_LONGEST_DEFERRAL).delay(deferrals)
         # On quorum queues Celery delays by whole seconds, at least one.
         countdown = math.ceil(delay.total_seconds())
-        send(call.task.app, signature.set(headers={**headers, _DEFERRALS: deferrals}, countdown=countdown))
+        _send_copy(call.task.app, signature.set(headers={**headers, _DEFERRALS: deferrals}, countdown=countdown))
     except Exception as error:
         # The broker redelivers it at once.
         time.sleep(_requeue_pause.next_seconds())
@@ -280,3 +282,13 @@ def _defer(call: Call, first: timedelta, why: str) -> NoReturn:
     _requeue_pause.reset()
     logger.info("%s: task %s is sent again with a countdown of %d s: %s.", call.handler.name, call.message.id, countdown, why)
     raise Ignore(why)
+
+
+def _send_copy(app: Any, signature: Any) -> None:
+    try:
+        send(app, signature)
+    except EncodeError:
+        # A request does not name the serializer of its message. That of the task class cannot represent these arguments.
+        if not _PICKLE & {*app.conf.accept_content}:
+            raise
+        send(app, signature.set(serializer="pickle"))

@@ -160,17 +160,30 @@ class TestRetries:
         assert (state, type(error), sent()) == (states.FAILURE, NotRun, [])
         assert "is dead in the inbox (because)" in str(error)
 
-    def test_concurrent_duplicate_that_cannot_be_sent_again_is_requeued_despite_autoretry(self, a_task, monkeypatch):
-        def busy(*args, **kwargs):
+    @pytest.fixture
+    def busy(self, monkeypatch):
+        def begin_fresh(*args, **kwargs):
             raise message_rows.ConcurrentDuplicate
 
-        monkeypatch.setattr(arrivals, "begin_fresh", busy)
+        monkeypatch.setattr(arrivals, "begin_fresh", begin_fresh)
+
+    @pytest.mark.usefixtures("busy")
+    def test_concurrent_duplicate_that_cannot_be_sent_again_is_requeued_despite_autoretry(self, a_task):
         task = a_task(the_effect, autoretry_for=(Exception,))
 
         # It came as pickle, and this task is sent as JSON.
         state, reject = deliver(task, object())
 
         assert (state, isinstance(reject, Reject), reject.requeue) == (states.REJECTED, True, True)
+
+    @pytest.mark.usefixtures("busy")
+    def test_concurrent_duplicate_with_arguments_that_are_not_json_is_sent_again_as_pickle(self, local_app, a_task, sent):
+        local_app.conf.accept_content = ["json", "pickle"]
+
+        state, _ = deliver(a_task(the_effect), object(), task_id="t-1")
+
+        [copy] = sent()
+        assert (state, copy.headers["id"], copy.content_type) == (states.IGNORED, "t-1", "application/x-python-serialize")
 
     def test_transaction_that_is_run_again_gets_the_original_arguments(self, a_task):
         """A transaction that failed to serialise is run again at once, without Celery."""

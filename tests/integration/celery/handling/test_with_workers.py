@@ -64,13 +64,16 @@ def test_task_whose_worker_is_killed_between_commit_and_acknowledgement_has_one_
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_concurrent_duplicate_that_cannot_be_sent_again_stays_with_the_broker(tasks, worker, pool):
-    """It came as pickle and holds a set, and the copy would be sent as JSON, the serialiser of the task."""
-    with worker(pool=pool, accept_content=["json", "pickle"]) as running:
+@pytest.mark.parametrize(("serializer", "answer"), [("pickle", "is sent again"), ("yaml", "cannot be sent again")])
+def test_concurrent_duplicate_that_is_not_json_is_sent_again_as_pickle_or_stays_with_the_broker(
+    tasks, worker, pool, serializer, answer
+):
+    """It holds a set, and the copy would be sent as JSON, the serialiser of the task."""
+    with worker(pool=pool, accept_content=["json", serializer]) as running:
         first = tasks["shop.work"].delay("o-1", "wait until released")
         running.until(lambda: begun("o-1"))
-        second = tasks["shop.work"].apply_async(["o-1", {"a set"}], serializer="pickle")
-        running.until(lambda: "cannot be sent again" in running.said())
+        second = tasks["shop.work"].apply_async(["o-1", {"a set"}], serializer=serializer)
+        running.until(lambda: answer in running.said())
         release("o-1")
 
         assert [first.get(**WAIT), second.get(**WAIT)] == ["done o-1"] * 2
