@@ -8,6 +8,7 @@ from functools import partial
 from uuid import UUID
 
 import pytest
+from celery import chord
 from celery.result import GroupResult
 from celery.signals import after_task_publish, before_task_publish
 from django.db import transaction
@@ -439,3 +440,13 @@ def test_task_cls_accepts_the_import_path_of_outbox_task(make):
     app = make(NO_BROKER, task_cls="outbox.celery:OutboxTask")
 
     assert isinstance(app.tasks["celery.chord_unlock"], OutboxTask)
+
+
+def test_chord_with_a_backend_without_native_chords_is_rows_if_outbox_task_is_the_task_cls(make, tmp_path):
+    app = make(NO_BROKER, f"file://{tmp_path}", task_cls="outbox.celery:OutboxTask")
+    add, total = app.tasks["tests.add"], app.tasks["tests.total"]
+
+    with transaction.atomic():
+        chord([add.s(1, 2), add.s(3, 4)])(total.s())
+
+    assert sorted(row.topic for row in rows()) == ["celery.celery.chord_unlock", "celery.tests.add", "celery.tests.add"]
