@@ -67,6 +67,13 @@ def topics_with_callbacks(transition: Transition) -> set[str]:
     return {topic for topic, event, _ in registry if event in transition.targets}
 
 
+def needed_by_callbacks(transition: Transition) -> tuple[str, list[str]]:
+    """The condition of a message `m` that has a pending callback, or gets one by this transition; and its parameters."""
+    topics = sorted(topics_with_callbacks(transition))
+    pending = f"EXISTS (SELECT 1 FROM {_PENDING} p WHERE p.message_id = m.message_id)"
+    return " OR ".join([pending, *["m.topic = %s"] * len(topics)]), topics
+
+
 def record_calls(connection: BaseDatabaseWrapper, message_ids: Sequence[uuid.UUID]) -> None:
     """Insert the pending callbacks of these messages, in the transaction that settled them."""
     wanted = list(registry)

@@ -13,18 +13,16 @@ from django.db import connections, transaction
 
 from exactly_once.failures import REFUSED
 from exactly_once.sql.connections import fetch, is_outermost, is_postgresql
-from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import now
 from exactly_once.sql.prepared_statements import is_usable
 from exactly_once.states import Transition
 from exactly_once.wire.text import ERROR_LENGTH, printable
 from outbox.conf import outbox_options
-from outbox.models import OutboxMessage
 from outbox.states import CONFIRM, DIE, EXPIRE, FIRE, HOLD, RELEASE, RETRY, TRY_AGAIN, State
 from outbox.store.dialect import EVER, any_of, array_of, array_of_places, live
 from outbox.store.messages import HOLDING
 from outbox.store.paused_topics import pause_in_hand
-from outbox.store.pending_callbacks import record_calls, topics_with_callbacks
+from outbox.store.pending_callbacks import needed_by_callbacks, record_calls, topics_with_callbacks
 from outbox.store.transitions import Found, count_moved, delete, is_recorded, move, move_and_commit
 from outbox.store.unwritable_rows import SAVEPOINT, Changed, Rows, UnwritableRows, change_in_parts, change_writable
 
@@ -97,15 +95,11 @@ def settle(alias: str, settlement: Settlement) -> int:
 
 
 def _publish(alias: str, positions: Sequence[int]) -> int:
-    """Without history, delete published messages, except those whose callbacks need them."""
+    """Without history, delete published messages, except those that callbacks need."""
     if outbox_options().keeps_successes:
         return _settle(alias, CONFIRM, positions)
-    with_callbacks: set[int] = set()
-    if topics := topics_with_callbacks(CONFIRM):
-        messages = OutboxMessage.objects.using(alias).filter(day=LIVE, pk__in=positions, topic__in=topics)
-        with_callbacks = set(messages.values_list("pk", flat=True))
-    deleted = delete(alias, CONFIRM, [position for position in positions if position not in with_callbacks])
-    return deleted + _settle(alias, CONFIRM, sorted(with_callbacks))
+    deleted = delete(alias, CONFIRM, positions, unless=needed_by_callbacks(CONFIRM))
+    return deleted if deleted == len(positions) else deleted + _settle(alias, CONFIRM, positions)
 
 
 def _settle(alias: str, transition: Transition, positions: Sequence[int], **options: Any) -> int:

@@ -178,16 +178,21 @@ def move_and_commit(alias: str, transition: Transition, rows: Found, *, before: 
     return int(result.command_tuples or 0)
 
 
-def delete(alias: str, transition: Transition, rows: Sequence[int]) -> int:
-    """Delete messages instead of applying a transition with one source; their number. The trail records the transition."""
+def delete(alias: str, transition: Transition, rows: Sequence[int], *, unless: tuple[str, Sequence[Any]]) -> int:
+    """Delete messages instead of applying a transition with one source; their number. The trail records the transition.
+
+    Args:
+        unless: the condition of a message `m` that is not deleted, and its parameters.
+    """
     (source,) = transition.sources
     (target,) = transition.targets
     connection = connections[alias]
     condition, parameter = any_of(connection, rows)
-    statement = f"DELETE FROM {live(connection)} WHERE id {condition} AND state = '{source}'"
+    stays, parameters = unless
+    statement = f"DELETE FROM {live(connection)} AS m WHERE m.id {condition} AND m.state = '{source}' AND NOT ({stays})"
     if not is_recorded(decision=transition.recorded):
-        return execute(connection, statement, [parameter])
-    deleted = fetch(connection, f"{statement} RETURNING message_id", [parameter])
+        return execute(connection, statement, [parameter, *parameters])
+    deleted = fetch(connection, f"{statement} RETURNING message_id", [parameter, *parameters])
     record(alias, [as_uuid(name) for (name,) in deleted], was=source.value, became=target.value, reason="")
     return len(deleted)
 

@@ -116,6 +116,26 @@ class TestCallbackMessage:
         assert all("nack" in one.error and one.headers == {} for one in calls)
         assert [one.event for one in others] == ["published"]
 
+    @every_database
+    def test_pending_callback_keeps_its_message_when_a_relay_without_it_publishes_it_without_history(
+        self, add_callback, peer, settings
+    ):
+        settings.OUTBOX = {**settings.OUTBOX, "KEEP_HISTORY": None}
+        add_callback(lambda message: 1 / 0, on=on_dead, name="tests.dead")
+        message = refused_at_its_last_attempt(peer)
+        relay()
+        peer.script = lambda message: [partial(peer.ack, message)]
+        registry.remove("tests.dead")
+        decision_rows.decide("default", RESTORE, [message.position])
+        other = published()
+        relay()
+
+        assert (state_of(message), OutboxMessage.objects.filter(pk=other.position).exists()) == (State.PUBLISHED, False)
+        calls = add_callback(on=on_dead, name="tests.dead")
+        due_now()
+        relay()
+        assert [(one.event, one.call, one.state, one.id) for one in calls] == [("dead", 2, "published", message.id)]
+
     def test_callback_receives_only_messages_of_its_topic(self, add_callback):
         first, second = add_callback(topic="a"), add_callback(topic="b")
 
