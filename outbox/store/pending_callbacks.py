@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,11 @@ from django.db import DatabaseError, connections, transaction
 from django.db.models import Count, F, Min, Q
 
 from exactly_once.sql.connections import execute, is_postgresql
-from exactly_once.sql.days import DAY_OF_NOW, LIVE
 from exactly_once.sql.deletions import delete_matching
 from exactly_once.sql.faults import is_outage
 from exactly_once.sql.fields import value_of
 from exactly_once.sql.now import DatabaseTime, now
+from exactly_once.sql.partitions import soon_after
 from exactly_once.states import Transition
 from exactly_once.wire.envelope import REPLAY_HEADER
 from exactly_once.wire.formats import Wire
@@ -30,6 +30,7 @@ from exactly_once.wire.text import ERROR_LENGTH, describe, printable
 from outbox.callbacks import SettledMessage, registry
 from outbox.models import OutboxMessage, PendingCallback
 from outbox.store.dialect import TABLE, some_uuids
+from outbox.store.selecting import identified
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -74,13 +75,16 @@ def needed_by_callbacks(transition: Transition) -> tuple[str, list[str]]:
     return " OR ".join([pending, *["m.topic = %s"] * len(topics)]), topics
 
 
-def record_calls(connection: BaseDatabaseWrapper, message_ids: Sequence[uuid.UUID]) -> None:
-    """Insert the pending callbacks of these messages, in the transaction that settled them."""
+def record_calls(connection: BaseDatabaseWrapper, days: Mapping[uuid.UUID, int]) -> None:
+    """Insert the pending callbacks of messages, in the transaction that settled them.
+
+    Args:
+        days: of the messages, by their ids.
+    """
     wanted = list(registry)
-    if not (wanted and message_ids):
+    if not (wanted and days):
         return
-    ids, parameter = some_uuids(connection, message_ids)
-    day = DAY_OF_NOW[connection.vendor]
+    ids, parameter = some_uuids(connection, days)
     values = ", ".join(["(%s, %s, %s)"] * len(wanted))
     execute(
         connection,
@@ -88,8 +92,7 @@ def record_calls(connection: BaseDatabaseWrapper, message_ids: Sequence[uuid.UUI
         f"WITH wanted(topic, event, callback) AS (VALUES {values}) "
         "SELECT m.message_id, wanted.event, m.settled_at, m.last_error, wanted.callback, 0, "
         f"{now(connection)}, '' FROM {TABLE} m JOIN wanted ON wanted.topic = m.topic AND wanted.event = m.state "
-        # Published messages have just become history: of today, or of yesterday if it was midnight in between.
-        f"WHERE m.message_id IN (SELECT id FROM {ids}) AND m.day IN ({LIVE}, {day}, {day} - 1) ORDER BY m.id",
+        f"WHERE m.message_id IN (SELECT id FROM {ids}) AND m.day IN ({', '.join(map(str, {*days.values()}))}) ORDER BY m.id",
         [*(part for one in wanted for part in one), parameter],
     )
 
@@ -125,9 +128,10 @@ def begin_call(call: DueCall) -> SettledMessage:
         CallLost: another process has claimed the call.
     """
     ours = _rows(call.alias).filter(pk=call.pending, attempts=call.number)
-    pending = ours.select_related("message").first()
+    pending = ours.first()
     if pending is None or not delete_matching(ours):
         raise CallLost("another process had claimed it before it began")
+    pending.message = identified(call.alias, [pending.message_id], soon_after(pending.settled_at)).get()
     return _settled(pending, call.alias)
 
 

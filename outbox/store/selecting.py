@@ -75,9 +75,13 @@ def find(alias: str, name: Mapping[str, Any], *, everywhere: bool = False) -> di
     return dict(sorted(on_all_days(chosen, "pk", "state").items()))
 
 
-def identified(alias: str, message_ids: Collection[uuid.UUID]) -> QuerySet[OutboxMessage]:
-    """The messages with these ids. Most are settled soon after they are published, which the id says."""
-    likely = {day for name in message_ids if name.version == _WITH_TIME for day in soon_after(_instant(name))}
+def identified(alias: str, message_ids: Collection[uuid.UUID], likely: Collection[int] = ()) -> QuerySet[OutboxMessage]:
+    """The messages with these ids.
+
+    Args:
+        likely: their probable days; otherwise, soon after they were published, which the id says.
+    """
+    likely = likely or {day for name in message_ids if name.version == _WITH_TIME for day in soon_after(_instant(name))}
     rows = OutboxMessage.objects.using(alias)
     found = days_by(rows, "message_id", message_ids, likely)
     # Also where a message is that was settled or restored since.

@@ -107,7 +107,7 @@ def _settle(alias: str, transition: Transition, positions: Sequence[int], **opti
     if not topics_with_callbacks(transition):
         return count_moved(alias, transition, positions, **options)
     moved = move(alias, transition, positions, **options)
-    record_calls(connections[alias], [one.message_id for one in moved])
+    record_calls(connections[alias], {one.message_id: one.day for one in moved})
     return len(moved)
 
 

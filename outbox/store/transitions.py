@@ -89,12 +89,13 @@ class Found(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A message that a transition has changed."""
+    """A message that a transition has changed, and its day since."""
 
     position: int
     message_id: uuid.UUID
     was: str
     became: str
+    day: int
 
 
 def move(
@@ -129,9 +130,9 @@ def move(
         moved: list[Moved] = []
         days = _days(alias, rows, sources)
         for was, its in _by_source(connection, rows, sources, days, skip_locked=skip_locked).items():
-            statement = _statement(connection, transition, was, its, given, " RETURNING id, message_id, state", days=days)
+            statement = _statement(connection, transition, was, its, given, " RETURNING id, message_id, state, day", days=days)
             changed = fetch(connection, *statement)
-            moved += [Moved(position, as_uuid(name), was, became) for position, name, became in changed]
+            moved += [Moved(position, as_uuid(name), was, became, day) for position, name, became, day in changed]
         if moved and not set(transition.targets).isdisjoint(GIVEN_UP):
             give_up_names(alias, [one.message_id for one in moved])
         if is_recorded(decision=transition.recorded if recorded is None else recorded):
@@ -279,8 +280,8 @@ def _adapted(connection: BaseDatabaseWrapper, value: Any) -> Any:
 
 def _record(alias: str, moved: Sequence[Moved], reason: str) -> None:
     by_states: dict[tuple[str, str], list[uuid.UUID]] = {}
-    for _, message_id, was, became in sorted(moved):
-        by_states.setdefault((was, became), []).append(message_id)
+    for one in sorted(moved):
+        by_states.setdefault((one.was, one.became), []).append(one.message_id)
     for (was, became), message_ids in by_states.items():
         record(alias, message_ids, was=was, became=became, reason=reason)
 

@@ -12,14 +12,16 @@ from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.executing import Operations
 from outbox import cancel, publish, restore
-from outbox.models import OutboxMessage
+from outbox.models import OutboxMessage, PendingCallback
 from outbox.operators.changes import RESTORE_THEM, operations
 from outbox.states import State
 from outbox.store.history import HISTORY
+from outbox.store.pending_callbacks import begin_call, claim_calls
+from outbox.store.settling import Settlement, settle
 from tests.support import many_days
 from tests.support.http_api import HTTP, Api
 from tests.support.many_days import FEW_PARTITIONS, partitions_locked
-from tests.support.relaying import set_columns
+from tests.support.relaying import published, set_columns
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 
@@ -140,4 +142,21 @@ def test_canary_is_judged_without_locking_all_days(cancelled, is_sent):
     locked, judged = locked_by(lambda: RESTORE_THEM.canary.judge("default", [row.pk], row.created_at))
 
     assert (judged.succeeded, judged.pending) == (([row.pk], []) if is_sent else ([], [row.pk]))
+    assert locked <= FEW_PARTITIONS
+
+
+@pytest.mark.parametrize("ago", [timedelta(), timedelta(days=40)])
+def test_settling_a_message_with_a_callback_and_calling_it_lock_a_few_partitions(add_callback, ago):
+    add_callback()
+    message = published()
+
+    locked, _ = locked_by(lambda: settle("default", Settlement(published=[message.position])))
+    assert locked <= FEW_PARTITIONS
+
+    settled = {"settled_at": DatabaseTime(-ago), "day": day_of("default", ago)}
+    set_columns(message, **settled)
+    PendingCallback.objects.update(settled_at=settled["settled_at"])
+    [call] = claim_calls("default", 1, timedelta(minutes=1))
+    locked, found = locked_by(lambda: begin_call(call))
+    assert (found.id, found.state) == (message.id, State.PUBLISHED)
     assert locked <= FEW_PARTITIONS

@@ -63,7 +63,9 @@ def test_transition_moves_messages_in_its_sources_and_no_others(name):
 
     moved = move("default", NAMES[name], positions, reason="for a test", recorded=True, **given_for(NAMES[name]))
 
-    assert sorted(moved) == sorted((before[state].pk, messages[state].id, state, target) for state in sources.split())
+    assert sorted(one[:4] for one in moved) == sorted(
+        (before[state].pk, messages[state].id, state, target) for state in sources.split()
+    )
     for state, message in messages.items():
         after = row_of(message)
         if state in sources.split():
