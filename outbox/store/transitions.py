@@ -34,20 +34,27 @@ from outbox.store.dialect import COLUMNS, DRAWN, HISTORY, LIVE_PART, TABLE, any_
 from outbox.store.unique import give_up_names
 
 _PARAMETER = re.compile(r"\{(\w+)\}")
+# The seconds from due to expiry, which stay the same. A restored message is due later than its columns say: it has them in the
+# header of a replay.
+_LIFETIME = {
+    "postgresql": f"CASE jsonb_typeof(headers -> '{REPLAY_HEADER}') WHEN 'number' "
+    f"THEN CAST(headers ->> '{REPLAY_HEADER}' AS float8) "
+    "ELSE CAST(EXTRACT(EPOCH FROM expires_at - COALESCE(deliver_at, created_at)) AS float8) END",
+    "sqlite": f"CASE WHEN json_type(headers, '$.\"{REPLAY_HEADER}\"') IN ('real', 'integer') "
+    f"THEN json_extract(headers, '$.\"{REPLAY_HEADER}\"') "
+    "ELSE round(86400 * (julianday(expires_at) - julianday(COALESCE(deliver_at, created_at))), 3) END",
+}
 _EXPIRY = {
-    # The time from due to expiry stays the same. A restored message has its old `deliver_at`.
-    "postgresql": f"{{due}} + (expires_at - CASE WHEN headers ? '{REPLAY_HEADER}' AND expires_at > available_at "
-    "THEN available_at ELSE COALESCE(deliver_at, created_at) END)",
-    "sqlite": "STRFTIME('%%Y-%%m-%%d %%H:%%M:%%f', {due}, round(86400 * (julianday(expires_at) - julianday(CASE "
-    f"WHEN json_type(headers, '$.\"{REPLAY_HEADER}\"') IS NOT NULL AND expires_at > available_at THEN available_at "
-    "ELSE COALESCE(deliver_at, created_at) END)), 3) || ' seconds')",
+    "postgresql": f"{{due}} + make_interval(secs => {_LIFETIME['postgresql']})",
+    "sqlite": f"STRFTIME('%%Y-%%m-%%d %%H:%%M:%%f', {{due}}, ({_LIFETIME['sqlite']}) || ' seconds')",
 }
 _OF_A_REPLAY = {
     # Publishers cannot set this header. Headers that are not an object were damaged by hand, and are unchanged.
-    "postgresql": "CASE jsonb_typeof(headers) WHEN 'object' "
-    f"THEN headers || jsonb_build_object('{REPLAY_HEADER}'::text, '{BY_OPERATOR}'::text) ELSE headers END",
+    "postgresql": "CASE jsonb_typeof(headers) WHEN 'object' THEN headers || "
+    f"jsonb_build_object('{REPLAY_HEADER}'::text, COALESCE(to_jsonb({_LIFETIME['postgresql']}), '\"{BY_OPERATOR}\"')) "
+    "ELSE headers END",
     "sqlite": "CASE json_type(headers) WHEN 'object' "
-    f"THEN json_set(headers, '$.\"{REPLAY_HEADER}\"', '{BY_OPERATOR}') ELSE headers END",
+    f"THEN json_set(headers, '$.\"{REPLAY_HEADER}\"', COALESCE({_LIFETIME['sqlite']}, '{BY_OPERATOR}')) ELSE headers END",
 }
 _EXPRESSIONS = {
     vendor: {

@@ -14,10 +14,11 @@ from django.utils import timezone
 
 from exactly_once.models import AuditEntry
 from exactly_once.sql.now import DatabaseTime
-from outbox import Decision, InvalidMessage, Outcome, cancel, publish, reschedule, restore
+from outbox import Decision, InvalidMessage, Outcome, cancel, publish, publish_now, reschedule, restore
 from outbox.models import OutboxMessage, TrailEntry, UniqueMessage
-from outbox.states import PUBLISH_NOW, RESTORE, State
+from outbox.states import PUBLISH_NOW, RESTORE, RESUME, State
 from outbox.store import decision_rows, settling
+from outbox.store.transitions import move
 from tests.support.commands import output_of
 from tests.support.deliveries import InAThread, at_once
 from tests.support.many_rows import multiply
@@ -110,6 +111,27 @@ class TestRestoredMessage:
         set_columns(message, state=State.READY)
         assert reschedule(message.id, delay=HOUR)
         assert is_about(row_of(message).expires_at, timezone.now() + HOUR + 10 * A_MOMENT)
+
+    @pytest.mark.parametrize("delay", [None, HOUR])
+    def test_lifetime_of_a_message_that_was_restored_stays_the_same_after_backoffs_and_pauses(self, delay):
+        message = ended(State.EXPIRED, expires_in=48 * HOUR, delay=delay)
+        make_due(message, 100 * HOUR)
+        assert restore(message.id)
+
+        for backoff in (40 * HOUR, 60 * HOUR):
+            failure = settling.Failure(positions=[message.position], error="refused", retry_after=backoff)
+            settling.settle("default", settling.Settlement(failed=[failure]))
+            assert restore(message.id)
+            row = row_of(message)
+            assert is_about(row.expires_at, timezone.now() + 48 * HOUR)
+
+        # It was paused from the 10th hour on.
+        set_columns(message, state=State.PAUSED, available_at=DatabaseTime(-10 * HOUR), expires_at=DatabaseTime(38 * HOUR))
+        move("default", RESUME, [message.position])
+        assert publish_now(message.id)
+        assert is_about(row_of(message).expires_at, timezone.now() + 48 * HOUR)
+        assert reschedule(message.id, delay=HOUR)
+        assert is_about(row_of(message).expires_at, timezone.now() + 49 * HOUR)
 
 
 @every_database
