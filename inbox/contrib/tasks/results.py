@@ -25,6 +25,7 @@ from exactly_once.sql.connections import execute, fetch, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.deletions import delete_matching
 from exactly_once.sql.now import now_after
+from exactly_once.sql.partitions import lately, newest
 from exactly_once.transport.broker import is_local
 from exactly_once.wire.body import Undecodable, decode_payload
 from exactly_once.wire.identity import uuid_in
@@ -68,7 +69,7 @@ def _present(alias: str, result_id: str) -> Any:
     """In the order in which a message moves, so that it is found wherever it moves to in between."""
     if (written := _written(alias, result_id, status=Status.SUCCESSFUL)) is not None:
         return written
-    sent = _outbox(alias).filter(message_id=uuid_in(result_id), topic__startswith=PREFIX).first()
+    sent = _newest(_outbox(alias).filter(message_id=uuid_in(result_id), topic__startswith=PREFIX))
     if sent is not None and sent.state != _SENT:
         return _waiting(sent)
     if (found := _arrived(alias, result_id)) is not None or sent is None:
@@ -90,7 +91,7 @@ def _at_the_broker(alias: str, sent: Any) -> Any:
     if receipt.message_id == result_id:
         # It has arrived since. Or its result is deleted; one that was skipped has none, and the inbox may have forgotten it.
         found = _arrived(alias, result_id)
-        is_forgotten = found is None and not _of_queues(alias).filter(message_id=result_id).exists()
+        is_forgotten = found is None and _newest(_of_queues(alias).filter(message_id=result_id)) is None
         return _waiting(sent, cancelled="It was skipped or dropped.") if is_forgotten else found
     first = _present(alias, receipt.message_id)
     if first is None:
@@ -105,8 +106,13 @@ def _arrived(alias: str, result_id: str) -> Any:
         return received(alias, row)
     if (written := _written(alias, result_id)) is not None:
         return written
-    row = rows.exclude(state=State.DONE).first()
+    row = _newest(rows.exclude(state=State.DONE))
     return None if row is None else received(alias, row)
+
+
+def _newest(rows: QuerySet[Any]) -> Any:
+    """The newest of these rows, which is most likely one of the last days; None without one."""
+    return rows.filter(day__in=lately()).order_by("-pk").first() or next(iter(newest(rows, 1)), None)
 
 
 def _of_queues(alias: str) -> QuerySet[InboxMessage]:

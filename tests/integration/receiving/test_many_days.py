@@ -12,6 +12,9 @@ from exactly_once.process.loop import StopRequest
 from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.executing import Operations
+from exactly_once.wire.identity import new_message_id
+from inbox.contrib.tasks.compat import TaskResultDoesNotExist
+from inbox.contrib.tasks.models import Result
 from inbox.housekeeping import HISTORY
 from inbox.models import InboxMessage, Receipt
 from inbox.operators.accounting import oldest_waiting
@@ -20,6 +23,9 @@ from inbox.receiving.reading import read
 from inbox.states import State
 from inbox.store import receipts
 from inbox.store.duplicates import count_duplicate
+from outbox.models import OutboxMessage
+from outbox.store import history as outbox_history
+from outbox.testing import run_relay
 from tests.support import many_days
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, an_envelope, deliver, fails, options, the_effect
@@ -33,6 +39,11 @@ pytestmark = [pytest.mark.django_db(transaction=True)]
 @pytest.fixture(scope="module")
 def _made(django_db_setup, django_db_blocker):
     yield from many_days.made(HISTORY, django_db_blocker)
+
+
+@pytest.fixture(scope="module")
+def _made_in_the_outbox(django_db_setup, django_db_blocker):
+    yield from many_days.made(outbox_history.HISTORY, django_db_blocker)
 
 
 @pytest.fixture
@@ -158,3 +169,27 @@ def test_message_is_found_by_its_name_and_receipt_without_locking_all_days(handl
 
     assert found == row
     assert locked <= FEW_PARTITIONS
+
+
+@pytest.mark.usefixtures("_made", "_made_in_the_outbox")
+def test_task_that_was_skipped_or_is_at_the_broker_or_unknown_is_found_without_locking_all_days(tasked, settings):
+    for name in ("OUTBOX", "INBOX"):
+        setattr(settings, name, {**getattr(settings, name, {}), "KEEP_HISTORY": timedelta(days=2 * DAYS)})
+    at_the_broker, skipped = tasked.note.enqueue("a"), tasked.note.enqueue("b")
+    run_relay()
+    Effect.objects.all().delete()
+    Result.objects.all().delete()
+    InboxMessage.objects.filter(message_id=at_the_broker.id).delete()
+    Receipt.objects.filter(message_id=at_the_broker.id).delete()
+    settle(InboxMessage.objects.filter(message_id=skipped.id), State.SKIPPED, ago=timedelta(days=40))
+    OutboxMessage.objects.update(day=day_of("default", timedelta(days=40)))
+
+    def statuses():
+        with pytest.raises(TaskResultDoesNotExist):
+            tasked.note.get_result(str(new_message_id()))
+        return [str(tasked.note.get_result(task.id).status) for task in (at_the_broker, skipped)]
+
+    with transaction.atomic():
+        assert statuses() == ["READY", "FAILED"]
+        assert partitions_locked(HISTORY) <= FEW_PARTITIONS
+        assert partitions_locked(outbox_history.HISTORY) <= FEW_PARTITIONS
