@@ -20,6 +20,7 @@ from exactly_once.packages import label_of
 from exactly_once.sql.connections import fetch, is_postgresql
 from exactly_once.sql.days import LIVE
 from exactly_once.sql.now import DatabaseTime
+from exactly_once.sql.partitions import on_all_days
 from exactly_once.wire.envelope import JSON
 from exactly_once.wire.identity import new_message_id, uuid_in
 from inbox.contrib.joins.models import Part, Run
@@ -183,8 +184,9 @@ def first_unhandled(alias: str, handler: Handler, topic: str, members: Mapping[s
         named = Receipt.objects.using(alias).filter(handler=handler.name, topic=topic, biz_id__in=[*members.values()])
         by_name = {biz_id: (pk, of) for biz_id, pk, of in named.values_list("biz_id", "pk", "message_id")}
         found = {name: by_name[biz_id] for name, biz_id in members.items() if biz_id in by_name}
-    by_id = rows.filter(handler=handler.name, message_id__in=members.keys() - found).order_by("pk")
-    found |= {name: (pk, name) for name, pk in by_id.values_list("message_id", "pk")}
+    if unnamed := members.keys() - found:
+        by_id = on_all_days(rows.filter(handler=handler.name, message_id__in=unnamed), "pk", "message_id")
+        found |= {name: (pk, name) for pk, name in sorted(by_id.items())}
     for name in members:
         if name not in found:
             return name, ""

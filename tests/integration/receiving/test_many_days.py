@@ -13,6 +13,7 @@ from exactly_once.sql.days import day_of
 from exactly_once.sql.now import DatabaseTime
 from exactly_once.upkeep.executing import Operations
 from exactly_once.wire.identity import new_message_id
+from inbox.contrib.joins.store import first_unhandled
 from inbox.contrib.tasks.compat import TaskResultDoesNotExist
 from inbox.contrib.tasks.models import Result
 from inbox.housekeeping import HISTORY
@@ -193,3 +194,16 @@ def test_task_that_was_skipped_or_is_at_the_broker_or_unknown_is_found_without_l
         assert statuses() == ["READY", "FAILED"]
         assert partitions_locked(HISTORY) <= FEW_PARTITIONS
         assert partitions_locked(outbox_history.HISTORY) <= FEW_PARTITIONS
+
+
+@pytest.mark.usefixtures("_made")
+def test_end_of_a_set_is_found_by_message_ids_without_locking_all_days(handles):
+    handler = handles(the_effect, biz_id="order_id")
+    message = an_envelope()
+    deliver(handler, message)
+    settle(InboxMessage.objects.all(), ago=timedelta(days=40))
+    members = {str(message.id): message.biz_id}
+
+    locked, found = locked_by_each(lambda: first_unhandled("default", handler, message.topic, members))
+    assert (found, locked <= FEW_PARTITIONS) == (None, True)
+    assert first_unhandled("default", handler, message.topic, {"other": "other"}) == ("other", "")
