@@ -135,7 +135,8 @@ class Handler:
 
     def _call(self, messages: tuple[Message, ...]) -> object:
         function, given, hooks = self.function, self.kind.given, inbox_options().around
-        result = _called_around(hooks, messages, lambda: function(given(messages))) if hooks else function(given(messages))
+        around = [message for message in messages if self.kind.has_around(message)] if hooks else []
+        result = _called_around(hooks, around, lambda: function(given(messages))) if around else function(given(messages))
         if result is not None and (inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator)):
             if inspect.iscoroutine(result):
                 result.close()

@@ -26,6 +26,12 @@ def tenant_of(message):
 
 
 @contextmanager
+def required_tenant_of(message):
+    called.append(("tenant", message.headers["tenant"]))
+    yield
+
+
+@contextmanager
 def inner(message):
     called.append(("inner", TENANT.get()))
     yield

@@ -19,7 +19,7 @@ from django.core.serializers.json import DjangoJSONEncoder
 from django.db import router
 
 from exactly_once.process.clock import utcnow
-from exactly_once.wire.envelope import JSON
+from exactly_once.wire.envelope import COMPRESSION, JSON, headers_as_json
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from exactly_once.wire.identity import new_message_id
 from inbox.checks import errors_without_tables
@@ -112,6 +112,7 @@ def _fan_out(payload: Payload | None, to: Wanted | None, using: str, message: Me
         body = _body(message.topic, message.created_at, message.payload if payload is None else payload(message))
         row = replace(
             _row(message.topic, message.biz_id, message.id, body),
+            headers=headers_as_json({name: value for name, value in message.headers.items() if name != COMPRESSION}),
             correlation_id=message.correlation_id,
             causation_id=message.causation_id,
             created_at=message.created_at,

@@ -28,6 +28,7 @@ from inbox.models import InboxMessage, KeptHandler
 from inbox.testing import deliver, make_message, run_handler, travel
 from outbox.contrib.incoming_webhooks import InvalidSignature, StandardWebhooks
 from outbox.testing import run_relay
+from tests.support import arounds
 from tests.support.decisions import retry
 from tests.support.deliveries import OPTIONS, InAThread, at_once, make_due, options
 from tests.support.fakes.receiver import CERTIFICATE, Receiver, Reply
@@ -192,6 +193,20 @@ class TestRequest:
         assert receiver.requests[0].json["type"] == "webhook.test"
         endpoints.disable("default", endpoint.pk, "no")
         assert not send_test("default", endpoint.pk)
+
+    def test_context_managers_around_requests_get_the_headers_of_the_message_and_not_those_of_a_test(
+        self, receiver, endpoint, settings
+    ):
+        settings.INBOX = {**settings.INBOX, "AROUND": ["tests.support.arounds.required_tenant_of"]}
+        arounds.called.clear()
+        headers = {"tenant": "north", "compression": "application/x-gzip"}  # as of a message that was compressed
+        run_handler(f"webhooks/{TOPIC}", make_message(TOPIC, ORDER, headers=headers))
+        assert send_test("default", endpoint.pk)
+        send()
+
+        assert [request.json["type"] for request in receiver.requests] == [TOPIC, "webhook.test"]
+        assert arounds.called == [("tenant", "north")] * 2
+        assert not {"tenant", "compression"} & {*receiver.requests[0].headers}
 
 
 class TestFanOut:
