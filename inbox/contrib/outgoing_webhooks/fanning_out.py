@@ -91,8 +91,9 @@ def check_tables(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
 
 
 def aliases() -> list[str]:
-    """The databases with endpoints."""
-    return sorted({handler.using for handler in fan_outs()} | {router.db_for_write(Endpoint)})
+    """The databases with endpoints: those of `send_webhooks`, and the routers' choice, unless they keep the table off it."""
+    declared, chosen = {handler.using for handler in fan_outs()}, router.db_for_write(Endpoint)
+    return sorted(declared | {chosen} if router.allow_migrate_model(chosen, Endpoint) else declared or {chosen})
 
 
 def handler_name(endpoint: Endpoint) -> str:

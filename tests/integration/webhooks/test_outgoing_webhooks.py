@@ -12,7 +12,7 @@ from email.utils import format_datetime
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured, ValidationError
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 from django.db import connection, connections
 from django.test.utils import CaptureQueriesContext
 
@@ -541,6 +541,26 @@ class TestProcess:
             call_command("inbox_outgoing_webhooks", drain=True)
         assert states() == ["done"]
         assert len(receiver.requests) == 2
+
+
+class OnlyOnOther:
+    """A router that keeps our tables off the default database, and chooses no database."""
+
+    def allow_migrate(self, db, app_label, **hints):
+        return db == "other" if app_label in {"exactly_once", "inbox", "inbox_outgoing_webhooks"} else None
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
+def test_process_does_not_need_tables_that_the_routers_keep_off_the_default_database(offers, receiver, settings):
+    settings.DATABASE_ROUTERS = [OnlyOnOther()]
+    with pytest.raises(CommandError, match="keep the app 'inbox' out of the database 'default'"):
+        call_command("inbox_outgoing_webhooks", drain=True)
+
+    offers(TOPIC, using="other")
+    endpoint = Endpoint.objects.using("other").create(name="partner", url=receiver.url)
+    assert send_test("other", endpoint.pk)
+    call_command("inbox_outgoing_webhooks", drain=True)
+    assert len(receiver.requests) == 1
 
 
 @pytest.mark.every_database
