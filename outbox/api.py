@@ -46,7 +46,7 @@ from outbox.errors import InvalidMessage, PayloadTooLarge, PublishedOutsideTrans
 from outbox.models import MAX_PRIORITY
 from outbox.store import writing
 from outbox.store.dialect import database_of
-from outbox.store.unique import Name, take_names
+from outbox.store.unique import Name, has_body, take_names
 from outbox.topic_options import load_encoder
 
 _P = ParamSpec("_P")
@@ -347,6 +347,11 @@ def _insert_new(alias: str, rows: Sequence[writing.NewRow]) -> list[PublishedMes
         )
         for row, position in zip(rows, writing.insert_many(alias, rows), strict=True)
     ]
+
+
+def contradicts(found: PublishedMessage, payload: Any, *, using: str) -> bool:
+    """Was a message that `unique=True` has found published with another payload? False if it has been purged."""
+    return not (found.created or has_body(using, found.id, _body(Draft(found.topic, payload))))
 
 
 def new_row(draft: Draft, message_id: uuid.UUID, create: Callable[[str, str, str], str] | None = None) -> writing.NewRow:

@@ -13,9 +13,8 @@ import json
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from django.core.serializers.json import DjangoJSONEncoder
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Exists, OuterRef, Q
@@ -165,14 +164,14 @@ def delete_names_left_behind(alias: str, last: int, *, chunk: int) -> Iterator[i
         yield names.filter(pk__in={*found} - existing.keys()).delete()[0]
 
 
-def has_payload(alias: str, message_id: uuid.UUID, payload: Any) -> bool:
-    """Has a message this payload, compared as JSON? True if it has been purged."""
+def has_body(alias: str, message_id: uuid.UUID, body: bytes) -> bool:
+    """Has a message this body, compared as JSON? True if it has been purged."""
     # By its id: the index of positions in history is a BRIN index, of little use after delayed messages.
-    body = identified(alias, [message_id]).values_list("body", flat=True).first()
-    return body is None or _canonical(bytes(body)) == _canonical(DjangoJSONEncoder().encode(payload))
+    stored_body = identified(alias, [message_id]).values_list("body", flat=True).first()
+    return stored_body is None or _canonical(bytes(stored_body)) == _canonical(body)
 
 
-def _canonical(document: str | bytes) -> str:
+def _canonical(document: bytes) -> str:
     # To Python, 1 equals true.
     return json.dumps(json.loads(document), sort_keys=True)
 

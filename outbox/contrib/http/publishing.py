@@ -13,9 +13,8 @@ from django.db import transaction
 
 from exactly_once.contrib.views.answering import Idempotency
 from exactly_once.problems import Problem
-from outbox.api import PublishedMessage, publish_many
+from outbox.api import PublishedMessage, contradicts, publish_many
 from outbox.contrib.http.schemas import NewMessage
-from outbox.store.unique import has_payload
 
 _EXPIRES_IN = timedelta(days=7)
 
@@ -39,7 +38,7 @@ def publish_all(messages: Sequence[NewMessage], alias: str, *, name: str | None 
     with transaction.atomic(using=alias):
         published = publish_many(drafts, using=alias)
         for index, (found, message) in enumerate(zip(published, messages, strict=True)):
-            if not found.created and not has_payload(alias, found.id, message.payload):
+            if contradicts(found, message.payload, using=alias):
                 raise Problem(
                     HTTPStatus.CONFLICT,
                     f"The message {found.id} has the topic {found.topic} and the biz-id {found.biz_id}, and another payload. "

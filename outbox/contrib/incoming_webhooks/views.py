@@ -28,12 +28,11 @@ from django.views.generic import View
 from exactly_once.process.logs import escaping_logger
 from exactly_once.telemetry.tracing import Cause, caused_by
 from exactly_once.wire.text import why_no_topic, why_unfit
-from outbox.api import PublishedMessage, publish
+from outbox.api import PublishedMessage, contradicts, publish
 from outbox.conf import outbox_options
 from outbox.contrib.incoming_webhooks.signatures import InvalidSignature, Verify
 from outbox.errors import InvalidMessage, PayloadTooLarge
 from outbox.store.dialect import database_of
-from outbox.store.unique import has_payload
 
 logger = escaping_logger(__name__)
 
@@ -129,7 +128,7 @@ class Endpoint:
                 raise
             except InvalidMessage:
                 raise Unreadable("its payload cannot be published") from None
-            return published, not (published.created or has_payload(self.using, published.id, payload))
+            return published, contradicts(published, payload, using=self.using)
 
     def _value(self, argument: str, callback: Callback) -> Any:
         read = getattr(self, argument)

@@ -7,6 +7,7 @@ import logging
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
@@ -170,6 +171,20 @@ def test_repeated_event_is_answered_with_200_and_stored_once_also_in_other_bytes
     assert view()(a_request()).status_code == 200
     assert [message.state for message in published()] == ["published"]
     assert view()(a_request({**EVENT, "amount": "10.90"})).status_code == 409
+
+
+@dataclass
+class Paid:
+    amount: str
+
+
+@pytest.mark.parametrize("convert", [lambda amount: {amount, "EUR"}, Paid])
+def test_repeated_event_is_known_however_its_payload_becomes_json(convert):
+    read = view(payload=lambda callback: convert(callback.payload["amount"]))
+    with override_settings(OUTBOX={"TOPICS": {TOPIC: {"ENCODER": "tests.support.hooks.SortedSets"}}}):
+        answers = [read(a_request({**EVENT, "amount": amount})).status_code for amount in ("9.90", "9.90", "10.90")]
+
+    assert answers == [200, 200, 409]
 
 
 def test_same_event_id_with_other_content_is_answered_with_409_and_reported(caplog):
