@@ -20,8 +20,8 @@ def check_views(app_configs: object, **kwargs: Any) -> list[CheckMessage]:
         import_module(settings.ROOT_URLCONF)  # it imports the views
     return [
         Error(
-            f"@idempotent_view has using={alias!r}, which is not in DATABASES, or where the database routers do not allow the "
-            "app exactly_once_views.",
+            f"@idempotent_view or outbox.contrib.http uses the database {alias!r}, which is not in DATABASES, or where the "
+            "database routers do not allow the app exactly_once_views.",
             hint=f"Use one of {', '.join(filter(_has_table, connections))}, or allow the app there.",
             id="exactly_once_views.E001",
         )

@@ -20,7 +20,7 @@ _View = TypeVar("_View", bound=Callable[..., Any])
 _SAFE = {"GET", "HEAD", "OPTIONS", "TRACE"}
 
 declared: set[str] = set()
-"""The database aliases of all decorated views."""
+"""The database aliases of all decorated views, and of what else is answered in this way."""
 
 
 @overload

@@ -12,11 +12,14 @@ from http import HTTPStatus
 from django.db import transaction
 
 from exactly_once.contrib.views.answering import Idempotency
+from exactly_once.contrib.views.decorators import declared
 from exactly_once.problems import Problem
 from outbox.api import PublishedMessage, contradicts, publish_many
 from outbox.contrib.http.schemas import NewMessage
+from outbox.store.dialect import database_of
 
 _EXPIRES_IN = timedelta(days=7)
+declared.add(database_of(None))  # for the check
 
 
 def idempotency(client: str, alias: str) -> Idempotency:

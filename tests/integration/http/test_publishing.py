@@ -2,16 +2,19 @@
 
 import json
 import uuid
+from importlib import reload
 
 import pytest
 from django.core.handlers.wsgi import WSGIRequest
 from django.db import DEFAULT_DB_ALIAS, OperationalError, connection, transaction
 from django.test import override_settings
 
+from exactly_once.contrib.views import checks, decorators
 from exactly_once.models import AuditEntry, Operation
 from exactly_once.process.loop import StopRequest
 from exactly_once.upkeep.executing import Operations
 from outbox import Draft, publish_many
+from outbox.contrib.http import publishing
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.operators.changes import operations
 from outbox.testing import published, run_relay
@@ -107,6 +110,18 @@ def test_another_payload_is_another_request_whatever_the_content_type_says(conte
 
     assert [answer.status_code for answer in answers] == [201, 422, 201]
     assert [message.payload for message in published()] == [1]
+
+
+def test_check_names_the_database_of_the_outbox_if_the_routers_keep_the_table_of_answers_off_it(monkeypatch):
+    monkeypatch.setattr("django.db.router.allow_migrate_model", lambda alias, model: alias != "other")
+    monkeypatch.setattr("django.db.router.db_for_write", lambda model, **hints: "other")
+    found = set()
+    monkeypatch.setattr(decorators, "declared", found)
+    monkeypatch.setattr(checks, "declared", found)
+
+    reload(publishing)  # as in a process with these routers
+    [error] = checks.check_views(None)
+    assert (error.id, "database 'other'" in error.msg) == ("exactly_once_views.E001", True)
 
 
 def test_longest_idempotency_key_publishes_with_a_biz_id_that_fits():

@@ -515,7 +515,7 @@ def test_check_names_a_database_that_does_not_exist(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("exactly_once.contrib.views.checks.declared", {*declared, "nowhere"})
         [error] = check_views(None)
-    assert error.msg.startswith("@idempotent_view has using='nowhere', which is not in DATABASES")
+    assert "uses the database 'nowhere', which is not in DATABASES" in error.msg
     assert error.id == "exactly_once_views.E001"
 
     monkeypatch.setattr("django.db.router.allow_migrate_model", lambda alias, model: alias == "default")
