@@ -11,8 +11,7 @@ from inspect import iscoroutinefunction
 from typing import Annotated, Any
 
 from django.contrib.auth.decorators import login_not_required
-from django.core.handlers.wsgi import WSGIRequest
-from django.http import HttpRequest, UnreadablePostError
+from django.http import HttpRequest
 from django.http.response import HttpResponseBase
 from django.urls import URLPattern, re_path
 from django.views.decorators.cache import never_cache
@@ -22,6 +21,7 @@ from ninja.openapi.schema import OpenAPISchema
 from ninja.security.http import HttpAuthBase
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from exactly_once.bodies import read_body
 from exactly_once.conf.app_options import Client, HttpOptions
 from exactly_once.console.http import problems
 from exactly_once.console.http.problems import ProblemDetails
@@ -36,8 +36,6 @@ MAX_MESSAGES = 100
 VERSION = "1"
 _ALWAYS = (400, 401, 403, 411, 413, 422, 500, 503)
 _View = Callable[..., Any]
-_LONGEST_LENGTH = 18
-"""Digits of a Content-Length."""
 _LONGEST = timedelta(days=3650)
 
 
@@ -55,7 +53,7 @@ class BearerToken(HttpAuthBase):
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         client = self._options().client_of(token.strip()) if scheme.lower() == self.openapi_scheme else None
         if client is not None:
-            _read_body(request, self._body_limit())
+            request._body = read_body(request, self._body_limit())  # noqa: SLF001 - what `request.body` returns
         return client
 
 
@@ -78,29 +76,6 @@ def require(request: HttpRequest, action: str, name: str) -> Client:
         scope, headers = f"{action}:{name}", {"WWW-Authenticate": 'Bearer error="insufficient_scope"'}
         raise Problem(HTTPStatus.FORBIDDEN, f"The token does not have the scope {scope}.", headers=headers, scope=scope)
     return client
-
-
-def _read_body(request: HttpRequest, limit: int) -> None:
-    """Read the body, of which at most one byte more than the limit is read.
-
-    Raises:
-        Problem: it is larger than the limit or of unknown length, or the client has closed the connection.
-    """
-    announced = request.headers.get("Content-Length", "")
-    if not announced and "Transfer-Encoding" in request.headers and isinstance(request, WSGIRequest):
-        raise Problem(
-            HTTPStatus.LENGTH_REQUIRED,
-            "The body has no Content-Length, without which it cannot be read under WSGI: do not send it in chunks.",
-        )
-    # A length of thousands of digits cannot be converted.
-    is_too_long = announced.isdecimal() and (len(announced) > _LONGEST_LENGTH or int(announced) > limit)
-    try:
-        body = b"" if is_too_long else bytes(request.read(limit + 1))
-    except UnreadablePostError:
-        raise Problem(HTTPStatus.BAD_REQUEST, "The connection was closed before the body was complete.") from None
-    if is_too_long or len(body) > limit:
-        raise Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The body is larger than {limit} bytes.", limit_bytes=limit)
-    request._body = body  # noqa: SLF001 - what was read is what `request.body` returns
 
 
 class Api(NinjaAPI):

@@ -20,11 +20,13 @@ from django.contrib.auth.decorators import login_not_required
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
 from django.dispatch import Signal
-from django.http import HttpRequest, HttpResponse, UnreadablePostError
+from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
 from django.views.decorators.csrf import csrf_exempt
 from django.views.generic import View
 
+from exactly_once.bodies import read_body
+from exactly_once.problems import Problem
 from exactly_once.process.logs import escaping_logger
 from exactly_once.telemetry.tracing import Cause, caused_by
 from exactly_once.wire.text import why_no_topic, why_unfit
@@ -144,8 +146,8 @@ class WebhookView(View):
     """Verifies, stores and publishes the events of a provider. Only POST; no CSRF token, session or login is needed.
 
     200: the event is committed, now or by an earlier request. 400: the signed body is not an event. 401: the signature is
-    invalid. 405: not POST. 409: an earlier event has this id and different content. 413: the body is larger than
-    `OUTBOX["BODY_LIMIT_BYTES"]`; at most that much of it is read.
+    invalid. 405: not POST. 409: an earlier event has this id and different content. 411: under WSGI, the body has no
+    Content-Length. 413: it is larger than `OUTBOX["BODY_LIMIT_BYTES"]`; at most that much of it is read.
     """
 
     http_method_names = ["post"]  # noqa: RUF012 - as Django declares it
@@ -188,7 +190,9 @@ class WebhookView(View):
     def post(self, request: HttpRequest) -> HttpResponse:
         endpoint = self.endpoint
         try:
-            return _stored(endpoint, _read(request), request.headers)
+            return _stored(endpoint, read_body(request, outbox_options().BODY_LIMIT_BYTES), request.headers)
+        except Problem as problem:
+            return _refused(endpoint, problem.status, problem.detail)
         except PayloadTooLarge:
             return _refused(endpoint, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the body is too large")
         except InvalidSignature as error:
@@ -211,26 +215,6 @@ def _stored(endpoint: Endpoint, body: bytes, headers: Mapping[str, str]) -> Http
         conflicting_event.send_robust(WebhookView, **given)
         return _answer(HTTPStatus.CONFLICT, "an earlier event has this id and different content")
     return _answer(HTTPStatus.OK, "stored" if message.created else "known")
-
-
-def _read(request: HttpRequest) -> bytes:
-    """The raw body, of which at most one byte more than the limit is read.
-
-    Raises:
-        PayloadTooLarge: it is larger than the limit.
-        Unreadable: the client has closed the connection.
-    """
-    limit = outbox_options().BODY_LIMIT_BYTES
-    announced = request.headers.get("Content-Length", "")
-    if announced.isdecimal() and int(announced) > limit:
-        raise PayloadTooLarge
-    try:
-        body = bytes(request.read(limit + 1))
-    except UnreadablePostError:
-        raise Unreadable("the client closed the connection") from None
-    if len(body) > limit:
-        raise PayloadTooLarge
-    return body
 
 
 def _refused(endpoint: Endpoint, status: HTTPStatus, reason: str, answer: str = "") -> HttpResponse:
