@@ -49,7 +49,7 @@ _writers: dict[str, MinuteWriter] = {}
 
 
 def claim(handler: Handler, most: int, lease: timedelta, options: InboxOptions) -> list[tuple[str, Message]]:
-    """Claim due messages, those due longest first, each in commits of its own, until their bodies exceed 8 MiB.
+    """Claim due messages, those due longest first, each in commits of its own, until their payloads exceed 8 MiB.
 
     Returns:
         each message, after the name of its lease.
@@ -65,8 +65,9 @@ def claim(handler: Handler, most: int, lease: timedelta, options: InboxOptions) 
             if size > _LARGEST_ANSWER_BYTES or (stored := _claim_due(handler, options)) is None:
                 break
             if leased := _lease(handler, stored, lease, options):
-                claimed.append(leased)
-                size += len(stored.body)
+                name, message, length = leased
+                claimed.append((name, message))
+                size += length
     except Exception as error:
         # No other client gets the messages that were claimed before the error until their leases end.
         if not claimed:
@@ -116,13 +117,13 @@ def _claim_due(handler: Handler, options: InboxOptions) -> InboxMessage | None:
     return committed(handler.using, claims.claim_due, [handler.name], options.REDELIVERY_AFTER)
 
 
-def _lease(handler: Handler, stored: InboxMessage, lease: timedelta, options: InboxOptions) -> tuple[str, Message] | None:
-    """The lease of a claimed message; None if it is settled, or is not to be had now."""
+def _lease(handler: Handler, stored: InboxMessage, lease: timedelta, options: InboxOptions) -> tuple[str, Message, int] | None:
+    """The lease of a claimed message, and the size of its payload; None if it is settled, or is not to be had now."""
     arrival = open_claimed(handler, stored, options)
     if isinstance(arrival, Outcome):
         return None
     message = arrival.message or message_for(arrival, options)
-    if not _can_be_answered(message.payload):
+    if (length := _length(message.payload)) is None:
         fail_stored(handler, stored, Failure(error=_NOT_JSON, retry_after=None, attempts=stored.attempts))
         return None
     alias = handler.using
@@ -136,18 +137,17 @@ def _lease(handler: Handler, stored: InboxMessage, lease: timedelta, options: In
         return None
     if granted is None:
         return None
-    return f"{granted.row}.{granted.fence}", replace(message, fence=granted.fence)
+    return f"{granted.row}.{granted.fence}", replace(message, fence=granted.fence), length
 
 
-def _can_be_answered(payload: Any) -> bool:
-    """Can clients read an answer with this payload? If not, they could read no message of that answer."""
+def _length(payload: Any) -> int | None:
+    """Of this payload in an answer; None if clients could read no message of that answer."""
     # The answer is written with a deeper stack than that of this thread.
     nested = reduce(lambda inner, _: [inner], range(_DEEPER), payload)
     try:
-        json.dumps(nested, allow_nan=False)
+        return len(json.dumps(nested, allow_nan=False)) - 2 * _DEEPER
     except (ValueError, RecursionError):
-        return False
-    return True
+        return None
 
 
 def _settle_each(handler: Handler, names: Sequence[str], settle: Callable[[InboxMessage, Arrival], bool]) -> dict[str, bool]:

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import threading
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
@@ -513,6 +514,14 @@ def test_transitions_are_in_the_trail_and_handled_messages_in_the_statistics(ord
 def test_large_bodies_are_not_read_all_at_once(orders, monkeypatch):
     monkeypatch.setattr(queries, "_LARGEST_ANSWER_BYTES", 1000)
     arrive(orders, 4, payload={"text": "x" * 900})
+
+    assert [len(read(max_messages=4)) for _ in range(2)] == [2, 2]
+
+
+def test_compressed_bodies_count_as_they_are_answered(orders, monkeypatch):
+    monkeypatch.setattr(queries, "_LARGEST_ANSWER_BYTES", 1000)
+    body = zlib.compress(json.dumps({"text": "x" * 900}).encode())
+    arrive(orders, 4, body=body, headers={"compression": "application/x-gzip"})
 
     assert [len(read(max_messages=4)) for _ in range(2)] == [2, 2]
 
