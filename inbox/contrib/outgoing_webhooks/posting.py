@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from http import HTTPStatus
 from urllib.parse import SplitResult, urlsplit
 
 from exactly_once.process.clock import monotonic
@@ -24,6 +25,7 @@ from exactly_once.wire.text import describe
 from inbox.contrib.outgoing_webhooks.addresses import Network, NotAllowed, allowed_addresses, port_of
 
 SUCCESS = range(200, 300)
+_INTERIM = range(100, 200)
 _ANSWER_BYTES = 2_000
 """How much of an answer is read."""
 _CONNECT_SECONDS = 5.0
@@ -121,6 +123,16 @@ class _Limit:
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
+class _FinalResponse(http.client.HTTPResponse):
+    """Reads on after interim responses (RFC 9110, 15.2). The standard library does so after 100 only."""
+
+    def begin(self) -> None:
+        super().begin()
+        while self.status in _INTERIM and self.status != HTTPStatus.SWITCHING_PROTOCOLS:
+            self.headers = None  # type: ignore[assignment]  # else nothing is read
+            super().begin()
+
+
 def _exchanged(parts: SplitResult, addresses: Sequence[str], body: bytes, headers: Mapping[str, str], limit: _Limit) -> Answer:
     host, port = parts.hostname or "", port_of(parts)
     plain = _connected(addresses, port, limit)
@@ -135,6 +147,7 @@ def _exchanged(parts: SplitResult, addresses: Sequence[str], body: bytes, header
     else:
         connection = http.client.HTTPConnection(host, port)
         connection.sock = plain
+    connection.response_class = _FinalResponse
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     connection.request("POST", path, body, {**headers, "Connection": "close"})
     with connection.getresponse() as response:

@@ -284,7 +284,7 @@ class TestFanOut:
 
 
 class TestAnswers:
-    @pytest.mark.parametrize("status", [100 + 99, 302, 400, 404, 500, 503])
+    @pytest.mark.parametrize("status", [101, 302, 400, 404, 500, 503])
     def test_other_answer_is_a_failed_attempt_that_shows_the_beginning_of_the_answer(self, receiver, status, endpoint):
         offered()
         elsewhere = receiver.url.replace("/hooks", "/elsewhere")
@@ -294,10 +294,19 @@ class TestAnswers:
         row = rows().get()
         assert (row.state, row.attempts) == ("retrying", 1)
         assert f"was answered with {status}" in row.last_error
-        assert status == 199 or "out of" in row.last_error
+        assert status == 101 or "out of" in row.last_error
         assert len(row.last_error) < 1000
         assert receiver.paths == ["/hooks"]
         assert the_endpoint().failures == 1
+
+    @pytest.mark.parametrize(("status", "state"), [(200, "done"), (400, "retrying")])
+    def test_interim_answers_are_not_the_answer(self, receiver, status, state, endpoint):
+        offered()
+        receiver.answer = lambda request: Reply(status, {}, b"unknown order", interim=[102, 103, 100, 103])
+        send()
+
+        assert states() == [state]
+        assert status == 200 or f"was answered with {status}: unknown order" in rows().get().last_error
 
     def test_answer_is_redacted_before_it_is_stored(self, receiver, settings, endpoint):
         settings.INBOX = {**settings.INBOX, "REDACT_ERRORS": "tests.support.redactors.mask_ibans"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.message import Message
 from functools import cached_property
@@ -39,6 +39,7 @@ class Reply:
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
+    interim: Sequence[int] = ()
 
 
 class Receiver(ThreadingHTTPServer):
@@ -88,6 +89,10 @@ class _Handler(BaseHTTPRequestHandler):
         request = Request(self.path, self.headers, body)
         self.server.requests.append(request)
         reply = self.server.answer(request)
+        for status in reply.interim:
+            self.send_response_only(status)
+            self.send_header("Link", "</style.css>; rel=preload")
+            self.end_headers()
         self.send_response(reply.status)
         for name, value in reply.headers.items():
             self.send_header(name, value)
