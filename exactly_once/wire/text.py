@@ -56,6 +56,11 @@ def fit(text: str) -> str:
     return "sha256:" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def encoded(json_text: str) -> bytes:
+    r"""JSON in UTF-8, which has no lone surrogates: they are escaped, as JSON may always write them (`\ud83d`)."""
+    return json_text.encode("utf-8", "backslashreplace")
+
+
 def describe(error: BaseException) -> str:
     """The error as one line, never empty, even if its own message is empty or cannot be printed."""
     try:

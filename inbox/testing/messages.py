@@ -16,6 +16,7 @@ from exactly_once.testing.matching import Meant, Messages, on_topic
 from exactly_once.wire.envelope import JSON, Envelope
 from exactly_once.wire.identity import new_message_id
 from exactly_once.wire.payloads import plain
+from exactly_once.wire.text import encoded
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.states import State
@@ -78,7 +79,7 @@ def through_json(value: Any) -> Any:
 def envelope_of(message: Message) -> Envelope:
     """The envelope of the message, with its payload serialised."""
     same = ("id", "topic", "created_at", "biz_id", "key", "correlation_id", "causation_id", "headers")
-    body = _PAYLOADS.encode(message.raw).encode()
+    body = encoded(_PAYLOADS.encode(message.raw))
     return Envelope(source=_SOURCE, body=body, **{name: getattr(message, name) for name in same})
 
 

@@ -21,7 +21,7 @@ from http import HTTPStatus
 
 from exactly_once.process.clock import utcnow
 from exactly_once.wire.identity import uuid_in
-from exactly_once.wire.text import printable
+from exactly_once.wire.text import encoded, printable
 from inbox.conf import inbox_options
 from inbox.contrib.outgoing_webhooks import endpoints
 from inbox.contrib.outgoing_webhooks.addresses import networks, shown
@@ -71,7 +71,7 @@ def _deliver(alias: str, pk: int, message: Message) -> None:
         raise Reject("Its endpoint does not exist any more.")
     if endpoint.state != State.ACTIVE:
         raise RetryLater(_NOT_NOW, f"the endpoint {endpoint.name} is {endpoint.get_state_display().lower()}")
-    body = json.dumps(message.payload, ensure_ascii=False, separators=(",", ":")).encode()
+    body = encoded(json.dumps(message.payload, ensure_ascii=False, separators=(",", ":")))
     headers = {**_HEADERS, **_signature(_webhook_id(message), body, endpoints.secrets_of(endpoint))}
     try:
         answer = post(endpoint.url, body, headers, timeout=_TIMEOUT, private=networks(inbox_options().WEBHOOK_NETWORKS))

@@ -22,6 +22,7 @@ from exactly_once.process.clock import utcnow
 from exactly_once.wire.envelope import COMPRESSION, JSON, headers_as_json
 from exactly_once.wire.formats import WEBHOOK_HANDLERS
 from exactly_once.wire.identity import new_message_id
+from exactly_once.wire.text import encoded
 from inbox.checks import errors_without_tables
 from inbox.contrib.outgoing_webhooks.endpoints import subscribed
 from inbox.contrib.outgoing_webhooks.models import Endpoint, State
@@ -134,7 +135,7 @@ def send_test(alias: str, pk: int) -> bool:
 
 def _body(topic: str, created_at: datetime | None, data: Any) -> bytes:
     """The body of the requests, as Standard Webhooks recommends it."""
-    return _BODIES.encode({"type": topic, "timestamp": created_at or utcnow(), "data": data}).encode()
+    return encoded(_BODIES.encode({"type": topic, "timestamp": created_at or utcnow(), "data": data}))
 
 
 def _row(topic: str, biz_id: str, message_id: str, body: bytes) -> NewRow:

@@ -143,6 +143,18 @@ class TestRequest:
         for request in receiver.requests:
             assert StandardWebhooks(endpoint.secret)(request.body, request.headers)
 
+    def test_half_of_a_character_is_sent_as_it_came_and_in_the_same_bytes_in_every_attempt(self, receiver, endpoint):
+        run_handler(f"webhooks/{TOPIC}", make_message(TOPIC, {"name": "Ñ\ud83d"}))
+        receiver.answer = lambda request: Reply(500 if len(receiver.requests) == 1 else 200)
+        send()
+        make_due()
+        send()
+
+        first, second = receiver.requests
+        assert r'"data":{"name":"Ñ\ud83d"}'.encode() in first.body
+        assert second.body == first.body == bytes(rows().get().body)
+        assert StandardWebhooks(endpoint.secret)(first.body, first.headers)
+
     def test_new_secret_signs_beside_the_old_one_for_a_day(self, offers, receiver):
         offers(TOPIC)
         old = an_endpoint(receiver).secret
