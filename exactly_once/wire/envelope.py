@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from exactly_once.wire.body import BODY_LIMIT_BYTES, Undecodable, decode_payload
 from exactly_once.wire.identity import uuid_in
-from exactly_once.wire.text import NAME_LENGTH, describe, fit, fits, printable
+from exactly_once.wire.text import NAME_LENGTH, describe, encoded, fit, fits, printable
 
 JSON = "application/json"
 STRUCTURED_JSON = "application/cloudevents+json"
@@ -267,7 +267,7 @@ def _data(event: Mapping[str, Any]) -> bytes:
     try:
         if "data_base64" in event:
             return base64.b64decode(str(event["data_base64"]), validate=True)
-        return json.dumps(event.get("data"), ensure_ascii=False, separators=(",", ":")).encode()
+        return encoded(json.dumps(event.get("data"), ensure_ascii=False, separators=(",", ":")))
     except binascii.Error as error:
         raise Undecodable(f"The CloudEvent's data_base64 is not base64: {error}") from error
     except (ValueError, RecursionError) as error:

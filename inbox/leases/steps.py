@@ -114,6 +114,7 @@ class Steps:
     def _end(self, name: str, returned: Any) -> Any:
         try:
             result = _RESULTS.encode(returned)
+            result.encode()  # fails for a surrogate
         except (TypeError, ValueError) as error:
             raise self._interrupt(
                 name,

@@ -510,6 +510,12 @@ def test_transitions_are_in_the_trail_and_handled_messages_in_the_statistics(ord
     assert Minute.objects.filter(app="inbox", subject=TOPIC, counts__handled__gte=1).exists()
 
 
+def test_lone_surrogate_is_answered_as_it_came(orders):
+    arrive(orders, body=rb'"\ud83d"')
+
+    assert [message["payload"] for message in read()] == ["\ud83d"]
+
+
 @pytest.mark.every_database
 def test_large_bodies_are_not_read_all_at_once(orders, monkeypatch):
     monkeypatch.setattr(queries, "_LARGEST_ANSWER_BYTES", 1000)

@@ -548,9 +548,10 @@ class TestSteps:
 
         assert deliver(leased(swallow), given=given) is Outcome.DEAD
 
-    def test_step_with_a_result_that_is_not_json_makes_a_dead_letter(self, leased, given):
+    @pytest.mark.parametrize("result", [object(), "\ud83d"], ids=["object", "lone surrogate"])
+    def test_step_with_a_result_that_is_not_json_makes_a_dead_letter(self, leased, given, result):
         taken = []
-        handler = leased(lambda message: message.step("charge", lambda: taken.append("try") or object()))
+        handler = leased(lambda message: message.step("charge", lambda: taken.append("try") or result))
 
         assert deliver(handler, given=given) is Outcome.DEAD
 

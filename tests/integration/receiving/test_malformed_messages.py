@@ -166,7 +166,7 @@ EVENTS = {
     "event not UTF-8": structured(DEAD, b'{"specversion": "1.0", "id": "\xff"}'),
     "event nested too deep": structured(DEAD, b'{"specversion":"1.0","data":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "event with NaN": structured(DEAD, b'{"specversion": "1.0", "data": NaN}'),
-    "event with lone surrogates": structured(DEAD, data={"a": "\ud800"}),
+    "event with lone surrogates": structured(DONE, data={"a": "\ud800"}),
     "event id a list": structured(DONE, id=[1]),
     "event type of another topic": structured(DEAD, type="shop.other"),
     "event type a table": structured(DEAD, type={}),
