@@ -342,18 +342,15 @@ def _adapted(parameters: Sequence[Any]) -> list[bytes | None]:
         elif isinstance(value, list):
             adapted.append(_array(value))
         else:
-            text = _text(value).encode()
-            if b"\0" in text:
+            if isinstance(value, str):
+                text = str.__str__(value)  # of an enumeration's member, which str() names
+            else:
+                text = value.isoformat() if isinstance(value, datetime) else str(value)
+            if "\0" in text:
                 # libpq would end the text there.
                 raise DataError("PostgreSQL text fields cannot contain NUL (0x00) bytes")
-            adapted.append(text)
+            adapted.append(text.encode())
     return adapted
-
-
-def _text(value: object) -> str:
-    if isinstance(value, str):
-        return str.__str__(value)  # of an enumeration's member, which str() names
-    return value.isoformat() if isinstance(value, datetime) else str(value)
 
 
 def _array(values: Sequence[bytes]) -> bytes:
