@@ -61,6 +61,18 @@ def encoded(json_text: str) -> bytes:
     return json_text.encode("utf-8", "backslashreplace")
 
 
+def storable(text: str) -> str:
+    """This JSON, if every database stores it.
+
+    Raises:
+        ValueError: it has a lone surrogate, or a NUL character.
+    """
+    text.encode()
+    if r"\u0000" in text.replace(r"\\", ""):
+        raise ValueError("it has a NUL character, which PostgreSQL cannot store")
+    return text
+
+
 def describe(error: BaseException) -> str:
     """The error as one line, never empty, even if its own message is empty or cannot be printed."""
     try:

@@ -16,7 +16,7 @@ from asgiref.sync import sync_to_async
 from django.core.serializers.json import DjangoJSONEncoder
 
 from exactly_once.sql.connections import is_inside_a_transaction
-from exactly_once.wire.text import describe, why_unfit
+from exactly_once.wire.text import describe, storable, why_unfit
 from inbox.errors import LeaseLost, Reject, RetryLater, StepInterrupted
 from inbox.leases.stores import Lease, renew, store_as_owner
 
@@ -113,8 +113,7 @@ class Steps:
 
     def _end(self, name: str, returned: Any) -> Any:
         try:
-            result = _RESULTS.encode(returned)
-            result.encode()  # fails for a surrogate
+            result = storable(_RESULTS.encode(returned))
         except (TypeError, ValueError) as error:
             raise self._interrupt(
                 name,

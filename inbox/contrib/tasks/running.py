@@ -19,6 +19,7 @@ from django.dispatch import Signal
 from django.utils import timezone
 
 from exactly_once.wire.identity import process_name
+from exactly_once.wire.text import storable
 from inbox.contrib.tasks import results
 from inbox.contrib.tasks.compat import TaskResultStatus, normalize_json, task_backends, task_finished, task_started
 from inbox.contrib.tasks.queues import QueueOptions, is_leased, queue_of
@@ -94,10 +95,7 @@ def _call(message: Message, result: Any, timeout: timedelta | None) -> Any:
 
 def _as_json(returned: Any) -> Any:
     value = normalize_json(returned)
-    text = json.dumps(value, allow_nan=False, ensure_ascii=False)
-    text.encode()
-    if r"\u0000" in text.replace(r"\\", ""):
-        raise ValueError("it has a NUL character, which PostgreSQL cannot store")
+    storable(json.dumps(value, allow_nan=False, ensure_ascii=False))
     return value
 
 

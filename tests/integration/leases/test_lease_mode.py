@@ -548,7 +548,7 @@ class TestSteps:
 
         assert deliver(leased(swallow), given=given) is Outcome.DEAD
 
-    @pytest.mark.parametrize("result", [object(), "\ud83d"], ids=["object", "lone surrogate"])
+    @pytest.mark.parametrize("result", [object(), "\ud83d", "a\0"], ids=["object", "lone surrogate", "NUL"])
     def test_step_with_a_result_that_is_not_json_makes_a_dead_letter(self, leased, given, result):
         taken = []
         handler = leased(lambda message: message.step("charge", lambda: taken.append("try") or result))
