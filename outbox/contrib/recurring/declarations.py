@@ -16,6 +16,7 @@ from itertools import count, takewhile
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 from zoneinfo import ZoneInfo
 
+from django.apps import apps
 from django.core.checks import CheckMessage, Error, register
 from django.db import connections, router
 from django.utils import timezone
@@ -25,7 +26,6 @@ from exactly_once.wire.identity import origin
 from exactly_once.wire.text import describe, why_unfit
 from outbox.api import Draft, publish_many
 from outbox.callbacks import synchronous
-from outbox.contrib.recurring.models import Schedule
 from outbox.store.dialect import database_of
 
 Missed = Literal["none", "last", "all"]
@@ -186,7 +186,8 @@ def _why_not(schedule: Declaration) -> str:
 def check_declarations(app_configs: object, **kwargs: Any) -> list[CheckMessage]:
     """outbox_recurring.E001: a schedule that no relay can run."""
     homes = {(schedule.origin, database_of(schedule.when.using)) for schedule in declarations.values()}
-    rowless = sorted(home for home in homes if not router.allow_migrate_model(home[1], Schedule))
+    tables = [model for model in apps.get_models() if model._meta.label == "outbox_recurring.Schedule"]
+    rowless = sorted(home for home in homes for table in tables if not router.allow_migrate_model(home[1], table))
     found = [f"{where} is not valid: {problem}" for where, problem in problems.items()]
     found += [f"{where} never ticks: the database routers do not allow its app on {alias!r}" for where, alias in rowless]
     return [Error(f"The schedule {each}.", hint=_HINT, id="outbox_recurring.E001") for each in found]

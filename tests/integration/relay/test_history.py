@@ -18,7 +18,7 @@ from outbox.models import OutboxMessage, PendingCallback, TrailEntry, UniqueMess
 from outbox.operators.figures import count_states
 from outbox.relay.housekeeping import Housekeeper, housekeepers
 from outbox.states import CANCEL, RESTORE, ROLL_BACK, SETTLED, State
-from outbox.store import claiming, decision_rows, history, looking, restoring, settling
+from outbox.store import claiming, decision_rows, history, looking, restoring, settling, transitions
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
 from outbox.store.selecting import first_id_of
 from outbox.store.settling import Settlement
@@ -663,13 +663,13 @@ class TestMidnight:
         """The day changes between two statements of one transaction."""
         add_callback()
         message = published()
-        monkeypatch.setattr(
-            "outbox.store.pending_callbacks.DAY_OF_NOW", dict.fromkeys(["postgresql", "sqlite"], str(today + 1))
-        )
+        DAYS.make("default", today - 1)
+        monkeypatch.setattr(transitions, "_prepared", {})
+        monkeypatch.setitem(transitions._EXPRESSIONS[connection.vendor], "{today}", str(today - 1))
 
         settled(message)
 
-        assert row_of(message).day in {today, today + 1}
+        assert row_of(message).day == today - 1
         assert PendingCallback.objects.get().message_id == message.id
 
     def test_messages_settled_before_and_after_midnight_in_one_transaction_move_to_their_days(self, today):
