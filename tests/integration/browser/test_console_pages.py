@@ -37,7 +37,7 @@ def test_operator_sees_what_runs_follows_its_message_and_sees_it_end(operator, r
     assert "ago" in page.locator("tr", has_text=OF_THE_WORKERS.name).inner_text()
     page.get_by_role("link", name=str(sent.id)).click()
     page.locator(".flow-meant", has_text=JOB).wait_for()
-    assert page.get_by_text(re.compile("confirmed .* later")).is_visible()
+    page.get_by_text(re.compile("confirmed .* later")).wait_for()
     assert not InboxMessage.objects.exists()
 
     Unique.objects.create(name="go slow-1")
@@ -77,6 +77,7 @@ def test_operator_follows_a_chain_from_the_page_of_a_message_and_finds_it_again_
 
     page = operator.open(reverse("admin:outbox_outboxmessage_change", args=[caused.pk]))
     page.locator(".field-correlation_id_name a").click()
+    page.wait_for_url(re.compile("/flow/"))  # and until all of it has arrived
     messages = page.locator(".flow-message")
     assert [messages.nth(number).locator(".flow-name").inner_text().split()[-2:] for number in range(2)] == [
         [JOB, "order-1"],
