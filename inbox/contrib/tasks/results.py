@@ -201,7 +201,12 @@ def _marked_since(alias: str, result_id: str) -> datetime | None:
 
 
 def _waiting(sent: Any, running_since: datetime | None = None, worker: str = "", *, cancelled: str = "") -> Any:
-    """The result of a message that is not published yet, or never will be; that runs for the first time; or never will."""
+    """The result of a message that has no row in the inbox.
+
+    Args:
+        running_since: it runs for the first time.
+        cancelled: why it will never run; one that was not published has its own reason.
+    """
     given: dict[str, Any] = {"status": TaskResultStatus.READY}
     if running_since is not None:
         times = dict.fromkeys(("started_at", "last_attempted_at"), running_since)

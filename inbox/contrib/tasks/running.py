@@ -42,12 +42,12 @@ def run(backend: str, message: Message) -> None:
     if not is_call(message.payload):
         raise Reject("It is not the call of a task: enqueue tasks with their enqueue().")
     load(message.payload["task"])
-    alias = _options(backend, message).alias
+    options = _options(backend, message)
     if message.attempt == 1 and not is_leased(message.topic):
-        results.mark(alias, message)
-    result = results.running(message, backend, alias, process_name())
+        results.mark(options.alias, message)
+    result = results.running(message, backend, options.alias, process_name())
     _announce(backend, message, task_started, result)
-    call = partial(_call, message, result, _options(backend, message).timeout)
+    call = partial(_call, message, result, options.timeout)
     value = message.step(CALL, call) if is_leased(message.topic) else call()
     object.__setattr__(result, "status", TaskResultStatus.SUCCESSFUL)
     object.__setattr__(result, "finished_at", timezone.now())
@@ -84,8 +84,7 @@ def _call(message: Message, result: Any, timeout: timedelta | None) -> Any:
     task = result.task
     context = [ExactlyOnceContext(task_result=result, message=message)] if task.takes_context else []
     # An event loop cancels a coroutine. What waits for it cannot be interrupted.
-    is_bounded = timeout is not None and iscoroutinefunction(task.func)
-    call = async_to_sync(as_coroutine(task.func, timeout)) if is_bounded else task.call
+    call = async_to_sync(as_coroutine(task.func, timeout)) if iscoroutinefunction(task.func) else task.call
     returned = call(*context, *result.args, **result.kwargs)
     try:
         return _as_json(returned)
