@@ -186,8 +186,8 @@ def _why_not(schedule: Declaration) -> str:
 def check_declarations(app_configs: object, **kwargs: Any) -> list[CheckMessage]:
     """outbox_recurring.E001: a schedule that no relay can run."""
     homes = {(schedule.origin, database_of(schedule.when.using)) for schedule in declarations.values()}
-    tables = [model for model in apps.get_models() if model._meta.label == "outbox_recurring.Schedule"]
-    rowless = sorted(home for home in homes for table in tables if not router.allow_migrate_model(home[1], table))
+    table = apps.all_models["outbox_recurring"].get("schedule")  # None: the app is not installed
+    rowless = sorted(home for home in homes if table and not router.allow_migrate_model(home[1], table))
     found = [f"{where} is not valid: {problem}" for where, problem in problems.items()]
     found += [f"{where} never ticks: the database routers do not allow its app on {alias!r}" for where, alias in rowless]
     return [Error(f"The schedule {each}.", hint=_HINT, id="outbox_recurring.E001") for each in found]
