@@ -56,6 +56,13 @@ def errors_of(result):
     return [error.exception_class for error in result.errors]
 
 
+def attempts_of_processes_that_die(count, handler):
+    drained("local://")
+    for _ in range(count):
+        claims.claim_due("default", [handler], timedelta(seconds=1))
+        travel(timedelta(minutes=2))
+
+
 class TestEnqueue:
     def test_task_enqueued_outside_a_transaction_is_committed_and_ready(self, tasked):
         result = tasked.note.enqueue("a", detail="b")
@@ -278,10 +285,7 @@ class TestFailed:
 
     def test_workers_of_a_task_whose_processes_died_are_unknown(self, tasked):
         result = tasked.fail.enqueue("a")
-        drained("local://")
-        for _ in range(2):
-            claims.claim_due("default", ["tasks.mail"], timedelta(seconds=1))
-            travel(timedelta(minutes=1))
+        attempts_of_processes_that_die(2, "tasks.mail")
         run_all()
 
         assert refreshed(result).status == FAILED
@@ -289,10 +293,7 @@ class TestFailed:
 
     def test_task_under_a_lease_whose_last_process_died_after_its_call_has_succeeded(self, tasked):
         result = tasked.charge.enqueue("a")
-        drained("local://")
-        for _ in range(3):
-            claims.claim_due("default", ["tasks.payments.leased"], timedelta(seconds=1))
-            travel(timedelta(minutes=2))
+        attempts_of_processes_that_die(3, "tasks.payments.leased")
         Step.objects.create(message_id=InboxMessage.objects.get().pk, name=CALL, result="charged a", taken_at=timezone.now())
         run_all()
 
